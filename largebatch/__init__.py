@@ -1,0 +1,28 @@
+"""Train image classifiers with very large mini-batches.
+
+    from largebatch import load_recipe, run
+    summary = run(load_recipe("recipes/digits_96.yaml"), workers=2, out="runs/digits")
+
+`run` and PyTorch are imported when they are first asked for: a recipe can be read, checked and
+planned without them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from largebatch.errors import LargebatchError
+from largebatch.loading import load_recipe
+from largebatch.recipe import Recipe
+
+if TYPE_CHECKING:
+    from largebatch.runner import run
+
+__version__ = "0.1.0"
+__all__ = ["LargebatchError", "Recipe", "__version__", "load_recipe", "run"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives it (PEP 562)
+    if name == "run":
+        from largebatch.runner import run
+
+        return run
+    raise AttributeError(f"module 'largebatch' has no attribute {name!r}")

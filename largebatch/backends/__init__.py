@@ -1,0 +1,62 @@
+"""Communication libraries; one is chosen at run time."""
+
+import os
+from typing import Literal
+
+import torch
+
+from largebatch.backends.horovod import open_horovod
+from largebatch.backends.serial import Serial
+from largebatch.backends.torch_distributed import TorchDistributed
+from largebatch.contracts import Backend
+from largebatch.errors import BackendError
+
+Name = Literal["auto", "serial", "torch", "horovod"]
+
+_HOROVOD_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def launched_rank() -> int | None:
+    """Return this process's rank if something started it as one of many workers, else None."""
+    for name in ("RANK", *_HOROVOD_RANKS):
+        if name in os.environ:
+            return int(os.environ[name])
+    return None
+
+
+def open_backend(name: Name) -> Backend:
+    """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
+
+    Raises BackendError or MissingPackageError saying how to start what was asked for.
+    """
+    if name == "auto":
+        if "RANK" in os.environ:
+            name = "torch"
+        else:
+            name = "serial" if launched_rank() is None else "horovod"
+    match name:
+        case "torch":
+            return TorchDistributed()
+        case "horovod":
+            return open_horovod()
+        case _:
+            if launched_rank() is not None:
+                raise BackendError(
+                    "--backend serial is for a single process, and this one was started as one of "
+                    "several workers; leave --backend out"
+                )
+            return Serial()
+
+
+def broadcast_bytes(content: bytes | None, backend: Backend) -> bytes:
+    """Return worker 0's `content` on every worker; the others pass None."""
+    size = torch.tensor([len(content or b"")], device=backend.device)
+    backend.broadcast(size)
+    length = int(size.item())  # sync: once, before training
+    buffer = torch.zeros(length, dtype=torch.uint8)
+    if content is not None:
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    buffer = buffer.to(backend.device)
+    if length:
+        backend.broadcast(buffer)
+    return buffer.cpu().numpy().tobytes()  # sync: once, before training

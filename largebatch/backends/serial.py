@@ -1,0 +1,42 @@
+"""One worker: every collective operation is the identity."""
+
+import torch
+from torch import Tensor
+
+
+class _Done:
+    """An operation that is already over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Serial:
+    """A Backend with one worker and no communication library."""
+
+    name = "serial"
+    rank = 0
+    world_size = 1
+    local_rank = 0
+    local_size = 1
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = device or torch.device(default)
+
+    def all_reduce(self, tensor: Tensor) -> _Done:  # noqa: ARG002 -- a sum over one worker
+        """Leave `tensor` as it is."""
+        return _Done()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Leave `tensor` as it is."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return 1 x tensor.shape."""
+        return tensor.unsqueeze(0)
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,57 @@
+"""What a user can cause, and therefore fix.
+
+The command line prints these as one message without a traceback and exits with code 2. Everything
+else is our mistake or the machine's and keeps its traceback.
+"""
+
+
+class LargebatchError(Exception):
+    """Base of every error whose message tells the user what to change."""
+
+
+class RecipeError(LargebatchError):
+    """A recipe, or an override of one, says something it may not say."""
+
+
+class PlanError(LargebatchError):
+    """A recipe cannot be divided over this many workers and this device batch."""
+
+
+class DataError(LargebatchError):
+    """A data folder is missing, incomplete, unreadable or not what the recipe describes."""
+
+
+class CheckpointError(LargebatchError):
+    """A checkpoint or run folder cannot be read, or belongs to something else."""
+
+
+class BackendError(LargebatchError):
+    """The workers cannot be connected as asked."""
+
+
+class DivergedError(LargebatchError):
+    """The training loss stopped being a number."""
+
+
+class MissingPackageError(LargebatchError):
+    """An optional package is needed and not installed.
+
+    >>> print(MissingPackageError("wandb", purpose="tracking", install="pip install wandb"))
+    tracking needs wandb, which is not installed; install it with: pip install wandb
+    """
+
+    def __init__(self, package: str, *, purpose: str, install: str) -> None:
+        super().__init__(
+            f"{purpose} needs {package}, which is not installed; install it with: {install}"
+        )
+
+
+class PeerLostError(Exception):
+    """Another worker went away in the middle of a collective operation.
+
+    Its own traceback says why; this one is only the echo, so the command line prints one line.
+    """
+
+
+class WorkerFailedError(Exception):
+    """A local worker failed; the message holds its traceback, which is shown as it is."""

@@ -1,0 +1,1 @@
+"""Who follows a run: the console, log.jsonl, Weights & Biases."""

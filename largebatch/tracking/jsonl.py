@@ -1,0 +1,37 @@
+"""`log.jsonl`: every record of a run, one JSON object a line, in the order they happened.
+
+A resumed run appends; its `start` record says from which step on earlier ones are superseded.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+class JsonLines:
+    """A Tracker that writes each record at once, so that a killed run leaves all it did."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
+        """Write the plan, the recipe's name and the time."""
+        self.record(
+            {
+                "event": "start",
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "resume_step": resume_step,
+                "recipe": config["name"],
+                "plan": config["plan"],
+            }
+        )
+
+    def record(self, record: Mapping[str, object]) -> None:
+        """Write one line."""
+        self._file.write(json.dumps(record) + "\n")
+
+    def finish(self, summary: Mapping[str, object]) -> None:
+        """Close the file; the summary has a file of its own."""
+        del summary
+        self._file.close()

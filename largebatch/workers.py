@@ -1,0 +1,172 @@
+"""Start local workers, and end all of them when one ends badly.
+
+Each worker is a fresh process that finds its place in the environment variables torchrun would set,
+and hands its result or its error back through a pipe. The first error that is not merely the echo
+of another worker's end is raised here, once, and the other workers are stopped.
+"""
+
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
+
+GRACE_SECONDS = 5.0
+"""How long workers have to explain a lost connection, or to leave when asked."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+
+def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
+    """Call `function(*args)` in new processes on this machine and return worker 0's result.
+
+    Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
+    the failing worker's traceback otherwise. SIGINT and SIGTERM are passed on as SIGTERM.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    group = []
+    for rank in range(workers):
+        ours, theirs = context.Pipe(duplex=False)
+        places = _environment(rank, workers=workers, port=port)
+        process = context.Process(target=_work, args=(theirs, places, function, args))
+        process.start()
+        theirs.close()
+        group.append(_Worker(rank, process, ours))
+    try:
+        with _passing_signals_on(group):
+            result: T = _gather(group)
+            return result
+    finally:
+        _stop(group)
+
+
+def _work(
+    pipe: Connection,
+    places: dict[str, str],
+    function: Callable[..., object],
+    args: Sequence[object],
+) -> None:
+    """Run in the worker: call the function and send what came of it."""
+    os.environ.update(places)
+    try:
+        outcome: tuple[str, object] = ("done", function(*args))
+    except PeerLostError as error:
+        outcome = ("lost", str(error))
+    except LargebatchError as error:
+        outcome = ("user", str(error))
+    except BaseException:  # the parent raises it again
+        outcome = ("crash", f"worker {places['RANK']} failed:\n{traceback.format_exc()}")
+    pipe.send(outcome)
+    pipe.close()
+
+
+def _gather(group: Sequence[_Worker]) -> Any:  # noqa: ANN401 -- what the function returns
+    """Wait for every worker; raise the first cause of failure, or its echo if there is no more."""
+    waiting = list(group)
+    result = echo = None
+    deadline = math.inf
+    while waiting and time.monotonic() < deadline:
+        ready = wait(
+            [worker.pipe for worker in waiting],
+            None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()),
+        )
+        for worker in [worker for worker in waiting if worker.pipe in ready]:
+            waiting.remove(worker)
+            kind, value = _receive(worker)
+            _raise_cause(kind, value)
+            if kind == "lost":
+                echo, deadline = value, min(deadline, time.monotonic() + GRACE_SECONDS)
+            elif worker.rank == 0:
+                result = value
+    if echo is not None:
+        raise WorkerFailedError(echo)
+    return result
+
+
+def _raise_cause(kind: str, value: Any) -> None:  # noqa: ANN401 -- a message, or a result
+    if kind == "user":
+        raise LargebatchError(value)
+    if kind == "crash":
+        raise WorkerFailedError(value)
+
+
+def _receive(worker: _Worker) -> tuple[str, Any]:
+    try:
+        outcome: tuple[str, Any] = worker.pipe.recv()
+    except EOFError:
+        worker.process.join(GRACE_SECONDS)
+        code = worker.process.exitcode or 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "crash", f"worker {worker.rank} ended without a word: {how}"
+    return outcome
+
+
+def _stop(group: Sequence[_Worker]) -> None:
+    """Give workers a moment to leave by themselves, then leave no process behind."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    for worker in group:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+
+
+@contextmanager
+def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[None]:
+    """Let workers save and leave when this process is asked to; the second time, end them."""
+    asked = False
+
+    def pass_on(*_: object) -> None:
+        nonlocal asked
+        for worker in group:
+            if worker.process.is_alive():
+                if asked:
+                    worker.process.kill()
+                else:
+                    worker.process.terminate()
+        asked = True
+
+    previous = {
+        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _environment(rank: int, *, workers: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,15 @@
+"""What tests share: where real data lies, and one small problem."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets; tests that need it are skipped where there is none."""
+    folder = os.environ.get("LARGEBATCH_DATA")
+    if not folder:
+        pytest.skip("LARGEBATCH_DATA is not set: it names the folder of real data sets")
+    return Path(folder)

@@ -1,0 +1,125 @@
+"""The problem of the crown test, solved by largebatch on whatever backend it is started on.
+
+Run as a program it solves every case and writes the results:  python crown.py BACKEND FILE
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from largebatch.backends import Name, open_backend
+from largebatch.backends.reducer import Reducer
+from largebatch.contracts import Backend, Batch
+from largebatch.lars import LARS
+from largebatch.loss import cross_entropy
+from largebatch.models import param_groups
+from largebatch.norm import Spans, with_span
+from largebatch.plan import Plan
+from largebatch.train import step_seeds, train
+
+STEPS = 5
+GLOBAL_BATCH = 16
+SPAN = 4
+PEAK = 0.8
+MOMENTUM, WEIGHT_DECAY, ETA, EPS = 0.9, 0.05, 0.02, 1e-9
+SMOOTHING = 0.1
+OPTIMIZERS = ("sgd", "reference", "scaled-momentum", "outside", "fujitsu")
+NETS = ("plain", "batchnorm")
+
+State = dict[str, Tensor]
+
+
+def rate(step: int) -> float:
+    """Rise, then fall, so that no two steps share a rate."""
+    return PEAK * (0.3, 1.0, 0.7, 0.4, 0.1)[step]
+
+
+def net(kind: str) -> nn.Module:
+    """Build a small float64 network, the same each time."""
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(6) if kind == "batchnorm" else nn.Identity()
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(16, 5)
+    ).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Return STEPS x GLOBAL_BATCH samples in the order of their positions."""
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(STEPS * GLOBAL_BATCH, 3, 6, 6, dtype=torch.float64, generator=generator)
+    labels = torch.randint(5, (STEPS * GLOBAL_BATCH,), generator=generator)
+    return images, labels
+
+
+def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
+    """Build one of OPTIMIZERS the way `build` does."""
+    groups = param_groups(model, weight_decay=WEIGHT_DECAY)
+    if kind == "sgd":
+        return SGD([{k: g[k] for k in ("params", "weight_decay")} for g in groups], momentum=MOMENTUM)
+    return LARS(groups, lr=PEAK, momentum=MOMENTUM, eta=ETA, eps=EPS, convention=kind)
+
+
+def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int) -> State:
+    """Train with everything largebatch has, and return the model's state."""
+    device_batch = GLOBAL_BATCH // backend.world_size // accumulation
+    plan = Plan(
+        workers=backend.world_size,
+        global_batch=GLOBAL_BATCH,
+        device_batch=device_batch,
+        accumulation=accumulation,
+        bn_span=SPAN,
+        train_samples=STEPS * GLOBAL_BATCH,
+        val_samples=1,
+        steps=STEPS,
+        warmup_steps=0,
+        clean_steps=0,
+        evaluate_after=(),
+    )
+    images, labels = data()
+
+    def batches() -> Iterator[Batch]:
+        for step, micro in product(range(STEPS), range(accumulation)):
+            positions = list(plan.positions(step, micro, backend.rank))
+            yield Batch(images[positions], labels[positions])
+
+    model = with_span(net(net_kind), SPAN)
+    optimizer = make_optimizer(optimizer_kind, model)
+    with Reducer(model.named_parameters(), backend) as reducer:
+        for _ in train(
+            model,
+            optimizer,
+            batches(),
+            rate,
+            cross_entropy(smoothing=SMOOTHING, off_target="all"),
+            reducer,
+            Spans(model, backend, spans_per_step=GLOBAL_BATCH // SPAN),
+            steps=range(STEPS),
+            accumulation=accumulation,
+            global_batch=GLOBAL_BATCH,
+            seed=step_seeds(0, backend.rank),
+        ):
+            pass
+    return model.state_dict()
+
+
+def solve_all(backend_name: Name, path: Path) -> None:
+    """Solve every case this number of workers takes part in; worker 0 writes the results."""
+    backend = open_backend(backend_name)
+    accumulation = 4 // backend.world_size
+    results = {
+        f"{net_kind} {kind}": solve(backend, net_kind, kind, accumulation=accumulation)
+        for net_kind, kind in product(NETS, OPTIMIZERS)
+    }
+    if backend.rank == 0:
+        torch.save(results, path)
+    backend.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    solve_all(sys.argv[1], Path(sys.argv[2]))  # type: ignore[arg-type]  # one of Name
