@@ -129,7 +129,13 @@ def build_schedule(recipe: Recipe) -> Schedule:
                 peak=section.peak_lr, steps=steps_in(over) if over else rest, end=end
             )
         case Steps(at=at, gamma=gamma):
-            boundaries = [steps_in(point) - warmup_steps for point in at]
+            points = [steps_in(point) for point in at]
+            if points != sorted(set(points)) or points[0] <= warmup_steps:
+                raise RecipeError(
+                    f"schedule.decay.at: the points must come one after the other and after the "
+                    f"warm-up ({warmup_steps} steps), got steps {', '.join(map(str, points))}"
+                )
+            boundaries = [point - warmup_steps for point in points]
             after = schedules.multistep(peak=section.peak_lr, boundaries=boundaries, gamma=gamma)
     ramp = schedules.warmup(after, steps=warmup_steps, start=section.start_lr)
     return schedules.skip(ramp, steps=section.first_step)

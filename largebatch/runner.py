@@ -16,26 +16,21 @@ from typing import Any, Literal
 
 import torch
 
-from largebatch import backends, checkpoint
-from largebatch.backends import Name, launched_rank
+from largebatch.backends import Name, open_backend
 from largebatch.backends.reducer import Reducer
 from largebatch.build import build_model, build_optimizer
-from largebatch.checkpoint import Checkpoint
-from largebatch.contracts import Backend, Tracker
+from largebatch.contracts import Tracker
 from largebatch.data.pipeline import open_pipeline
-from largebatch.errors import BackendError, CheckpointError
-from largebatch.loading import dump_recipe
+from largebatch.errors import BackendError
+from largebatch.folder import check_folder, open_folder, read_state
 from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
-from largebatch.plan import Plan, build_schedule, make_plan
+from largebatch.plan import build_schedule, make_plan
 from largebatch.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.stages import Session, StepLog, run_stages
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
-from largebatch.tracking.console import Console
-from largebatch.tracking.jsonl import JsonLines
-from largebatch.tracking.wandb import Wandb
-from largebatch.workers import start_workers
+from largebatch.workers import launched_rank, start_workers
 
 Decoder = Literal["dali", "torchvision"]
 
@@ -83,7 +78,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     rest is as in Options. Raises LargebatchError for what the user can fix.
     """
     chosen = Options(
-        out=Path(out or f"runs/{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"),
+        out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
         backend=backend,
         device_batch=device_batch,
@@ -91,7 +86,10 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         resume=resume,
         max_steps=max_steps,
     )
-    if launched_rank() is not None:
+    rank = launched_rank()
+    if rank in {None, 0}:
+        check_folder(chosen.out, resume=resume)
+    if rank is not None:
         return run_worker(recipe, chosen)
     make_plan(recipe, workers=workers, device_batch=chosen.device_batch)
     if workers == 1:
@@ -104,97 +102,83 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     return start_workers(run_worker, recipe, chosen, workers=workers)
 
 
+def default_folder(recipe: Recipe) -> Path:
+    """Return the run folder of a run that is given none: runs/<name>-<time>."""
+    return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
-    backend = backends.open_backend(options.backend)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // backend.local_size))
-    plan = make_plan(recipe, workers=backend.world_size, device_batch=options.device_batch)
-    state = _read_state(recipe, options, backend)
-    trackers: list[Tracker] = []
-    with (
-        _stop_requests() as wants_stop,
-        open_session(recipe, plan, options, backend, wants_stop, trackers) as session,
-    ):
+    with open_session(recipe, options) as (session, trackers):
+        state = read_state(recipe, options.out, session.backend) if options.resume else None
         if state is not None:
             session.restore(state)
-        if backend.rank == 0:
-            trackers += open_trackers(session, options)
-        summary = _carry_out(session, trackers, options)
-    backend.close()
-    return summary
+        until = options.max_steps or session.plan.steps
+        return carry_out(session, trackers, options.out, lambda: run_stages(session, until=until))
 
 
 @contextmanager
-def open_session(
-    recipe: Recipe,
-    plan: Plan,
-    options: Options,
-    backend: Backend,
-    wants_stop: Callable[[], bool],
-    trackers: list[Tracker],
-) -> Iterator[Session]:
-    """Build every object of the run on this worker."""
+def open_session(recipe: Recipe, options: Options) -> Iterator[tuple[Session, list[Tracker]]]:
+    """Join the other workers and build every object of a run; who follows it can join later."""
+    trackers: list[Tracker] = []
 
     def emit(record: dict[str, Any]) -> None:
         for tracker in trackers:
             tracker.record(record)
 
+    backend = open_backend(options.backend)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // backend.local_size))
+    plan = make_plan(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
     model = build_model(recipe, backend)
     spans = plan.global_batch // plan.bn_span if plan.bn_span else 1
-    with closing(Reducer(model.named_parameters(), backend)) as reducer:
-        yield Session(
-            recipe=recipe,
-            plan=plan,
-            backend=backend,
-            pipeline=pipeline,
-            model=model,
-            optimizer=build_optimizer(recipe, model),
-            criterion=cross_entropy(
-                smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
+    with (
+        _stop_requests() as wants_stop,
+        closing(Reducer(model.named_parameters(), backend)) as reducer,
+    ):
+        yield (
+            Session(
+                recipe=recipe,
+                plan=plan,
+                backend=backend,
+                pipeline=pipeline,
+                model=model,
+                optimizer=build_optimizer(recipe, model),
+                criterion=cross_entropy(
+                    smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
+                ),
+                schedule=build_schedule(recipe),
+                reducer=reducer,
+                spans=Spans(model, backend, spans_per_step=spans),
+                emit=emit,
+                log=StepLog(plan, backend, emit, wants_stop),
+                checkpoints=options.out / "checkpoints",
             ),
-            schedule=build_schedule(recipe),
-            reducer=reducer,
-            spans=Spans(model, backend, spans_per_step=spans),
-            emit=emit,
-            log=StepLog(plan, backend, emit, wants_stop),
-            checkpoints=options.out / "checkpoints",
+            trackers,
         )
+    backend.close()
 
 
-def open_trackers(session: Session, options: Options) -> list[Tracker]:
-    """Make the run folder and begin to follow the run; worker 0 only."""
-    recipe, plan, folder = session.recipe, session.plan, options.out
-    trackers: list[Tracker] = [Console()]
-    if "wandb" in recipe.tracking:
-        trackers.append(Wandb(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    trackers.insert(1, JsonLines(folder / "log.jsonl"))
-    config = {
-        **recipe.model_dump(mode="json"),
-        "plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch},
-    }
-    for tracker in trackers:
-        tracker.start(config, resume_step=session.step)
-    return trackers
+def carry_out(
+    session: Session, trackers: list[Tracker], folder: Path, work: Callable[[], bool]
+) -> Summary:
+    """Do the work in a run folder; whatever comes of it, leave a summary and a report.
 
-
-def _carry_out(session: Session, trackers: list[Tracker], options: Options) -> Summary:
-    """Go through the stages and, whatever happens, write the summary and the report."""
-    until = options.max_steps or session.plan.steps
+    `work` returns whether the run is complete. Only worker 0 touches the folder.
+    """
+    if session.backend.rank == 0:
+        trackers += open_folder(session, folder)
     try:
-        complete = run_stages(session, until=until)
+        complete = work()
     except BaseException:
-        finish(summarize(session, "failed"), trackers, options.out)
+        _finish(summarize(session, "failed"), trackers, folder)
         raise
     summary = summarize(session, "finished" if complete else "interrupted")
-    finish(summary, trackers, options.out)
+    _finish(summary, trackers, folder)
     return summary
 
 
-def finish(summary: Summary, trackers: list[Tracker], folder: Path) -> None:
-    """Write the summary and the report and let the trackers go; only worker 0 has trackers."""
+def _finish(summary: Summary, trackers: list[Tracker], folder: Path) -> None:
     if not trackers:
         return
     summary.write(folder / "summary.json")
@@ -227,38 +211,6 @@ def summarize(session: Session, status: Status) -> Summary:
         stages=session.stages,
         status=status,
     )
-
-
-def _read_state(recipe: Recipe, options: Options, backend: Backend) -> Checkpoint | None:
-    """Return the state to go on from, on every worker; worker 0 reads it and checks the folder."""
-    content = None
-    if backend.rank == 0:
-        folder = options.out
-        if options.resume and not (folder / "recipe.yaml").exists():
-            raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
-        if not options.resume and folder.exists() and any(folder.iterdir()):
-            raise CheckpointError(
-                f"{folder}: already holds files; choose another --out, or add --resume to go on "
-                "with the run in it"
-            )
-        content = checkpoint.newest(folder / "checkpoints") if options.resume else None
-    content = backends.broadcast_bytes(content, backend)
-    if not content:
-        return None
-    state = checkpoint.loads(content, source=str(options.out))
-    if state.recipe != recipe:
-        changed = "; ".join(_differences(state.recipe.model_dump(), recipe.model_dump()))
-        raise CheckpointError(f"{options.out}: the run there has another recipe: {changed}")
-    return state
-
-
-def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:  # noqa: ANN401 -- any JSON
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            dotted = f"{where}.{key}".lstrip(".")
-            yield from _differences(there.get(key), here.get(key), dotted)
-    elif there != here:
-        yield f"{where} is {there} there and {here} here"
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def run_stages(session: Session, *, until: int) -> bool:
 
     Stops early after `until` updates, or when any worker is asked to; what was done is saved.
     """
-    plan, polishing = session.plan, session.recipe.polish
+    plan = session.plan
     ends = {"train": plan.train_steps, "clean": plan.steps}
     for name, end in ends.items():
         if session.step < min(end, until) and not session.log.stopped:
@@ -148,9 +148,8 @@ def run_stages(session: Session, *, until: int) -> bool:
         if session.step < end:
             _save(session)
             return False
-    samples = polishing.statistics_samples if polishing else None
-    if samples is not None and session.stages[-1]["name"] != "statistics":
-        _statistics_stage(session, samples)
+    if session.stages[-1]["name"] != "statistics":
+        polish_statistics(session)
     return True
 
 
@@ -207,10 +206,15 @@ def _train_stage(session: Session, name: str, *, end: int, until: int) -> None:
                 log.resume_clock()
     log.flush()
     if session.step == end:
-        _end_stage(session, name, num_steps=end - (plan.train_steps if name == "clean" else 0))
+        end_stage(session, name, num_steps=end - (plan.train_steps if name == "clean" else 0))
 
 
-def _statistics_stage(session: Session, num_samples: int) -> None:
+def polish_statistics(session: Session) -> None:
+    """Do the statistics pass, if the recipe has one, and emit what it changed."""
+    polishing = session.recipe.polish
+    num_samples = polishing.statistics_samples if polishing else None
+    if num_samples is None:
+        return
     with closing(session.pipeline.statistics(num_samples)) as batches:
         drift = polish(session.model, batches, session.backend)
     session.emit(
@@ -222,10 +226,10 @@ def _statistics_stage(session: Session, num_samples: int) -> None:
             "layers": [asdict(layer) for layer in drift],
         }
     )
-    _end_stage(session, "statistics", num_steps=0)
+    end_stage(session, "statistics", num_steps=0)
 
 
-def _end_stage(session: Session, name: str, *, num_steps: int) -> None:
+def end_stage(session: Session, name: str, *, num_steps: int) -> None:
     """Evaluate, note what the stage changed, and save."""
     metrics = measure(session, name)
     after = {"top1": metrics.top1, "top5": metrics.top5, "loss": metrics.loss}

@@ -34,6 +34,14 @@ class _Worker:
     pipe: Connection
 
 
+def launched_rank() -> int | None:
+    """Return this process's rank if something started it as one of many workers, else None."""
+    for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return None
+
+
 def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
     """Call `function(*args)` in new processes on this machine and return worker 0's result.
 

@@ -60,7 +60,9 @@ def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
     """Build one of OPTIMIZERS the way `build` does."""
     groups = param_groups(model, weight_decay=WEIGHT_DECAY)
     if kind == "sgd":
-        return SGD([{k: g[k] for k in ("params", "weight_decay")} for g in groups], momentum=MOMENTUM)
+        return SGD(
+            [{k: g[k] for k in ("params", "weight_decay")} for g in groups], momentum=MOMENTUM
+        )
     return LARS(groups, lr=PEAK, momentum=MOMENTUM, eta=ETA, eps=EPS, convention=kind)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crown import EPS, ETA, GLOBAL_BATCH, MOMENTUM, NETS, OPTIMIZERS, PEAK, SMOOTHING, SPAN, State
-from torch import Tensor, nn
+from torch import Tensor
 
 from largebatch.backends.serial import Serial
 from largebatch.workers import start_workers
@@ -104,14 +104,18 @@ def test_ghost_groups_in_one_device_batch_match_plain_pytorch(optimizer: str) ->
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def torch_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, State]:
+def torch_results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, State]:
     path = tmp_path_factory.mktemp("crown") / "torch.pt"
     start_workers(crown.solve_all, "torch", path, workers=request.param)
     return torch.load(path)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def horovod_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, State]:
+def horovod_results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, State]:
     path = tmp_path_factory.mktemp("crown") / "horovod.pt"
     horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     assert horovodrun is not None

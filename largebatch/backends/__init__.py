@@ -10,18 +10,9 @@ from largebatch.backends.serial import Serial
 from largebatch.backends.torch_distributed import TorchDistributed
 from largebatch.contracts import Backend
 from largebatch.errors import BackendError
+from largebatch.workers import launched_rank
 
 Name = Literal["auto", "serial", "torch", "horovod"]
-
-_HOROVOD_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-
-def launched_rank() -> int | None:
-    """Return this process's rank if something started it as one of many workers, else None."""
-    for name in ("RANK", *_HOROVOD_RANKS):
-        if name in os.environ:
-            return int(os.environ[name])
-    return None
 
 
 def open_backend(name: Name) -> Backend:

@@ -1,0 +1,45 @@
+# make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
+# make test         install with everything optional, build Horovod, run every check and test
+# Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+
+# One call for all, and exact versions, so that the resolver keeps torch and torchvision together.
+TORCH := torch==2.13.0 torchvision==0.28.0
+PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/largebatch train recipes/digits_96.yaml --workers 2
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-for-tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "largebatch needs Python >= 3.11; choose one with: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: setup.cfg | $(VENV)/bin/python
+	@echo "installing largebatch and PyTorch into $(VENV), which takes a minute or two ..."
+	$(PIP_INSTALL) --editable . $(TORCH)
+	@touch $@
+
+$(VENV)/.installed-for-tests: setup.cfg launch/install_horovod.sh | $(VENV)/bin/python
+	@echo "installing everything and building Horovod, which takes about five minutes ..."
+	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
+	launch/install_horovod.sh $(BIN)/python
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

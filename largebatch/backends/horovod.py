@@ -1,0 +1,142 @@
+"""Horovod: its collective operations, without its optimizer.
+
+The workers are already there, started by horovodrun or mpirun; one started alone is a group of one.
+
+Horovod matches operations by name: all workers must give one the same name, no name may be under
+way twice, and a name that comes back with the same type and shape skips the negotiation. The names
+it makes up never come back. Ours are the type and shape of the tensor and the lowest number that is
+free: all workers count alike, and a step repeats the names of the step before.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from largebatch.errors import BackendError, MissingPackageError, PeerLostError
+
+_INSTALL = "launch/install_horovod.sh"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum under way."""
+
+    wait: Callable[[], None]
+    """Block until the result is there; once."""
+
+
+class Horovod:
+    """A Backend over an initialised `horovod.torch`, which it shuts down."""
+
+    name = "horovod"
+
+    def __init__(self, hvd: ModuleType) -> None:
+        self._hvd = hvd
+        self._under_way: set[str] = set()
+        self.rank: int = hvd.rank()
+        self.world_size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", self.local_rank)
+
+    def all_reduce(self, tensor: Tensor) -> _Sum:
+        """Start to sum `tensor` over all workers, in place."""
+        target = tensor.detach()
+        sent = _sendable(target)
+        names = (f"{_kind(sent)}.{number}" for number in count())
+        name = next(name for name in names if name not in self._under_way)
+        with self._speaking_to_peers():
+            handle = self._hvd.allreduce_async_(sent, name=name, op=self._hvd.Sum)
+        self._under_way.add(name)
+
+        def wait() -> None:
+            with self._speaking_to_peers():
+                self._hvd.synchronize(handle)
+            self._under_way.remove(name)
+            if sent is not target:
+                target.copy_(sent)
+
+        return _Sum(wait)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace `tensor` by worker 0's, in place."""
+        target = tensor.detach()
+        sent = _sendable(target)
+        with self._speaking_to_peers():
+            self._hvd.broadcast_(sent, root_rank=0, name=_kind(sent))
+        if sent is not target:
+            target.copy_(sent)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return world_size x tensor.shape."""
+        sent = _sendable(tensor.detach().unsqueeze(0))
+        with self._speaking_to_peers():
+            gathered: Tensor = self._hvd.allgather(sent, name=_kind(sent))
+        return gathered.to(tensor.dtype)
+
+    def barrier(self) -> None:
+        """Wait for every worker."""
+        with self._speaking_to_peers():
+            self._hvd.barrier()
+
+    def close(self) -> None:
+        """Shut Horovod down; operations under way on other workers fail there."""
+        self._hvd.shutdown()
+
+    @contextmanager
+    def _speaking_to_peers(self) -> Iterator[None]:
+        """Turn Horovod's error into PeerLostError, unless it says that the workers disagree."""
+        try:
+            yield
+        except self._hvd.HorovodInternalError as error:
+            if str(error).startswith("Mismatched"):
+                raise
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            raise PeerLostError(
+                f"worker {self.rank} lost contact with another worker ({reason})"
+            ) from error
+
+
+def open_horovod() -> Horovod:
+    """Join the group this process was started in, and take this worker's GPU if there are any."""
+    try:
+        import horovod.torch as hvd
+
+        hvd.init()
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            "horovod", purpose="the horovod backend", install=_INSTALL
+        ) from error
+    except (ImportError, AttributeError) as error:  # built for another torch, or for none
+        raise BackendError(
+            f"Horovod was not built for torch {torch.__version__}; build it again: {_INSTALL}"
+        ) from error
+    except ValueError as error:
+        raise BackendError(f"Horovod could not connect the workers: {error}") from error
+    backend = Horovod(hvd)
+    if backend.device.type == "cuda":
+        if not (hvd.cuda_built() or hvd.rocm_built()):
+            raise BackendError(
+                "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
+                f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
+                "CUDA_VISIBLE_DEVICES= in the environment"
+            )
+        torch.cuda.set_device(backend.device)
+    return backend
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a copy as Horovod wants it, which refuses bfloat16 and strides."""
+    accepted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return accepted.contiguous()
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"

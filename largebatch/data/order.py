@@ -1,0 +1,70 @@
+"""The order of samples: a pure function of the seed and the position in the run.
+
+Position p is sample permutation(seed, epoch p // N)[p % N], so every sample comes once an epoch,
+batches run on over the end of an epoch, and neither the number of workers nor where a run was
+interrupted can change what is trained on.
+
+Random numbers are counter-based: Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by
+the seed and by what the numbers are for. NumPy guarantees the raw 64-bit words of a bit generator
+for ever, but not what `Generator.permutation` makes of them, so the permutation is made here.
+"""
+
+import enum
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from largebatch.contracts import IntArray
+
+WORDS_PER_BLOCK = 4
+"""Philox turns one value of its counter into this many 64-bit words."""
+
+
+class Stream(enum.IntEnum):
+    """What random numbers are for; half of the key, so no two purposes share any."""
+
+    ORDER = 0
+    CROP = 1
+    FLIP = 2
+    NOISE = 3
+    PATTERN = 4
+
+
+def random_words(
+    seed: int, stream: Stream, *, block: int, num_blocks: int, part: int = 0
+) -> npt.NDArray[np.uint64]:
+    """Return num_blocks x 4 words; row k is a function of (seed, stream, part, block + k) alone."""
+    key = np.array([seed, stream], dtype=np.uint64)
+    counter = np.array([block, part, 0, 0], dtype=np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(num_blocks * WORDS_PER_BLOCK)
+    return words.reshape(num_blocks, WORDS_PER_BLOCK)
+
+
+def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
+    """Return the sample at each of these consecutive positions of the run.
+
+    >>> [int(i) for i in sample_ids(range(8), seed=0, num_samples=4)]
+    [0, 2, 1, 3, 0, 1, 3, 2]
+    >>> [int(i) for i in sample_ids(range(3, 6), seed=0, num_samples=4)]
+    [3, 0, 1]
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    if positions.step != 1:
+        raise ValueError(f"positions must be consecutive, got {positions}")
+    parts = []
+    for epoch in range(positions.start // num_samples, positions.stop // num_samples + 1):
+        first = epoch * num_samples
+        permutation = _permutation(seed, epoch, num_samples)
+        parts.append(permutation[max(0, positions.start - first) : positions.stop - first])
+    return np.concatenate(parts)
+
+
+@functools.lru_cache(maxsize=2)  # a batch touches one epoch, or two where it wraps
+def _permutation(seed: int, epoch: int, num_samples: int) -> IntArray:
+    num_blocks = -(-num_samples // WORDS_PER_BLOCK)
+    words = random_words(seed, Stream.ORDER, block=0, num_blocks=num_blocks, part=epoch)
+    permutation = np.argsort(words.reshape(-1)[:num_samples], kind="stable")
+    permutation.setflags(write=False)
+    return permutation

@@ -1,0 +1,79 @@
+"""Pictures that are made up: try a recipe, or time training, without any data.
+
+A picture is a pure function of its sample number: half its class's pattern and half noise of its
+own, both a few random colours interpolated, so a model can learn the classes. Boxes and flips are
+applied as a decoder would, on the device, in one operation a batch.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from largebatch.contracts import Batch, Batches, IntArray, Request
+from largebatch.data.index import Index
+from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
+from largebatch.recipe import Triple
+
+SIDE = 8
+"""A picture is SIDE x SIDE colours, interpolated."""
+
+
+def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
+    """List square pictures whose label is their number modulo the number of classes."""
+    sizes = np.full(num_samples, image_size, dtype=np.int64)
+    return Index(
+        root=Path("synthetic"),
+        classes=tuple(f"class {label}" for label in range(classes)),
+        paths=tuple(map(str, range(num_samples))),
+        labels=np.arange(num_samples, dtype=np.int64) % classes,
+        heights=sizes,
+        widths=sizes,
+    )
+
+
+def decode(  # noqa: PLR0913 -- every decoder is called alike
+    index: Index,
+    requests: Iterable[Request],
+    *,
+    image_size: int,
+    mean: Triple,
+    std: Triple,
+    device: torch.device,
+    threads: int,  # noqa: ARG001 -- every decoder is called alike
+    batch_size: int,  # noqa: ARG001 -- every decoder is called alike
+) -> Batches:
+    """Return one batch for each request, in order."""
+    center = torch.tensor(mean, device=device).view(3, 1, 1)
+    spread = torch.tensor(std, device=device).view(3, 1, 1)
+    for request in requests:
+        labels = index.labels[request.samples]
+        noise = _colours(Stream.NOISE, request.samples)
+        pattern = _colours(Stream.PATTERN, labels)
+        pictures = torch.from_numpy((pattern + noise) / 2).to(device, non_blocking=True)
+        shape = [len(labels), 3, image_size, image_size]
+        grid = F.affine_grid(_placement(index, request).to(device), shape, align_corners=False)
+        images = F.grid_sample(pictures, grid, padding_mode="border", align_corners=False)
+        yield Batch(images.sub_(center).div_(spread), torch.from_numpy(labels).to(device))
+
+
+def _colours(stream: Stream, numbers: IntArray) -> np.ndarray:
+    """Return N x 3 x SIDE x SIDE values in [0, 1); each picture depends on its number alone."""
+    blocks = 3 * SIDE * SIDE // WORDS_PER_BLOCK
+    words = [random_words(0, stream, block=n * blocks, num_blocks=blocks) for n in numbers.tolist()]
+    return (np.stack(words).reshape(-1, 3, SIDE, SIDE) / 2.0**64).astype(np.float32)
+
+
+def _placement(index: Index, request: Request) -> Tensor:
+    """Return N x 2 x 3 matrices from output to picture coordinates, both -1 .. 1 edge to edge."""
+    sizes = np.stack([index.heights, index.widths], axis=-1)[request.samples]
+    scale = request.boxes[:, 2:] / sizes
+    shift = 2 * request.boxes[:, :2] / sizes + scale - 1
+    scale[request.flips, 1] *= -1
+    theta = torch.zeros(len(sizes), 2, 3)
+    theta[:, 0, 0], theta[:, 1, 1] = torch.from_numpy(scale.T.astype(np.float32)).flip(0)
+    theta[:, :, 2] = torch.from_numpy(shift.astype(np.float32)).flip(1)
+    return theta

@@ -1,0 +1,72 @@
+"""Say what is installed and works, by using it, and how to get the rest."""
+
+import importlib.metadata
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from largebatch import models, vision
+from largebatch.backends import horovod
+from largebatch.contracts import Request
+from largebatch.data import dali, digits, index, torchvision
+from largebatch.errors import LargebatchError
+from largebatch.tracking.wandb import Wandb
+
+
+def examine() -> Iterator[str]:
+    """Yield one line for each part: whether it works, its version, or what to do about it."""
+    yield f"{'torch':>12}  works  {torch.__version__}, {_devices()}"
+    checks: dict[str, tuple[str, Callable[[], object]]] = {
+        "torchvision": ("torchvision", lambda: _decode_one(torchvision.decode)),
+        "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
+        "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
+        "Horovod": ("horovod", horovod.import_horovod),
+        "W&B": ("wandb", lambda: Wandb(Path())),
+        "scikit-learn": ("scikit-learn", digits.write_digits),
+    }
+    for name, (package, use) in checks.items():
+        yield f"{name:>12}  {_outcome(package, use)}"
+
+
+def _outcome(package: str, use: Callable[[], object]) -> str:
+    try:
+        use()
+    except LargebatchError as error:
+        return f"absent  {error}"
+    except Exception as error:  # whatever a broken installation raises is the finding
+        return f"BROKEN  {type(error).__name__}: {error}"
+    return f"works  {importlib.metadata.version(package)}"
+
+
+def _decode_one(decode: Callable[..., Iterator[object]]) -> None:
+    """Decode one picture made for the purpose."""
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "train" / "grey"
+        place.mkdir(parents=True)
+        Image.new("RGB", (8, 8), "grey").save(place / "one.png")
+        found = index.read_folder(Path(folder), "train")
+        box = np.array([[0, 0, 8, 8]])
+        request = Request(samples=np.array([0]), boxes=box, flips=np.array([False]))
+        batches = decode(
+            found,
+            iter([request]),
+            image_size=8,
+            mean=(0.0, 0.0, 0.0),
+            std=(1.0, 1.0, 1.0),
+            device=torch.device("cpu"),
+            threads=1,
+            batch_size=1,
+        )
+        next(batches)
+
+
+def _devices() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU, the CPU is used"
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return f"{len(names)} GPU: {', '.join(sorted(set(names)))}"

@@ -1,0 +1,72 @@
+"""What can be done with a checkpoint after its run: evaluate it, or polish its statistics."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from largebatch import checkpoint
+from largebatch.checkpoint import Checkpoint
+from largebatch.errors import CheckpointError
+from largebatch.evaluate import Metrics
+from largebatch.folder import check_folder
+from largebatch.recipe import Polish, Recipe
+from largebatch.runner import Options, carry_out, open_session
+from largebatch.stages import Session, end_stage, measure, polish_statistics
+from largebatch.summary import Summary
+
+
+def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
+    """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
+    state = _load(path)
+    with open_session(state.recipe, options) as (session, _):
+        session.restore(state)
+        return measure(session, _stage(session))
+
+
+def polish_checkpoint(path: Path, options: Options, *, samples: int | None = None) -> Summary:
+    """Do the statistics pass on a checkpoint and leave the polished run in `options.out`.
+
+    `samples` is the number of clean training pictures to measure; None: all of them. The summary
+    holds the accuracy of the checkpoint as it was and as it became.
+    """
+    check_folder(options.out, resume=False)
+    state = _load(path)
+    recipe = _with_statistics(state.recipe, samples)
+    with open_session(recipe, options) as (session, trackers):
+        session.restore(replace(state, stages=[]))
+
+        def work() -> bool:
+            end_stage(session, _stage(session), num_steps=session.step)
+            polish_statistics(session)
+            return True
+
+        return carry_out(session, trackers, options.out, work)
+
+
+def _load(path: Path) -> Checkpoint:
+    """Read a checkpoint file, or the newest checkpoint of a run folder."""
+    if not path.is_dir():
+        return checkpoint.load(path)
+    content = checkpoint.newest(path / "checkpoints")
+    if content is None:
+        raise CheckpointError(f"{path}: this folder holds no readable checkpoints/step-*.pt")
+    return checkpoint.loads(content, source=str(path))
+
+
+def _stage(session: Session) -> str:
+    """Return the name of the stage that made the weights."""
+    return "clean" if session.step > session.plan.train_steps else "train"
+
+
+def _with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
+    """Return the recipe with a statistics pass over so many samples."""
+    if recipe.batch.bn_span is None:
+        raise CheckpointError(f"{recipe.model.name} has no BatchNorm statistics to polish")
+    number = samples or recipe.data.train_samples
+    if number > recipe.data.train_samples:
+        raise CheckpointError(
+            f"cannot measure {number} of {recipe.data.train_samples} training pictures"
+        )
+    polish = (recipe.polish or Polish(statistics_samples=number)).model_copy(
+        update={"statistics_samples": number}
+    )
+    return recipe.model_copy(update={"polish": polish})

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from largebatch.data.order import Stream, random_words, sample_ids
+
+seeds = st.integers(0, 2**63)
+
+
+@given(seed=seeds, num_samples=st.integers(1, 200), epoch=st.integers(0, 10**6))
+def test_every_sample_comes_once_an_epoch(seed: int, num_samples: int, epoch: int) -> None:
+    positions = range(epoch * num_samples, (epoch + 1) * num_samples)
+    ids = sample_ids(positions, seed=seed, num_samples=num_samples)
+    assert ids.dtype == np.int64
+    assert sorted(ids.tolist()) == list(range(num_samples))
+
+
+@given(
+    seed=seeds,
+    num_samples=st.integers(1, 20),
+    bounds=st.lists(st.integers(0, 100), min_size=2, max_size=6).map(sorted),
+)
+def test_a_range_gives_the_same_samples_however_it_is_divided(
+    seed: int, num_samples: int, bounds: list[int]
+) -> None:
+    whole = sample_ids(range(bounds[0], bounds[-1]), seed=seed, num_samples=num_samples)
+    parts = [
+        sample_ids(range(start, stop), seed=seed, num_samples=num_samples)
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+    assert whole.tolist() == np.concatenate(parts).tolist()
+    assert len(whole) == bounds[-1] - bounds[0]
+
+
+def test_the_order_is_this_one_for_ever() -> None:
+    """A run must be resumed with the order it began with, under any version of NumPy."""
+    assert sample_ids(range(20), seed=1234, num_samples=10).tolist() == []
+    assert random_words(1, Stream.CROP, block=5, num_blocks=1, part=2).tolist() == []
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    first, second = sample_ids(range(200), seed=0, num_samples=100).reshape(2, 100)
+    other = sample_ids(range(100), seed=1, num_samples=100)
+    for a, b in [(first, second), (first, other), (second, other)]:
+        assert (a == b).sum() < 10
+
+
+def test_every_sample_is_as_likely_at_every_place() -> None:
+    """Chi-squared over 10 x 10 cells and 4,000 epochs: 81 degrees of freedom, 150 is 1 in 10^5."""
+    ids = sample_ids(range(40_000), seed=0, num_samples=10).reshape(-1, 10)
+    counts = np.stack([np.bincount(column, minlength=10) for column in ids.T])
+    assert ((counts - 400) ** 2 / 400).sum() < 150
+
+
+def test_a_caller_cannot_change_the_order_of_the_next() -> None:
+    sample_ids(range(5), seed=0, num_samples=5)[:] = -1
+    assert -1 not in sample_ids(range(5), seed=0, num_samples=5)
+
+
+def test_no_two_purposes_share_random_numbers() -> None:
+    words = [random_words(0, stream, block=0, num_blocks=100) for stream in Stream]
+    assert len(np.unique(words)) == len(Stream) * 400
+
+
+def test_random_words_depend_on_their_own_block_alone() -> None:
+    words = random_words(7, Stream.CROP, block=0, num_blocks=50)
+    assert (random_words(7, Stream.CROP, block=20, num_blocks=3) == words[20:23]).all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "num_samples", "message"),
+    [
+        pytest.param(range(0, 8, 2), 4, "consecutive", id="with gaps"),
+        pytest.param(range(8), 0, "at least 1, got 0", id="no samples"),
+    ],
+)
+def test_what_has_no_order_is_refused(positions: range, num_samples: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample_ids(positions, seed=0, num_samples=num_samples)

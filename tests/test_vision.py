@@ -1,0 +1,113 @@
+"""Every case runs in a process of its own: torch's operator registry cannot be cleaned up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from largebatch.errors import MissingPackageError
+from largebatch.vision import require_torchvision
+
+IMPORT_TWICE = """
+import torch
+from largebatch import vision
+
+try:
+    import torchvision
+    print("the bare import works")
+except RuntimeError as error:
+    print("the bare import fails:", error)
+
+torchvision = vision.require_torchvision()
+assert vision.require_torchvision() is torchvision is __import__("torchvision")
+print("declared" if vision._declare_operators.cache_info().currsize else "nothing declared")
+"""
+
+WORKING = """
+import torch
+library = torch.library.Library("torchvision", "DEF")
+library.define("nms(Tensor a) -> Tensor")
+from torchvision import registrations
+"""
+
+BROKEN = "from torchvision import registrations"
+
+REGISTRATIONS = """
+import torch
+
+@torch.library.register_fake("torchvision::nms")
+def nms(*args):
+    return args[0]
+"""
+
+
+def output_of(code: str, *, path: Path | None = None) -> str:
+    first = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
+    done = subprocess.run(
+        [sys.executable, "-c", first + code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write_torchvision(folder: Path, init: str) -> Path:
+    package = folder / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text(init)
+    (package / "registrations.py").write_text(REGISTRATIONS)
+    return folder
+
+
+def test_the_installed_torchvision_and_timm_import_and_work() -> None:
+    code = """
+import timm
+from torchvision.transforms import functional
+model = timm.create_model("resnet18", num_classes=7)
+print(tuple(model(torch.zeros(2, 3, 32, 32)).shape))
+"""
+    bare, declared, shape = output_of(IMPORT_TWICE + code).splitlines()
+    assert shape == "(2, 7)"
+    if bare == "the bare import works":
+        assert declared == "nothing declared"
+    else:
+        assert "operator torchvision::nms does not exist" in bare
+        assert declared == "declared"
+
+
+def test_where_the_operators_are_missing_they_are_declared(tmp_path: Path) -> None:
+    bare, declared = output_of(
+        IMPORT_TWICE, path=write_torchvision(tmp_path, BROKEN)
+    ).splitlines()
+    assert bare == "the bare import fails: operator torchvision::nms does not exist"
+    assert declared == "declared"
+
+
+def test_where_the_operators_load_nothing_is_declared(tmp_path: Path) -> None:
+    schema = "\nprint(torch.ops.torchvision.nms.default._schema)"
+    bare, declared, found = output_of(
+        IMPORT_TWICE + schema, path=write_torchvision(tmp_path, WORKING)
+    ).splitlines()
+    assert bare == "the bare import works"
+    assert declared == "nothing declared"
+    assert found == "torchvision::nms(Tensor a) -> Tensor"
+
+
+def test_another_failure_of_torchvision_is_shown_as_it_is(tmp_path: Path) -> None:
+    code = """
+from largebatch.vision import require_torchvision
+try:
+    require_torchvision()
+except RuntimeError as error:
+    print(error)
+"""
+    path = write_torchvision(tmp_path, "raise RuntimeError('different CUDA major versions')")
+    assert output_of(code, path=path) == "different CUDA major versions\n"
+
+
+def test_a_missing_torchvision_is_named_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(MissingPackageError, match="needs torchvision.*pip install torchvision"):
+        require_torchvision()
