@@ -74,7 +74,11 @@ def test_the_device_batch_is_the_largest_that_holds_whole_spans() -> None:
         (5, None, "96 cannot be divided over 5 workers; possible numbers of workers: 1, 2, 3, 4"),
         (0, None, "cannot be divided over 0 workers"),
         (4, None, "share of 24 samples is not a multiple of batch.bn_span .48.; use fewer workers"),
-        (1, 32, "device batch of 32 does not divide .* spans of 48; possible device batches: 48, 96"),
+        (
+            1,
+            32,
+            "device batch of 32 does not divide .* spans of 48; possible device batches: 48, 96",
+        ),
         (1, 0, "device batch of 0 does not divide"),
         (4, 24, "possible device batches: none, use fewer workers"),
     ],

@@ -43,9 +43,7 @@ def test_mlperfs_formula_counts_from_one() -> None:
     """RULES: base step / W up to W, then end + (base - end) (1 - (step - W) / D)^2, D = T-W+1."""
     base, end, ramp, total = 21.2, 1e-4, 626, 2268
     fall = total - ramp + 1
-    rate = skip(
-        warmup(polynomial(peak=base, steps=fall, power=2.0, end=end), steps=ramp), steps=1
-    )
+    rate = skip(warmup(polynomial(peak=base, steps=fall, power=2.0, end=end), steps=ramp), steps=1)
     for number in (1, 2, ramp, ramp + 1, total - 1, total):
         expected = (
             base * number / ramp

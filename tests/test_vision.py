@@ -76,9 +76,7 @@ print(tuple(model(torch.zeros(2, 3, 32, 32)).shape))
 
 
 def test_where_the_operators_are_missing_they_are_declared(tmp_path: Path) -> None:
-    bare, declared = output_of(
-        IMPORT_TWICE, path=write_torchvision(tmp_path, BROKEN)
-    ).splitlines()
+    bare, declared = output_of(IMPORT_TWICE, path=write_torchvision(tmp_path, BROKEN)).splitlines()
     assert bare == "the bare import fails: operator torchvision::nms does not exist"
     assert declared == "declared"
 

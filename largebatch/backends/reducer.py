@@ -44,6 +44,9 @@ class _Group:
     names: list[str]
     parameters: list[nn.Parameter]
     buffer: Tensor
+    views: list[Tensor]
+    """The gradients: parts of the buffer in the shape of the parameters."""
+
     owed: set[str] = field(default_factory=set)
 
 
@@ -80,8 +83,17 @@ class Reducer:
             group.buffer.zero_()
 
     def arm(self) -> None:
-        """Announce the last backward pass of a step: send each group when it is complete."""
+        """Announce the last backward pass of a step: send each group when it is complete.
+
+        Raises ValueError if something took a gradient out of its buffer, naming the parameter.
+        """
         for group in self._groups:
+            for name, weight, view in zip(group.names, group.parameters, group.views, strict=True):
+                if weight.grad is not view:
+                    raise ValueError(
+                        f"the gradient of {name} is no longer the reducer's; use Reducer.zero, not "
+                        "zero_grad(set_to_none=True)"
+                    )
             group.owed = set(group.names)
         self._armed, self._sent = True, 0
 
@@ -140,6 +152,8 @@ def _make_group(members: list[tuple[str, nn.Parameter]]) -> _Group:
     dtype, device = kinds.pop()
     sizes = [weight.numel() for weight in parameters]
     buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for weight, part in zip(parameters, buffer.split(sizes), strict=True):
-        weight.grad = part.view_as(weight)
-    return _Group(names, parameters, buffer)
+    parts = zip(parameters, buffer.split(sizes), strict=True)
+    views = [part.view_as(weight) for weight, part in parts]
+    for weight, view in zip(parameters, views, strict=True):
+        weight.grad = view
+    return _Group(names, parameters, buffer, views)

@@ -75,7 +75,7 @@ def load_or_read(root: Path, split: str) -> Index:
     """
     folders = _scan(root, split)
     cache = root / f".largebatch-{split}.npz"
-    with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
+    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         kept = from_bytes(cache.read_bytes())
         if kept.signature == _signature(folders):
             return replace(kept, root=root)  # the folder may have been moved
@@ -167,13 +167,12 @@ def _scan_class(folder: Path, name: str) -> _ClassFolder:
             for entry in entries
             if _visible(entry) and entry.name.lower().endswith(EXTENSIONS) and entry.is_file()
         }
+    times = [stat.st_mtime_ns for stat in found.values()]
     return _ClassFolder(
         name=name,
         pictures=sorted(found, key=os.fsencode),
         total_bytes=sum(stat.st_size for stat in found.values()),
-        newest=max(
-            (folder / name).stat().st_mtime_ns, *(stat.st_mtime_ns for stat in found.values())
-        ),
+        newest=max([(folder / name).stat().st_mtime_ns, *times]),
     )
 
 
@@ -224,7 +223,7 @@ def _measure(path: Path) -> tuple[int, int] | str:
                 return f"its pixels are {image.mode}, expected 8 bits per channel"
             return image.height, image.width
     except UnidentifiedImageError:
-        return "not a picture"
+        return "no readable picture"
     except Exception as error:  # Pillow raises all kinds over a damaged file
         return str(error) or type(error).__name__
 

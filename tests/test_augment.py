@@ -1,0 +1,246 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from largebatch.contracts import IntArray
+from largebatch.data.augment import (
+    center_boxes,
+    clean_request,
+    random_boxes,
+    random_flips,
+    train_request,
+    whole_boxes,
+)
+from largebatch.data.index import Index
+from largebatch.data.order import sample_ids
+from largebatch.vision import require_torchvision
+
+INCEPTION = {"area": (0.08, 1.0), "aspect": (3 / 4, 4 / 3)}
+
+
+def index_of(sizes: list[tuple[int, int]]) -> Index:
+    heights, widths = np.array(sizes, dtype=np.int64).T
+    return Index(
+        root=Path(),
+        classes=("a", "b"),
+        paths=tuple(f"{i}.jpg" for i in range(len(sizes))),
+        labels=np.arange(len(sizes)) % 2,
+        heights=heights,
+        widths=widths,
+    )
+
+
+def same_size(number: int, height: int, width: int) -> tuple[IntArray, IntArray]:
+    return np.full(number, height), np.full(number, width)
+
+
+def ordered(bounds: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[float, float]]:
+    return st.tuples(bounds, bounds).map(lambda pair: (min(pair), max(pair)))
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=8),
+    area=ordered(st.floats(0.001, 1.0)),
+    aspect=ordered(st.floats(0.05, 20.0)),
+    seed=st.integers(0, 2**63),
+    start=st.integers(0, 2**40),
+)
+def test_a_random_box_lies_inside_its_picture_and_not_on_its_company(
+    sizes: list[tuple[int, int]],
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+    seed: int,
+    start: int,
+) -> None:
+    heights, widths = np.array(sizes, dtype=np.int64).T
+    positions = range(start, start + len(sizes))
+    boxes = random_boxes(seed, positions, heights, widths, area=area, aspect=aspect)
+    tops, lefts, box_heights, box_widths = boxes.T
+    assert boxes.dtype == np.int64
+    assert (tops >= 0).all()
+    assert (lefts >= 0).all()
+    assert (box_heights >= 1).all()
+    assert (box_widths >= 1).all()
+    assert (tops + box_heights <= heights).all()
+    assert (lefts + box_widths <= widths).all()
+
+    last = slice(len(sizes) - 1, None)
+    alone = random_boxes(
+        seed, positions[last], heights[last], widths[last], area=area, aspect=aspect
+    )
+    assert alone.tolist() == boxes[last].tolist()
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "area", "aspect"),
+    [
+        pytest.param(375, 500, (0.08, 1.0), (3 / 4, 4 / 3), id="an ImageNet picture"),
+        pytest.param(8, 8, (0.3, 1.0), (3 / 4, 4 / 3), id="a digit"),
+        pytest.param(300, 900, (0.4, 0.9), (2 / 3, 3 / 2), id="wide, often without a fit"),
+    ],
+)
+def test_boxes_are_distributed_as_torchvisions(
+    height: int, width: int, area: tuple[float, float], aspect: tuple[float, float]
+) -> None:
+    """Means of the box's area, shape and place agree within five standard errors."""
+    require_torchvision()
+    from torchvision.transforms import RandomResizedCrop
+
+    number = 3000
+    torch.manual_seed(0)
+    picture = torch.empty(1, height, width)
+    theirs = np.array(
+        [RandomResizedCrop.get_params(picture, list(area), list(aspect)) for _ in range(number)]
+    )
+    sizes = same_size(number, height, width)
+    ours = random_boxes(0, range(number), *sizes, area=area, aspect=aspect)
+
+    def features(boxes: IntArray) -> list[np.ndarray]:
+        tops, lefts, heights, widths = boxes.T.astype(float)
+        return [heights * widths, np.log(widths / heights), heights, widths, tops, lefts]
+
+    for mine, reference in zip(features(ours), features(theirs), strict=True):
+        error = np.sqrt((mine.var() + reference.var()) / number)
+        assert abs(mine.mean() - reference.mean()) < 5 * error
+        assert mine.std() == pytest.approx(reference.std(), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [
+        pytest.param(10, 1000, id="much too wide"),
+        pytest.param(1000, 10, id="much too narrow"),
+        pytest.param(101, 1000, id="odd margins"),
+        pytest.param(1, 1, id="one pixel"),
+    ],
+)
+def test_where_no_attempt_fits_the_box_is_torchvisions_central_one(height: int, width: int) -> None:
+    require_torchvision()
+    from torchvision.transforms import RandomResizedCrop
+
+    limits = {"area": (0.9, 1.0), "aspect": (3 / 4, 4 / 3)}
+    theirs = RandomResizedCrop.get_params(
+        torch.empty(1, height, width), list(limits["area"]), list(limits["aspect"])
+    )
+    ours = random_boxes(0, range(20), *same_size(20, height, width), **limits)
+    assert (ours == theirs).all()
+
+
+def test_a_fixed_area_and_aspect_give_that_box() -> None:
+    boxes = random_boxes(0, range(9), *same_size(9, 100, 100), area=(0.5, 0.5), aspect=(2.0, 2.0))
+    assert (boxes[:, 2:] == [50, 100]).all()
+    assert len(set(boxes[:, 0].tolist())) > 1
+    assert (boxes[:, 1] == 0).all()
+
+
+def test_boxes_reach_every_edge_evenly() -> None:
+    tops = random_boxes(
+        0, range(5000), *same_size(5000, 10, 10), area=(0.25, 0.25), aspect=(1.0, 1.0)
+    )[:, 0]
+    counts = np.bincount(tops, minlength=6)
+    assert len(counts) == 6
+    assert ((counts - 5000 / 6) ** 2 / (5000 / 6)).sum() < 30
+
+
+def test_the_augmentation_is_this_one_for_ever() -> None:
+    boxes = random_boxes(3, range(7, 9), *same_size(2, 375, 500), **INCEPTION)
+    assert boxes.tolist() == [[126, 241, 179, 163], [57, 165, 279, 280]]
+    assert random_flips(3, range(7, 19)).astype(int).tolist() == [
+        1,
+        0,
+        1,
+        0,
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        1,
+        0,
+    ]
+
+
+def test_half_of_the_positions_are_flipped_and_each_always() -> None:
+    flips = random_flips(0, range(10_000))
+    assert flips.dtype == np.bool_
+    assert 4_800 < flips.sum() < 5_200
+    assert (random_flips(0, range(5_000, 5_100)) == flips[5_000:5_100]).all()
+    assert (random_flips(1, range(10_000)) != flips).mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_flips_and_boxes_know_nothing_of_each_other() -> None:
+    flips = random_flips(0, range(4_000))
+    tops = random_boxes(0, range(4_000), *same_size(4_000, 375, 500), **INCEPTION)[:, 0]
+    assert abs(np.corrcoef(flips, tops)[0, 1]) < 0.06
+
+
+@given(
+    height=st.integers(1, 4000),
+    width=st.integers(1, 4000),
+    image_size=st.integers(1, 300),
+    margin=st.integers(0, 60),
+)
+def test_a_center_box_is_what_resizing_and_cutting_show(
+    height: int, width: int, image_size: int, margin: int
+) -> None:
+    """Compared in source pixels with the integers of torchvision's Resize and CenterCrop."""
+    resize = image_size + margin
+    short, long = min(height, width), max(height, width)
+    resized_long = int(resize * long / short)
+    resized = (resize, resized_long) if height <= width else (resized_long, resize)
+    scales = np.array([height, width]) / resized
+    corner = np.array([round((side - image_size) / 2) for side in resized]) * scales
+
+    sizes = same_size(1, height, width)
+    top, left, box_height, box_width = center_boxes(*sizes, image_size=image_size, resize=resize)[0]
+    assert box_height == box_width
+    assert 0 <= top <= height - box_height
+    assert 0 <= left <= width - box_width
+    assert abs(box_height - image_size * short / resize) <= 0.5 or box_height == 1
+    assert (np.abs([top, left] - corner) <= 1 + scales).all()
+
+
+def test_without_a_margin_the_center_box_is_the_whole_short_side() -> None:
+    boxes = center_boxes(np.array([300, 400]), np.array([500, 400]), image_size=64, resize=64)
+    assert boxes.tolist() == [[0, 100, 300, 300], [0, 0, 400, 400]]
+
+
+def test_whole_boxes_hold_whole_pictures() -> None:
+    assert whole_boxes(np.array([3, 5]), np.array([4, 6])).tolist() == [[0, 0, 3, 4], [0, 0, 5, 6]]
+
+
+def test_a_training_request_follows_the_order_and_the_sizes_of_its_pictures() -> None:
+    index = index_of([(10 * (i + 1), 20) for i in range(7)])
+    positions = range(5, 16)
+    request = train_request(index, positions, seed=3, flip=True, **INCEPTION)
+    samples = sample_ids(positions, seed=3, num_samples=7)
+    heights, widths = index.heights[samples], index.widths[samples]
+    assert (request.samples == samples).all()
+    assert (request.boxes == random_boxes(3, positions, heights, widths, **INCEPTION)).all()
+    assert (request.flips == random_flips(3, positions)).all()
+
+
+def test_a_training_request_without_augmentation_shows_whole_pictures() -> None:
+    index = index_of([(10, 20), (30, 40)])
+    request = train_request(index, range(2), seed=0, area=None, aspect=(1.0, 1.0), flip=False)
+    assert (request.boxes[:, 2] == index.heights[request.samples]).all()
+    assert (request.boxes[:, 3] == index.widths[request.samples]).all()
+    assert not request.boxes[:, :2].any()
+    assert not request.flips.any()
+
+
+def test_a_clean_request_shows_the_center_or_the_whole_and_never_flips() -> None:
+    index = index_of([(300, 500), (400, 400)])
+    samples = np.array([1, 0, 1])
+    center = clean_request(index, samples, image_size=224, resize=256)
+    whole = clean_request(index, samples, image_size=224, resize=None)
+    assert center.boxes.tolist() == [[25, 25, 350, 350], [19, 119, 262, 262], [25, 25, 350, 350]]
+    assert whole.boxes.tolist() == [[0, 0, 400, 400], [0, 0, 300, 500], [0, 0, 400, 400]]
+    for request in (center, whole):
+        assert request.samples.tolist() == [1, 0, 1]
+        assert not request.flips.any()

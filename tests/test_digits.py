@@ -1,0 +1,95 @@
+import hashlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from largebatch.data.digits import write_digits
+from largebatch.data.index import check_same_classes, read_folder
+from largebatch.errors import DataError, MissingPackageError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_digits_are_1437_and_360_pictures_of_ten_classes(cache: Path) -> None:
+    root = write_digits()
+    assert root == cache / "largebatch/digits"
+    train, val = read_folder(root, "train"), read_folder(root, "val")
+    check_same_classes(train, val)
+    assert train.classes == tuple("0123456789")
+    assert (len(train), len(val)) == (1437, 360)
+    assert set(train.heights) | set(train.widths) | set(val.heights) | set(val.widths) == {8}
+    assert np.bincount(val.labels).tolist() == [36, 36, 36, 36, 37, 36, 36, 36, 35, 36]
+
+
+def test_the_pictures_are_scikit_learns_on_the_scale_of_a_byte(cache: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    root = write_digits()
+    seen = set()
+    for path in root.glob("*/*/*.png"):
+        sample = int(path.stem)
+        seen.add(sample)
+        assert path.parent.name == str(digits.target[sample])
+        with Image.open(path) as image:
+            assert image.mode == "L"
+            pixels = np.asarray(image).astype(int)
+        assert (np.abs(pixels - digits.images[sample] * 255 / 16) <= 0.5).all()
+    assert seen == set(range(1797))
+
+
+def test_the_split_is_this_one_for_ever(cache: Path) -> None:
+    """A recipe's accuracy means something only on the same pictures."""
+    paths = read_folder(write_digits(), "val").paths
+    assert paths[:3] == ("val/0/0000.png", "val/0/0048.png", "val/0/0079.png")
+    assert hashlib.sha256("\n".join(paths).encode()).hexdigest()[:16] == "bc00d83e8b343dfe"
+
+
+def test_digits_that_are_there_are_left_alone(cache: Path) -> None:
+    root = write_digits()
+    (root / "mine").touch()
+    assert write_digits() == root
+    assert (root / "mine").exists()
+
+
+def test_processes_that_start_together_write_one_folder(cache: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        roots = set(pool.map(lambda _: write_digits(), range(3)))
+    assert roots == {cache / "largebatch/digits"}
+    assert [path.name for path in (cache / "largebatch").iterdir()] == ["digits"]
+    assert len(list(roots.pop().glob("*/*/*.png"))) == 1797
+
+
+def test_without_the_variable_the_home_folder_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/largebatch/digits").mkdir(parents=True)
+    assert write_digits() == tmp_path / ".cache/largebatch/digits"
+
+
+def test_a_cache_folder_that_cannot_be_written_to_is_the_users_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="cannot be written there .*; set XDG_CACHE_HOME"):
+        write_digits()
+
+
+def test_a_failure_half_way_leaves_nothing_behind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(MissingPackageError, match="needs scikit-learn"):
+        write_digits()
+    assert list((cache / "largebatch").iterdir()) == []

@@ -1,0 +1,166 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from largebatch.backends.serial import Serial
+from largebatch.errors import DataError
+from largebatch.norm import with_span
+from largebatch.polish import polish
+from largebatch.workers import start_workers
+
+CPU = Serial(torch.device("cpu"))
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def batches(*sizes: int, offset: float = 0.0, dtype: torch.dtype = torch.float64) -> Pairs:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(sum(sizes), 3, 5, 5, dtype=torch.float64, generator=generator)
+    labels = torch.zeros(len(images), dtype=torch.long)
+    images = (images * torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1) + offset).to(dtype)
+    return list(zip(images.split(sizes), labels.split(sizes), strict=True))
+
+
+def first_layer() -> nn.Sequential:
+    """A network whose first layer sees the data itself."""
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU()]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("sizes", [(12,), (4, 4, 4), (1, 7, 4)])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_statistics_are_the_moments_over_all_samples(sizes: tuple[int, ...], offset: float) -> None:
+    """Also where the mean is a million standard deviations, which sums of squares would lose."""
+    data = batches(*sizes, offset=offset)
+    model = first_layer()
+    polish(model, data, CPU)
+    everything = torch.cat([images for images, _ in data])
+    torch.testing.assert_close(
+        model[0].running_mean, everything.mean((0, 2, 3)), rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(model[0].running_var, everything.var((0, 2, 3)), rtol=1e-9, atol=0)
+
+
+def test_deeper_layers_see_inputs_normalised_as_in_training() -> None:
+    data = batches(4, 4)
+    model = first_layer()
+    plain = first_layer().train()
+    inputs = torch.cat([plain[1](plain[0](images)) for images, _ in data])
+    polish(model, data, CPU)
+    torch.testing.assert_close(model[2].running_mean, inputs.mean((0, 2, 3)))
+    torch.testing.assert_close(model[2].running_var, inputs.var((0, 2, 3)))
+
+
+def test_with_a_span_the_device_batch_does_not_matter() -> None:
+    whole, split = (with_span(first_layer(), 4) for _ in "ab")
+    polish(whole, batches(12), CPU)
+    polish(split, batches(4, 8), CPU)
+    torch.testing.assert_close(whole.state_dict(), split.state_dict(), rtol=1e-12, atol=1e-12)
+    assert not whole[0].moments.any()
+
+
+def test_only_the_running_statistics_change() -> None:
+    model = first_layer()
+    model[3].eval()
+    model[0].momentum = None
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    addresses = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(3)
+    generator = torch.get_rng_state()
+    polish(model, batches(4), CPU)
+    changed = {name for name, value in model.state_dict().items() if not value.equal(before[name])}
+    assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
+    assert addresses == {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert modes == [module.training for module in model.modules()]
+    assert model[0].momentum is None
+    assert torch.get_rng_state().equal(generator)
+    assert not model[0]._forward_pre_hooks
+    assert model[0].track_running_stats
+
+
+def test_a_failure_in_the_middle_leaves_the_model_untouched() -> None:
+    def failing() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from batches(4)
+        raise OSError("the disk is gone")
+
+    model = first_layer().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(OSError, match="the disk is gone"):
+        polish(model, failing(), CPU)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert not any(module.training for module in model.modules())
+    assert not model[0]._forward_pre_hooks
+    assert model[0].track_running_stats
+
+
+def test_no_data_and_no_batchnorm_are_refused() -> None:
+    with pytest.raises(DataError, match="polishing needs clean training pictures"):
+        polish(first_layer(), [], CPU)
+    with pytest.raises(ValueError, match="no BatchNorm layer with running statistics"):
+        polish(nn.Sequential(nn.Conv2d(3, 3, 1)), batches(4), CPU)
+
+
+def test_a_layer_that_is_not_reached_keeps_its_statistics() -> None:
+    class Partial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+
+        def forward(self, images: Tensor) -> Tensor:
+            result: Tensor = self.used(images)
+            return result
+
+    model = Partial()
+    drift = polish(model, batches(4), CPU)
+    assert [layer.name for layer in drift] == ["used"]
+    assert model.idle.running_var.equal(torch.ones(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
+
+
+def test_a_layer_used_twice_is_measured_over_both_uses() -> None:
+    norm = nn.BatchNorm2d(3, affine=False).double()
+    data = batches(6)
+    polish(nn.Sequential(norm, norm), data, CPU)
+    second = nn.functional.batch_norm(data[0][0], None, None, training=True)
+    both = torch.cat([data[0][0], second])
+    torch.testing.assert_close(norm.running_var, both.var((0, 2, 3)))
+
+
+def test_drift_measures_shift_and_variance_against_the_running_statistics() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3, eps=1e-12).double())
+    ((images, labels),) = batches(10)
+    model[0].running_mean = images.mean((0, 2, 3)) - 0.5 * images.std((0, 2, 3))
+    model[0].running_var = images.var((0, 2, 3))
+    (layer,) = polish(model, [(images, labels)], CPU)
+    assert (layer.name, layer.channels) == ("0", 3)
+    assert layer.mean_shift == pytest.approx(0.5)
+    assert layer.log_variance_ratio == pytest.approx(0.0, abs=1e-12)
+    (layer,) = polish(model, [(2 * images, labels)], CPU)
+    assert layer.log_variance_ratio == pytest.approx(torch.tensor(4.0).log().item())
+
+
+def polish_shares() -> list[dict[str, list[float]]]:
+    """Polish with the batches dealt out to this many workers; the last one gets none."""
+    from largebatch.backends.torch_distributed import TorchDistributed
+
+    backend = TorchDistributed()
+    share = [batches(4, 4, 4)[:2], batches(4, 4, 4)[2:], []][backend.rank]
+    model = first_layer()
+    polish(model, share, backend)
+    found = {
+        name: backend.all_gather(value).tolist()
+        for name, value in model.state_dict().items()
+        if "running" in name
+    }
+    backend.close()
+    return [{name: rows[rank] for name, rows in found.items()} for rank in range(3)]
+
+
+def test_workers_pool_their_shares_even_empty_ones() -> None:
+    alone = first_layer()
+    polish(alone, batches(4, 4, 4), CPU)
+    for state in start_workers(polish_shares, workers=3):
+        for name, values in state.items():
+            assert values == pytest.approx(alone.state_dict()[name].tolist(), rel=1e-12)
