@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from largebatch import models, vision
+from largebatch import models
 from largebatch.backends import horovod
 from largebatch.contracts import Request
 from largebatch.data import dali, digits, index, torchvision
@@ -23,7 +23,7 @@ def examine() -> Iterator[str]:
         "torchvision": ("torchvision", lambda: _decode_one(torchvision.decode)),
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
-        "Horovod": ("horovod", horovod.import_horovod),
+        "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", lambda: Wandb(Path())),
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }

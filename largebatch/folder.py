@@ -1,4 +1,4 @@
-"""The run folder: who may write into it, what it holds at the start, and what a run resumes from."""
+"""The run folder: who may write into it, what it holds at the start, what a run resumes from."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from largebatch.data.index import Index
 from largebatch.data.order import sample_ids
 from largebatch.vision import require_torchvision
 
-INCEPTION = {"area": (0.08, 1.0), "aspect": (3 / 4, 4 / 3)}
+INCEPTION: Any = {"area": (0.08, 1.0), "aspect": (3 / 4, 4 / 3)}
 
 
 def index_of(sizes: list[tuple[int, int]]) -> Index:
@@ -122,7 +123,7 @@ def test_where_no_attempt_fits_the_box_is_torchvisions_central_one(height: int, 
     require_torchvision()
     from torchvision.transforms import RandomResizedCrop
 
-    limits = {"area": (0.9, 1.0), "aspect": (3 / 4, 4 / 3)}
+    limits: Any = {"area": (0.9, 1.0), "aspect": (3 / 4, 4 / 3)}
     theirs = RandomResizedCrop.get_params(
         torch.empty(1, height, width), list(limits["area"]), list(limits["aspect"])
     )

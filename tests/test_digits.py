@@ -82,7 +82,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_the_users_to_change(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(DataError, match="cannot be written there .*; set XDG_CACHE_HOME"):
+    with pytest.raises(DataError, match=r"cannot be written there .*; set XDG_CACHE_HOME"):
         write_digits()
 
 

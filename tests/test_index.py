@@ -62,6 +62,7 @@ def test_other_files_and_hidden_names_are_ignored(root: Path) -> None:
     (root / "train/cat/._x.jpg").write_bytes(b"left behind by a file manager")
     (root / "train/readme.jpg").write_bytes(b"not in a class folder")
     (root / "train/.ipynb_checkpoints").mkdir()
+    (root / "train/cat/folder.jpg").mkdir()
     write_picture(root / "train/cat/inner/deep.png")
     assert fields(read_folder(root, "train")) | {"signature": None} == before
 
@@ -83,15 +84,19 @@ def test_every_broken_picture_is_reported_at_once(root: Path) -> None:
     (root / "train/dog/garbled.png").write_bytes(png)
     (root / "train/cat/text.jpg").write_text("<html>not found</html>")
     (root / "train/cat/empty.png").touch()
+    (root / "train/cat/gone.jpg").symlink_to("nowhere.jpg")
     write_picture(root / "train/cat/deep.png", mode="I;16")
     with pytest.raises(DataError) as caught:
         read_folder(root, "train")
     message = str(caught.value)
-    assert message.startswith(f"{root}: 5 of 9 pictures in train cannot be used; replace or remove")
+    assert message.startswith(
+        f"{root}: 6 of 10 pictures in train cannot be used; replace or remove"
+    )
     assert "train/dog/cut.jpg: image file is truncated" in message
     assert "train/dog/garbled.png: " in message
     assert "train/cat/text.jpg: no readable picture" in message
     assert "train/cat/empty.png: no readable picture" in message
+    assert "train/cat/gone.jpg: [Errno 2] No such file" in message
     assert "train/cat/deep.png: its pixels are I;16, expected 8 bits per channel" in message
     assert "a.JPEG" not in message
     assert "..." not in message
@@ -234,18 +239,20 @@ def test_an_unreadable_kept_index_is_replaced(root: Path, content: bytes) -> Non
 def test_a_kept_index_of_another_format_is_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "FORMAT", module.FORMAT + 1)
+    cache = root / ".largebatch-train.npz"
+    for number in (module.FORMAT + 1, module.FORMAT):
+        monkeypatch.setattr(module, "FORMAT", number)
         load_or_read(root, "train")
-    load_or_read(root, "train")
-    assert from_bytes((root / ".largebatch-train.npz").read_bytes()).classes
+        with np.load(cache) as arrays:
+            assert arrays["format"] == number
 
 
 def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, content: bytes) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
     assert len(load_or_read(root, "train")) == 4

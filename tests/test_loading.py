@@ -60,8 +60,10 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         "recipe: 4 problems",
         "  duration.epochs: input should be greater than 0, got 0",
         "  optimizer.wieght_decay: unknown key; did you mean 'weight_decay'?",
-        "  schedule.decay.kind: expected one of 'constant', 'polynomial', 'cosine', 'steps', got "
-        "'poly'",
+        (
+            "  schedule.decay.kind: expected one of 'constant', 'polynomial', 'cosine', 'steps', "
+            "got 'poly'"
+        ),
         "  speed: unknown key; did you mean 'seed'?",
     ]
 

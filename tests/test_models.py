@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,11 +13,12 @@ from largebatch.models import build, param_groups
 from largebatch.norm import SpanBatchNorm
 from largebatch.recipe import Recipe
 
+RECIPES = Path(__file__).parent.parent / "recipes"
 CPU = Serial(torch.device("cpu"))
 
 
 def digits(*overrides: str) -> Recipe:
-    return load_recipe("recipes/digits_96.yaml", overrides)
+    return load_recipe(RECIPES / "digits_96.yaml", overrides)
 
 
 def test_resnet50_has_161_tensors_of_which_54_are_adapted() -> None:
@@ -118,7 +121,7 @@ def test_the_recipes_optimizer_holds_everything_in_its_groups() -> None:
     optimizer = build_optimizer(digits("optimizer.eps=1e-9"), model)
     assert isinstance(optimizer, LARS)
     adapted, plain = optimizer.param_groups
-    assert (adapted["eta"], adapted["eps"], adapted["base_lr"]) == (0.02, 1e-9, 1.0)
+    assert (adapted["eta"], adapted["eps"], adapted["base_lr"]) == (0.02, 1e-9, 0.5)
     assert (adapted["weight_decay"], plain["weight_decay"]) == (1e-4, 0.0)
     sgd = build_optimizer(digits("optimizer={kind: sgd, nesterov: true}"), model)
     assert type(sgd) is torch.optim.SGD

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +29,7 @@ def test_a_range_gives_the_same_samples_however_it_is_divided(
     whole = sample_ids(range(bounds[0], bounds[-1]), seed=seed, num_samples=num_samples)
     parts = [
         sample_ids(range(start, stop), seed=seed, num_samples=num_samples)
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, stop in itertools.pairwise(bounds)
     ]
     assert whole.tolist() == np.concatenate(parts).tolist()
     assert len(whole) == bounds[-1] - bounds[0]

@@ -121,7 +121,7 @@ def test_lengths_that_contradict_each_other_are_refused(override: str, message: 
 def test_the_recipes_schedule_has_these_rates(
     overrides: list[str], expected: dict[int, float]
 ) -> None:
-    rate = build_schedule(digits(*overrides))
+    rate = build_schedule(digits("schedule.peak_lr=1", *overrides))
     assert {step: rate(step) for step in expected} == pytest.approx(expected)
 
 

@@ -91,21 +91,39 @@ def test_where_the_operators_load_nothing_is_declared(tmp_path: Path) -> None:
     assert found == "torchvision::nms(Tensor a) -> Tensor"
 
 
-def test_another_failure_of_torchvision_is_shown_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        pytest.param(
+            "raise RuntimeError('different CUDA major versions')",
+            "different CUDA major versions",
+            id="another incompatibility",
+        ),
+        pytest.param(
+            "import no_such_package",
+            "No module named 'no_such_package'",
+            id="a dependency is missing",
+        ),
+    ],
+)
+def test_another_failure_of_torchvision_is_shown_as_it_is(
+    tmp_path: Path, init: str, message: str
+) -> None:
     code = """
-from largebatch.vision import require_torchvision
+from largebatch import vision
 try:
-    require_torchvision()
-except RuntimeError as error:
+    vision.require_torchvision()
+except (RuntimeError, ImportError) as error:
     print(error)
+print(vision._declare_operators.cache_info().currsize)
 """
-    path = write_torchvision(tmp_path, "raise RuntimeError('different CUDA major versions')")
-    assert output_of(code, path=path) == "different CUDA major versions\n"
+    path = write_torchvision(tmp_path, init)
+    assert output_of(code, path=path).splitlines() == [message, "0"]
 
 
 def test_a_missing_torchvision_is_named_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(MissingPackageError, match="needs torchvision.*pip install torchvision"):
+    with pytest.raises(MissingPackageError, match=r"needs torchvision.*pip install torchvision"):
         require_torchvision()

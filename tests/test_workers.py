@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from largebatch.backends.torch_distributed import TorchDistributed
-from largebatch.errors import BackendError, DataError, LargebatchError, PeerLostError
-from largebatch.errors import WorkerFailedError
+from largebatch.errors import (
+    BackendError,
+    DataError,
+    LargebatchError,
+    PeerLostError,
+    WorkerFailedError,
+)
 from largebatch.workers import launched_rank, start_workers
 
 PATIENCE = 20.0

@@ -27,7 +27,7 @@ class _Sum:
     """A sum under way."""
 
     wait: Callable[[], None]
-    """Block until the result is there; once."""
+    """Block until the result is there. To be called once."""
 
 
 class Horovod:
@@ -50,8 +50,8 @@ class Horovod:
         """Start to sum `tensor` over all workers, in place."""
         target = tensor.detach()
         sent = _sendable(target)
-        names = (f"{_kind(sent)}.{number}" for number in count())
-        name = next(name for name in names if name not in self._under_way)
+        numbered = (f"{_kind(sent)}.{number}" for number in count())
+        name = next(name for name in numbered if name not in self._under_way)
         with self._speaking_to_peers():
             handle = self._hvd.allreduce_async_(sent, name=name, op=self._hvd.Sum)
         self._under_way.add(name)
@@ -110,10 +110,10 @@ def open_horovod() -> Horovod:
         import horovod.torch as hvd
 
         hvd.init()
-    except ModuleNotFoundError as error:
+    except ModuleNotFoundError:
         raise MissingPackageError(
             "horovod", purpose="the horovod backend", install=_INSTALL
-        ) from error
+        ) from None
     except (ImportError, AttributeError) as error:  # built for another torch, or for none
         raise BackendError(
             f"Horovod was not built for torch {torch.__version__}; build it again: {_INSTALL}"

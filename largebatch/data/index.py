@@ -163,9 +163,9 @@ def _scan(root: Path, split: str) -> list[_ClassFolder]:
 def _scan_class(folder: Path, name: str) -> _ClassFolder:
     with os.scandir(folder / name) as entries:
         found = {
-            entry.name: entry.stat()
+            entry.name: entry.stat(follow_symlinks=entry.is_file())  # a dangling link is broken
             for entry in entries
-            if _visible(entry) and entry.name.lower().endswith(EXTENSIONS) and entry.is_file()
+            if _visible(entry) and entry.name.lower().endswith(EXTENSIONS) and not entry.is_dir()
         }
     times = [stat.st_mtime_ns for stat in found.values()]
     return _ClassFolder(

@@ -65,6 +65,4 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
 def _permutation(seed: int, epoch: int, num_samples: int) -> IntArray:
     num_blocks = -(-num_samples // WORDS_PER_BLOCK)
     words = random_words(seed, Stream.ORDER, block=0, num_blocks=num_blocks, part=epoch)
-    permutation = np.argsort(words.reshape(-1)[:num_samples], kind="stable")
-    permutation.setflags(write=False)
-    return permutation
+    return np.argsort(words.reshape(-1)[:num_samples], kind="stable")

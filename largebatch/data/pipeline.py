@@ -105,6 +105,7 @@ def open_pipeline(
         threads=max(1, len(os.sched_getaffinity(0)) // backend.local_size),
         batch_size=plan.device_batch,
     )
+    decode(train, iter(())).close()  # a missing decoder is found out here, not in the run
     return Pipeline(
         recipe=recipe,
         plan=plan,

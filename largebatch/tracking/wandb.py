@@ -30,7 +30,8 @@ class Wandb:
     def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
         """Open the run; a resumed one goes on under the same id."""
         wandb = self._wandb
-        offline = os.environ.get("WANDB_MODE") is None and wandb.api.api_key is None
+        chosen = os.environ.get("WANDB_MODE")
+        offline = chosen is None and not wandb.login(prompt=False, verify=False)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "largebatch"),
             name=self._folder.name,

@@ -1,0 +1,67 @@
+"""The quickstart over several seeds: accuracy after each stage, and what polishing gains.
+
+    python benchmarks/quickstart.py [--seeds 5] [--workers 2]
+
+Writes benchmarks/results/quickstart_<machine>_<date>.json with every run, mean and spread.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from largebatch import load_recipe, run
+
+HERE = Path(__file__).parent
+RECIPE = HERE.parent / "recipes" / "digits_96.yaml"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    runs = []
+    for seed in range(1, args.seeds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = load_recipe(RECIPE, [f"seed={seed}"])
+            summary = run(recipe, workers=args.workers, out=folder)
+        runs.append({"seed": seed, "seconds": summary.seconds, "stages": summary.stages})
+    top1 = {
+        stage["name"]: [one["stages"][number]["top1"] for one in runs]
+        for number, stage in enumerate(runs[0]["stages"])
+    }
+    gains = [last - first for first, last in zip(top1["train"], top1["statistics"], strict=True)]
+    result = {
+        "command": f"python benchmarks/quickstart.py --seeds {args.seeds} --workers {args.workers}",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": summary.commit,
+        "versions": summary.versions,
+        "n": args.seeds,
+        "top1": {name: spread(values) for name, values in top1.items()},
+        "top1_gain_of_polishing": spread(gains),
+        "seconds": spread([one["seconds"] for one in runs]),
+        "runs": runs,
+    }
+    name = f"quickstart_cpu{len(os.sched_getaffinity(0))}_{result['date']}.json"
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / name).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({key: result[key] for key in ("top1", "top1_gain_of_polishing", "seconds")}))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {
+        "mean": statistics.mean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+if __name__ == "__main__":
+    main()

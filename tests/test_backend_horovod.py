@@ -1,0 +1,295 @@
+"""The Horovod backend against a fake module, itself checked against the real one."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from largebatch.backends.horovod import Horovod, open_horovod
+from largebatch.contracts import Backend
+from largebatch.errors import BackendError, MissingPackageError, PeerLostError
+
+
+class FakeHorovod(ModuleType):
+    """`horovod.torch` as worker 1 of 2 sees it, worker 0 sending the same tensors.
+
+    It is as strict as the real one: a sum is there only after `synchronize`, a name under way
+    twice and a bfloat16 or strided tensor are refused.
+    """
+
+    class HorovodInternalError(RuntimeError):
+        """What the real one raises for whatever goes wrong between workers."""
+
+    Sum = 1
+
+    def __init__(self) -> None:
+        super().__init__("horovod.torch")
+        self.names: list[str] = []
+        self.under_way: dict[int, tuple[str, Tensor]] = {}
+        self.failure: str | None = None
+        self.built_for_gpu = False
+        self.running = False
+
+    def init(self) -> None:
+        self.running = True
+
+    def shutdown(self) -> None:
+        self.running = False
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def local_rank(self) -> int:
+        return 0
+
+    def local_size(self) -> int:
+        return 1
+
+    def cuda_built(self) -> bool:
+        return self.built_for_gpu
+
+    def rocm_built(self) -> bool:
+        return False
+
+    def allreduce_async_(self, tensor: Tensor, *, name: str, op: int) -> int:
+        assert op == self.Sum
+        self._check(tensor, name)
+        if name in (taken for taken, _ in self.under_way.values()):
+            raise ValueError("Requested to allreduce a tensor with the same name as another")
+        self.under_way[len(self.names)] = (name, tensor)
+        return len(self.names)
+
+    def synchronize(self, handle: int) -> Tensor:
+        self._maybe_fail()
+        _, tensor = self.under_way.pop(handle)
+        return tensor.mul_(2)
+
+    def broadcast_(self, tensor: Tensor, *, root_rank: int, name: str) -> Tensor:
+        assert root_rank == 0
+        self._check(tensor, name)
+        return tensor.fill_(7)
+
+    def allgather(self, tensor: Tensor, *, name: str) -> Tensor:
+        self._check(tensor, name)
+        return torch.cat([tensor, tensor])
+
+    def barrier(self) -> None:
+        self._maybe_fail()
+
+    def _check(self, tensor: Tensor, name: str) -> None:
+        self._maybe_fail()
+        self.names.append(name)
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensor is required to be contiguous.")
+
+    def _maybe_fail(self) -> None:
+        if self.failure:
+            raise self.HorovodInternalError(self.failure)
+
+
+@pytest.fixture
+def hvd() -> FakeHorovod:
+    return FakeHorovod()
+
+
+@pytest.fixture
+def backend(hvd: FakeHorovod) -> Backend:
+    return Horovod(hvd)
+
+
+def test_the_real_module_can_be_called_like_the_fake() -> None:
+    real = pytest.importorskip(
+        "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
+    )
+    assert issubclass(real.HorovodInternalError, RuntimeError)
+    assert isinstance(real.Sum, int)
+    for name, function in inspect.getmembers(FakeHorovod, inspect.isfunction):
+        if name in vars(ModuleType) or (name.startswith("_")):
+            continue
+        asked = list(inspect.signature(function).parameters.values())[1:]
+        keywords = {p.name: None for p in asked if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        positions = [None] * (len(asked) - len(keywords))
+        inspect.signature(getattr(real, name)).bind(*positions, **keywords)
+
+
+def test_a_worker_knows_its_place(backend: Backend) -> None:
+    assert (backend.rank, backend.world_size) == (1, 2)
+    assert (backend.local_rank, backend.local_size) == (0, 1)
+    assert backend.name == "horovod"
+
+
+awkward_tensors = pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.tensor([1.0, 2.0]), id="float32"),
+        pytest.param(torch.tensor([1.0, 2.0], dtype=torch.float64), id="float64"),
+        pytest.param(torch.tensor([1, 2]), id="int64"),
+        pytest.param(torch.tensor([1.0, 2.0], dtype=torch.bfloat16), id="bfloat16"),
+        pytest.param(torch.tensor(3.0), id="scalar"),
+        pytest.param(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), id="strided"),
+        pytest.param(
+            torch.ones(2, 3, 4, 4, dtype=torch.bfloat16).to(memory_format=torch.channels_last),
+            id="bfloat16 strided",
+        ),
+        pytest.param(nn.Parameter(torch.ones(2, 3).t()), id="strided parameter"),
+    ],
+)
+
+
+@awkward_tensors
+def test_a_sum_lands_in_the_tensor_itself(backend: Backend, tensor: Tensor) -> None:
+    summed = tensor.clone().detach()
+    backend.all_reduce(summed).wait()
+    torch.testing.assert_close(summed, 2 * tensor.detach())
+    assert summed.stride() == tensor.stride()
+
+
+@awkward_tensors
+def test_a_broadcast_lands_in_the_tensor_itself(backend: Backend, tensor: Tensor) -> None:
+    received = tensor.clone().detach().requires_grad_(tensor.requires_grad)
+    backend.broadcast(received)
+    torch.testing.assert_close(received.detach(), torch.full_like(tensor, 7).detach())
+
+
+@awkward_tensors
+def test_a_gathered_tensor_has_one_more_dimension(backend: Backend, tensor: Tensor) -> None:
+    gathered = backend.all_gather(tensor)
+    torch.testing.assert_close(gathered, torch.stack([tensor.detach(), tensor.detach()]))
+
+
+def test_equal_sums_can_be_under_way_together(backend: Backend) -> None:
+    tensors = [torch.full((3,), float(value)) for value in range(3)]
+    works = [backend.all_reduce(tensor) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == [0.0, 2.0, 4.0]
+
+
+def test_every_step_repeats_the_names_of_the_first(hvd: FakeHorovod, backend: Backend) -> None:
+    """Horovod negotiates a name it has not seen, and remembers a thousand of them."""
+    steps = []
+    for _ in range(3):
+        hvd.names.clear()
+        sums = [backend.all_reduce(torch.ones(size)) for size in (5, 5, 9)]
+        for work in sums:
+            work.wait()
+        backend.all_gather(torch.ones(5))
+        steps.append(list(hvd.names))
+    assert len(set(steps[0])) == 4
+    assert steps[1:] == [steps[0], steps[0]]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda backend: backend.all_reduce(torch.ones(2)), id="all_reduce"),
+        pytest.param(lambda backend: backend.broadcast(torch.ones(2)), id="broadcast"),
+        pytest.param(lambda backend: backend.all_gather(torch.ones(2)), id="all_gather"),
+        pytest.param(lambda backend: backend.barrier(), id="barrier"),
+    ],
+)
+def test_a_lost_worker_is_one_line_from_this_one(
+    hvd: FakeHorovod, backend: Backend, operation: Callable[[Backend], object]
+) -> None:
+    hvd.failure = "Horovod has been shut down. This was caused by\nan exception."
+    with pytest.raises(PeerLostError) as caught:
+        operation(backend)
+    assert str(caught.value) == (
+        "worker 1 lost contact with another worker (Horovod has been shut down)"
+    )
+
+
+def test_a_worker_lost_during_a_sum_is_noticed_by_wait(hvd: FakeHorovod, backend: Backend) -> None:
+    work = backend.all_reduce(torch.ones(2))
+    hvd.failure = "Connection reset by peer"
+    with pytest.raises(PeerLostError, match=r"worker 1 .* \(Connection reset by peer\)"):
+        work.wait()
+
+
+def test_workers_that_disagree_are_not_taken_for_lost(hvd: FakeHorovod, backend: Backend) -> None:
+    hvd.failure = "Mismatched ALLREDUCE tensor shapes: One rank sent [2], another rank sent [3]."
+    with pytest.raises(FakeHorovod.HorovodInternalError, match="Mismatched"):
+        backend.all_reduce(torch.ones(2))
+
+
+def test_closing_twice_is_safe(hvd: FakeHorovod, backend: Backend) -> None:
+    hvd.init()
+    backend.close()
+    backend.close()
+    assert not hvd.running
+
+
+def forget_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the next import of Horovod look for it; the test's end restores what was there."""
+    for name in [*(key for key in sys.modules if key.startswith("horovod.")), "horovod"]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        del sys.modules[name]
+
+
+def test_a_machine_without_horovod_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_horovod(monkeypatch)
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(MissingPackageError, match=r"launch/install_horovod\.sh"):
+        open_horovod()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        pytest.param(
+            "raise ImportError('undefined symbol')", "not built for torch", id="for another torch"
+        ),
+        pytest.param("", "not built for torch", id="for no torch"),
+        pytest.param(
+            "def init(): raise ValueError('no peers')",
+            "could not connect the workers: no peers",
+            id="no connection",
+        ),
+    ],
+)
+def test_a_horovod_that_does_not_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, message: str
+) -> None:
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (tmp_path / "horovod" / "torch.py").write_text(source)
+    forget_horovod(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BackendError, match=message):
+        open_horovod()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, hvd: FakeHorovod) -> list[torch.device]:
+    """The fake is what is installed, there is a GPU, and the devices taken are listed."""
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    return taken
+
+
+def test_a_worker_takes_the_gpu_of_its_local_rank(
+    hvd: FakeHorovod, gpu: list[torch.device]
+) -> None:
+    hvd.built_for_gpu = True
+    backend = open_horovod()
+    assert hvd.running
+    assert gpu == [backend.device] == [torch.device("cuda", 0)]
+
+
+def test_a_gpu_that_horovod_cannot_use_is_refused(gpu: list[torch.device]) -> None:
+    with pytest.raises(BackendError, match="built without GPU support"):
+        open_horovod()
+    assert not gpu

@@ -1,0 +1,190 @@
+import io
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from largebatch.errors import MissingPackageError
+from largebatch.tracking.console import Console
+from largebatch.tracking.jsonl import JsonLines
+from largebatch.tracking.wandb import Wandb
+
+PLAN = {
+    "steps": 2,
+    "global_batch": 96,
+    "workers": 2,
+    "accumulation": 1,
+    "device_batch": 48,
+    "steps_per_epoch": 14.97,
+}
+CONFIG = {"name": "digits-96", "seed": 1, "plan": PLAN}
+STEPS = [
+    {
+        "event": "step",
+        "stage": "train",
+        "step": step,
+        "epoch": step / 15,
+        "loss": 2.5 - step,
+        "lr": 0.125,
+        "step_seconds": 0.5,
+        "images_per_second": 192.0,
+    }
+    for step in range(2)
+]
+EVALUATION = {
+    "event": "evaluation",
+    "stage": "clean",
+    "step": 2,
+    "epoch": 0.13,
+    "top1": 0.975,
+    "top5": 1.0,
+    "loss": 0.25,
+    "samples": 360,
+}
+LAYER = {"name": "bn1", "channels": 4, "mean_shift": 0.5, "log_variance_ratio": 0.25}
+DRIFT = {"event": "drift", "stage": "statistics", "step": 2, "samples": 9, "layers": [LAYER]}
+SUMMARY = {"status": "finished", "seconds": 1.25, "top1": 0.975, "stages": [{"name": "train"}]}
+
+
+def test_log_jsonl_holds_every_record_at_once_and_a_resumed_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    first = JsonLines(path)
+    first.start(CONFIG, resume_step=0)
+    first.record(STEPS[0])
+    assert len(path.read_text().splitlines()) == 2  # before the file is closed
+    first.finish(SUMMARY)
+    second = JsonLines(path)
+    second.start(CONFIG, resume_step=1)
+    second.record(EVALUATION)
+    second.finish(SUMMARY)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["event"] for record in records] == ["start", "step", "start", "evaluation"]
+    assert records[0]["plan"] == PLAN
+    assert [record.get("resume_step") for record in records] == [0, None, 1, None]
+    assert records[1] == STEPS[0]
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start(CONFIG, resume_step=0)
+    for record in (*STEPS, EVALUATION, DRIFT):
+        console.record(record)
+    console.finish(SUMMARY)
+    assert stream.getvalue().splitlines() == [
+        "digits-96: 2 steps of 96 samples = 2 workers x 1 x 48, 14.97 steps an epoch",
+        "     train  step 1/2  loss 2.5000  rate 0.125  192 samples/s  0 s left",
+        "     train  step 2/2  loss 1.5000  rate 0.125  192 samples/s  0 s left",
+        "     clean  epoch   0.13  top-1  97.50%  top-5 100.00%  val loss 0.2500",
+        "finished after 1.2 s",
+    ]
+
+
+def test_lines_come_seldom() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start({**CONFIG, "plan": {**PLAN, "steps": 100}}, resume_step=7)
+    for step in range(50):
+        console.record({**STEPS[0], "step": step})
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("; resumed at step 7")
+    assert len(lines) == 2
+
+
+def test_a_terminal_shows_a_bar_with_rate_loss_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]  # a terminal that remembers
+    console = Console(stream)
+    console.start(CONFIG, resume_step=0)
+    for record in (*STEPS, EVALUATION):
+        console.record(record)
+    console.finish(SUMMARY)
+    shown = stream.getvalue()
+    assert "2/2" in shown
+    assert "loss 1.5000  rate 0.125  192 samples/s" in shown
+    assert "top-1  97.50%" in shown
+
+
+def test_wandb_records_offline_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real library; what it wrote is read back with its own reader."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    folder = tmp_path / "digits-1"
+    folder.mkdir()
+    tracker = Wandb(folder)
+    tracker.start(CONFIG, resume_step=0)
+    for record in (*STEPS, EVALUATION, DRIFT):
+        tracker.record(record)
+    from PIL import Image
+
+    Image.new("RGB", (4, 4)).save(folder / "report.png")
+    tracker.finish(SUMMARY)
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    assert (folder / "wandb-id").read_text() in file.name
+    history, summary, config = read_wandb(file)
+    assert config["seed"] == 1
+    assert [row["train/loss"] for row in history if "train/loss" in row] == [2.5, 1.5]
+    assert [row["train/lr"] for row in history if "train/lr" in row] == [0.125, 0.125]
+    assert [row["val/top1"] for row in history if "val/top1" in row] == [0.975]
+    assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2]
+    assert any(row.get("drift/bn1/mean_shift") == 0.5 for row in history)
+    assert summary["status"] == "finished"
+    assert summary["report"]["_type"] == "image-file"
+
+
+def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], dict[str, object]]:
+    """Return history, summary and configuration of an offline run."""
+    from wandb.proto import wandb_internal_pb2
+
+    history, summary, config = [], {}, {}
+    for data in read_leveldb_log(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        history.append(
+            {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
+        )
+        for item in record.summary.update:
+            summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+        for item in record.run.config.update:
+            config[item.key] = json.loads(item.value_json)
+    return [row for row in history if row], summary, config
+
+
+def read_leveldb_log(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log, which W&B's offline files are after 7 bytes of their own.
+
+    Blocks of 32 KiB hold chunks: checksum (4), length (2), type (1: whole, 2 to 4: first, middle,
+    last part); a block's last 6 bytes or fewer are padding.
+    """
+    block, offset, parts = 32768, 7, b""
+    while offset + 7 <= len(content):
+        if block - offset % block < 7:
+            offset += block - offset % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, offset)
+        parts += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in {1, 4}:
+            yield parts
+            parts = b""
+
+
+def test_a_missing_wandb_is_an_error_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackageError, match="install it with: pip install wandb"):
+        Wandb(tmp_path)
