@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from largebatch import load_recipe, run
 
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    runs = []
+    runs: list[dict[str, Any]] = []
     for seed in range(1, args.seeds + 1):
         with tempfile.TemporaryDirectory() as folder:
             recipe = load_recipe(RECIPE, [f"seed={seed}"])

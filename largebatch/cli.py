@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.errors import (
     BackendError,
@@ -25,6 +26,9 @@ from largebatch.explain import explain
 from largebatch.loading import load_recipe
 from largebatch.plan import build_schedule, make_plan
 from largebatch.workers import launched_rank
+
+if TYPE_CHECKING:
+    from largebatch.runner import Options
 
 DONE, FAILED, USER, INTERRUPTED = 0, 1, 2, 75
 
@@ -109,7 +113,7 @@ def _polish(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _options(args: argparse.Namespace, *, out: Path) -> "Options":  # noqa: F821
+def _options(args: argparse.Namespace, *, out: Path) -> "Options":
     from largebatch.runner import Options
 
     return Options(

@@ -9,12 +9,16 @@ batch: over groups, micro-batches and workers. PyTorch moves them once per forwa
 accumulation changes them and every worker keeps its own.
 """
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.contracts import Backend, Work
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class SpanBatchNorm(_BatchNorm):
@@ -61,7 +65,7 @@ class SpanBatchNorm(_BatchNorm):
             raise ValueError(f"expected N x C x ..., got {input.dim()} dimensions")
 
 
-def with_span(model: nn.Module, span: int) -> nn.Module:
+def with_span(model: M, span: int) -> M:
     """Replace every BatchNorm of the model, in place, by one with a span; return the model.
 
     Parameters and buffers keep their names and values. Raises ValueError for a kind of BatchNorm

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,8 @@ def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
         return SGD(
             [{k: g[k] for k in ("params", "weight_decay")} for g in groups], momentum=MOMENTUM
         )
-    return LARS(groups, lr=PEAK, momentum=MOMENTUM, eta=ETA, eps=EPS, convention=kind)
+    convention: Any = kind
+    return LARS(groups, lr=PEAK, momentum=MOMENTUM, eta=ETA, eps=EPS, convention=convention)
 
 
 def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int) -> State:

@@ -75,11 +75,11 @@ class FakeRun:
         return metrics
 
     def curve(self, until: int, *, best: float) -> None:
-        """Train, and evaluate ten times on the way to the stage's end."""
-        for tenth in range(10):
-            self.train(until * tenth // 10, until * (tenth + 1) // 10)
-            part = (tenth + 1) / 10.5
-            self.evaluate("train", until * (tenth + 1) // 10 - 1, best * (1 - 0.9 ** (30 * part)))
+        """Train, and evaluate nine times on the way."""
+        for tenth in range(1, 11):
+            self.train(until * (tenth - 1) // 10, until * tenth // 10)
+            if tenth < 10:
+                self.evaluate("train", until * tenth // 10, best * (1 - 0.9 ** (4 * tenth)))
 
     def end(self, stage: str, steps: int, top1: float) -> None:
         """Evaluate after so many steps of this stage."""

@@ -109,7 +109,8 @@ def torch_results(
 ) -> dict[str, State]:
     path = tmp_path_factory.mktemp("crown") / "torch.pt"
     start_workers(crown.solve_all, "torch", path, workers=request.param)
-    return torch.load(path)
+    results: dict[str, State] = torch.load(path)
+    return results
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -121,7 +122,8 @@ def horovod_results(
     assert horovodrun is not None
     command = [horovodrun, "-np", str(request.param), "--gloo", sys.executable, crown.__file__]
     subprocess.run([*command, "horovod", str(path)], check=True, timeout=120)
-    return torch.load(path)
+    results: dict[str, State] = torch.load(path)
+    return results
 
 
 @every_net

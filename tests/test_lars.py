@@ -66,7 +66,7 @@ def test_a_change_of_rate_is_felt_at_once_only_outside_the_momentum() -> None:
             optimizer.param_groups[0]["lr"] = lr
             weight.grad = torch.ones(1, 4)
             optimizer.step()
-        return (before - weight.detach()).norm().item()
+        return float((before - weight.detach()).norm())
 
     assert second_step("scaled-momentum") == 0
     assert second_step("outside") == 0
@@ -87,10 +87,9 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
 @every_convention
 def test_rebuilding_from_the_groups_alone_changes_nothing(convention: Convention) -> None:
     """Horovod does this: whatever is not in the groups falls back to its default."""
-    make = lambda: nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]]))  # noqa: E731 -- two of one kind
-    ours, rebuilt_weight = make(), make()
+    ours, rebuilt_weight = (nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]])) for _ in "ab")
     options = {"momentum": 0.7, "weight_decay": 0.02, "eta": 0.02, "eps": 1e-3}
-    optimizer = LARS([ours], 3.0, convention=convention, **options)  # type: ignore[arg-type]  # floats
+    optimizer = LARS([ours], 3.0, convention=convention, **options)
     groups = [{**group, "params": [rebuilt_weight]} for group in optimizer.param_groups]
     rebuilt = LARS(groups)
     for parameter, one in ((ours, optimizer), (rebuilt_weight, rebuilt)):

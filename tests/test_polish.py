@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from largebatch.backends.serial import Serial
 from largebatch.errors import DataError
-from largebatch.norm import with_span
+from largebatch.norm import SpanBatchNorm, with_span
 from largebatch.polish import polish
 from largebatch.workers import start_workers
 
@@ -58,13 +58,14 @@ def test_with_a_span_the_device_batch_does_not_matter() -> None:
     polish(whole, batches(12), CPU)
     polish(split, batches(4, 8), CPU)
     torch.testing.assert_close(whole.state_dict(), split.state_dict(), rtol=1e-12, atol=1e-12)
+    assert isinstance(whole[0], SpanBatchNorm)
     assert not whole[0].moments.any()
 
 
 def test_only_the_running_statistics_change() -> None:
     model = first_layer()
     model[3].eval()
-    model[0].momentum = None
+    model[0].momentum = None  # type: ignore[assignment]  # PyTorch's cumulative average
     before = {name: value.clone() for name, value in model.state_dict().items()}
     addresses = {name: value.data_ptr() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]

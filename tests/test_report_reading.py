@@ -18,6 +18,8 @@ from largebatch.report.reading import read_run
 from largebatch.summary import Summary, versions
 from largebatch.tracking.jsonl import JsonLines
 
+RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
+
 
 def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
     run = read_run(fake_runs.resumed(tmp_path / "run"))
@@ -103,7 +105,7 @@ def test_a_broken_summary_is_named(tmp_path: Path) -> None:
 
 def test_what_a_run_writes_can_be_read(tmp_path: Path) -> None:
     """The log and the summary through the code that writes them."""
-    plan = make_plan(load_recipe("recipes/digits_96.yaml"), workers=2)
+    plan = make_plan(load_recipe(RECIPE), workers=2)
     tracker = JsonLines(tmp_path / "log.jsonl")
     config = {"plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch}}
     tracker.start({"name": "digits-96", **config}, resume_step=0)

@@ -139,7 +139,7 @@ def test_wandb_records_offline_without_a_key(
     assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2]
     assert any(row.get("drift/bn1/mean_shift") == 0.5 for row in history)
     assert summary["status"] == "finished"
-    assert summary["report"]["_type"] == "image-file"
+    assert summary["report/_type"] == "image-file"
 
 
 def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], dict[str, object]]:
@@ -148,7 +148,7 @@ def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], 
 
     history, summary, config = [], {}, {}
     for data in read_leveldb_log(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # generated
         record.ParseFromString(data)
         history.append(
             {
