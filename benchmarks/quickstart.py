@@ -7,7 +7,6 @@ Writes benchmarks/results/quickstart_<machine>_<date>.json with every run, mean 
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from largebatch import load_recipe, run
+from largebatch.workers import available_cores
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parent / "recipes" / "digits_96.yaml"
@@ -39,7 +39,7 @@ def main() -> None:
     gains = [last - first for first, last in zip(top1["train"], top1["statistics"], strict=True)]
     result = {
         "command": f"python benchmarks/quickstart.py --seeds {args.seeds} --workers {args.workers}",
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": f"{platform.machine()}, {available_cores()} cores",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": summary.commit,
         "versions": summary.versions,
@@ -49,7 +49,7 @@ def main() -> None:
         "seconds": spread([one["seconds"] for one in runs]),
         "runs": runs,
     }
-    name = f"quickstart_cpu{len(os.sched_getaffinity(0))}_{result['date']}.json"
+    name = f"quickstart_cpu{available_cores()}_{result['date']}.json"
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / name).write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({key: result[key] for key in ("top1", "top1_gain_of_polishing", "seconds")}))

@@ -55,7 +55,6 @@ def _train(args: argparse.Namespace) -> int:
     if args.backend == "horovod" and args.workers > 1 and launched_rank() is None:
         return _start_horovodrun(args)
     recipe = load_recipe(args.recipe, args.set)
-    make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
     from largebatch.runner import default_folder, run
 
     folder = args.out or default_folder(recipe)
@@ -86,7 +85,8 @@ def _start_horovodrun(args: argparse.Namespace) -> int:
             "launch/install_horovod.sh"
         )
     command = [program, "-np", str(args.workers), "--gloo", sys.executable, "-m", "largebatch"]
-    return subprocess.run([*command, *args.words], check=False).returncode  # noqa: S603 -- ours
+    words = [*args.words, "--workers", "1"]  # the last one counts
+    return subprocess.run([*command, *words], check=False).returncode  # noqa: S603 -- our words
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import RecipeError
-from largebatch.recipe import Recipe, Section, kind_of, sections_of
+from largebatch.loading import kind_of, sections_of
+from largebatch.recipe import Recipe, Section
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 

@@ -9,14 +9,14 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from largebatch.errors import RecipeError
-from largebatch.recipe import Recipe, Section, kind_of, sections_of
+from largebatch.recipe import Recipe, Section
 
 _NUMBER = re.compile(
     r"""^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"""
@@ -90,6 +90,27 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every default written out; parse_recipe reads it back."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def sections_of(annotation: object) -> list[type[Section]]:
+    """Return the sections a field may hold: one, or several for a union chosen by `kind`.
+
+    >>> [section.__name__ for section in sections_of(Recipe.model_fields["optimizer"].annotation)]
+    ['LARS', 'SGD']
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def kind_of(section: type[Section]) -> str | None:
+    """Return the word that chooses this section in its union, if it stands in one.
+
+    >>> kind_of(sections_of(Recipe.model_fields["optimizer"].annotation)[0]), kind_of(Recipe)
+    ('lars', None)
+    """
+    field = section.model_fields.get("kind")
+    return None if field is None else str(get_args(field.annotation)[0])
 
 
 def _parse_yaml(text: str, *, source: str) -> object:

@@ -6,7 +6,7 @@ result. Every section is frozen and strict; an unknown key is an error. What dec
 no default, except where the literature agrees on one.
 """
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -136,17 +136,13 @@ class SGD(Section):
     """Applied to weights; biases and normalisation layers get none."""
 
     nesterov: bool = False
-    """Look ahead along the momentum."""
 
 
 class Span(Section):
     """A stretch of training, in epochs or in steps."""
 
     epochs: PositiveFloat | None = None
-    """Passes over the training data."""
-
     steps: PositiveInt | None = None
-    """Optimizer updates."""
 
     @model_validator(mode="after")
     def _one_unit(self) -> Self:
@@ -161,28 +157,26 @@ class Constant(Section):
     kind: Literal["constant"]
 
 
-class Polynomial(Section):
+class Fall(Section):
+    """Base of the decays that end at a rate."""
+
+    end_lr: NonNegativeFloat = 0.0
+
+    over: Span | None = None
+    """How long the fall takes, from the end of the warm-up; null: until the run ends."""
+
+
+class Polynomial(Fall):
     """Fall to end_lr along (1 - t)**power."""
 
     kind: Literal["polynomial"]
-
     power: PositiveFloat = 2.0
 
-    end_lr: NonNegativeFloat = 0.0
 
-    over: Span | None = None
-    """How long the fall takes, from the end of the warm-up; null: until the run ends."""
-
-
-class Cosine(Section):
+class Cosine(Fall):
     """Fall to end_lr along half a cosine."""
 
     kind: Literal["cosine"]
-
-    end_lr: NonNegativeFloat = 0.0
-
-    over: Span | None = None
-    """How long the fall takes, from the end of the warm-up; null: until the run ends."""
 
 
 class Steps(Section):
@@ -307,24 +301,3 @@ class Recipe(Section):
         if self.polish is not None and self.batch.bn_span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
         return self
-
-
-def sections_of(annotation: object) -> list[type[Section]]:
-    """Return the sections a field may hold: one, or several for a union chosen by `kind`.
-
-    >>> [section.__name__ for section in sections_of(Recipe.model_fields["optimizer"].annotation)]
-    ['LARS', 'SGD']
-    """
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_of(part)]
-
-
-def kind_of(section: type[Section]) -> str | None:
-    """Return the word that chooses this section in its union, if it stands in one.
-
-    >>> kind_of(LARS), kind_of(Data)
-    ('lars', None)
-    """
-    field = section.model_fields.get("kind")
-    return None if field is None else str(get_args(field.annotation)[0])

@@ -4,7 +4,6 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 pictures and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from largebatch.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.stages import Session, StepLog, run_stages
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
-from largebatch.workers import launched_rank, start_workers
+from largebatch.workers import available_cores, launched_rank, start_workers
 
 Decoder = Literal["dali", "torchvision"]
 
@@ -90,6 +89,10 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     if rank in {None, 0}:
         check_folder(chosen.out, resume=resume)
     if rank is not None:
+        if workers != 1:
+            raise BackendError(
+                f"this process is already one of several workers; leave --workers {workers} out"
+            )
         return run_worker(recipe, chosen)
     make_plan(recipe, workers=workers, device_batch=chosen.device_batch)
     if workers == 1:
@@ -127,7 +130,7 @@ def open_session(recipe: Recipe, options: Options) -> Iterator[tuple[Session, li
             tracker.record(record)
 
     backend = open_backend(options.backend)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // backend.local_size))
+    torch.set_num_threads(max(1, available_cores() // backend.local_size))
     plan = make_plan(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
     model = build_model(recipe, backend)

@@ -5,6 +5,7 @@ import json
 import platform
 import resource
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -99,4 +100,5 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this worker has held so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -42,6 +42,13 @@ def launched_rank() -> int | None:
     return None
 
 
+def available_cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer than the machine
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
     """Call `function(*args)` in new processes on this machine and return worker 0's result.
 

@@ -29,6 +29,14 @@ def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
     assert subtitle(run).endswith("resumed at step 300")
 
 
+def test_updates_that_a_resumed_run_has_not_made_again_do_not_count(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.train(0, 350)
+    run.start(300)
+    run.train(300, 310)
+    assert len(read_run(run.write(status="interrupted")).steps) == 310
+
+
 @pytest.mark.parametrize(
     ("resume_step", "kept"),
     [pytest.param(600, True, id="after the end"), pytest.param(525, False, id="from before")],

@@ -274,6 +274,12 @@ def test_torchrun_finds_its_workers(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["workers"] == 2
 
 
+def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BackendError, match="already one of several workers; leave --workers 2 out"):
+        run(load_recipe(DIGITS), workers=2)
+
+
 def test_local_workers_do_not_use_horovod_silently() -> None:
     with pytest.raises(BackendError, match="horovodrun -np 2 largebatch train"):
         run(load_recipe(DIGITS), workers=2, backend="horovod")

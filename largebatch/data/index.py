@@ -22,6 +22,7 @@ from PIL import Image, UnidentifiedImageError
 
 from largebatch.contracts import IntArray
 from largebatch.errors import DataError
+from largebatch.workers import available_cores
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """What both decoders read. Other files, and names that begin with a dot, are ignored."""
@@ -186,7 +187,7 @@ def _signature(folders: Sequence[_ClassFolder]) -> str:
 def _read(root: Path, split: str, folders: Sequence[_ClassFolder]) -> Index:
     paths: list[str] = []
     results: list[tuple[int, int] | str] = []
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         for folder in folders:  # one class at a time keeps the queue short
             names = [f"{split}/{folder.name}/{picture}" for picture in folder.pictures]
             results.extend(pool.map(_measure, [root / name for name in names]))

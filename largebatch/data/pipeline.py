@@ -4,7 +4,6 @@ Everything here is a function of the recipe, the plan and the worker's rank; the
 chosen only turns the requests into tensors.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from largebatch.data.order import sample_ids
 from largebatch.errors import DataError
 from largebatch.plan import Plan
 from largebatch.recipe import Data, Recipe
+from largebatch.workers import available_cores
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
 
@@ -102,7 +102,7 @@ def open_pipeline(
         mean=data.mean,
         std=data.std,
         device=backend.device,
-        threads=max(1, len(os.sched_getaffinity(0)) // backend.local_size),
+        threads=max(1, available_cores() // backend.local_size),
         batch_size=plan.device_batch,
     )
     decode(train, iter(())).close()  # a missing decoder is found out here, not in the run
