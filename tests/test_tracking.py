@@ -56,6 +56,8 @@ def test_log_jsonl_holds_every_record_at_once_and_a_resumed_run_appends(tmp_path
     first.record(STEPS[0])
     assert len(path.read_text().splitlines()) == 2  # before the file is closed
     first.finish(SUMMARY)
+    with path.open("a") as file:
+        file.write('{"event": "st')  # killed while writing
     second = JsonLines(path)
     second.start(CONFIG, resume_step=1)
     second.record(EVALUATION)

@@ -13,6 +13,7 @@ class JsonLines:
     """A Tracker that writes each record at once, so that a killed run leaves all it did."""
 
     def __init__(self, path: Path) -> None:
+        _drop_unfinished_line(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
@@ -35,3 +36,10 @@ class JsonLines:
         """Close the file; the summary has a file of its own."""
         del summary
         self._file.close()
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """Cut off what a run that was killed while writing left behind its last whole line."""
+    if path.exists():
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rfind(b"\n") + 1])

@@ -1,0 +1,24 @@
+"""A run folder -> pictures and one self-contained page.
+
+Everything is drawn from the records of the run, so a run that was interrupted, failed or was killed
+has a report too: of what there is.
+"""
+
+from pathlib import Path
+
+from largebatch.report.page import make_page
+from largebatch.report.pictures import write_pictures
+from largebatch.report.reading import read_run
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write loss, accuracy, throughput, drift and report.png and report.html; return the page.
+
+    Raises CheckpointError where the folder holds no readable log, MissingPackageError without
+    matplotlib.
+    """
+    run = read_run(run_folder)
+    write_pictures(run, run_folder)
+    page = run_folder / "report.html"
+    page.write_text(make_page(run), encoding="utf-8")
+    return page

@@ -1,0 +1,120 @@
+"""What the pictures are drawn on: figures in the report's style, as PNG and as SVG.
+
+The only module that imports matplotlib. pyplot, which keeps figures in global state, is not used.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from largebatch.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from matplotlib import axes, figure, text
+
+    Axes: TypeAlias = axes.Axes
+    Canvas: TypeAlias = figure.Figure | figure.SubFigure
+    Figure: TypeAlias = figure.Figure
+    Text: TypeAlias = text.Text
+
+MARGIN = 14
+"""In points, around and between what is drawn into a PNG file."""
+
+INK, MUTED, RULE, PAPER = "#1c2430", "#667180", "#e4e7eb", "#ffffff"
+COLOURS = {"train": "#0068a8", "clean": "#c06000", "statistics": "#008060"}
+"""Blue, orange and bluish green: told apart with any kind of colour vision."""
+
+MARKERS = {"train": "o", "clean": "s", "statistics": "D"}
+
+_VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper"} | {
+    colour: name for name, colour in COLOURS.items()
+}
+_FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans")
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": MUTED,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.titlesize": 11.5,
+    "font.size": 11.5,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "lines.markeredgecolor": PAPER,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": MUTED,
+    "xtick.labelsize": 11,
+    "ytick.color": MUTED,
+    "ytick.labelsize": 11,
+    "ytick.major.size": 0,
+}
+
+
+def save_png(
+    path: Path, draw: Callable[["Figure"], None], *, size: tuple[float, float], pixels: int
+) -> None:
+    """Write a drawing of `size` points, `pixels` wide."""
+    with _style():
+        figure = _figure(size, margin=MARGIN)
+        figure.set_facecolor(PAPER)
+        draw(figure)
+        figure.savefig(path, dpi=72 * pixels / size[0])
+
+
+def make_svg(draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str) -> str:
+    """Return a drawing as an SVG element whose colours are CSS variables.
+
+    `name` is its class, and keeps its ids apart from those of other drawings in the page.
+    """
+    buffer = io.StringIO()
+    with _style({"svg.hashsalt": name}):
+        figure = _figure(size, margin=1)
+        figure.set_facecolor("none")
+        draw(figure)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" class="{name}"', 1)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    return svg
+
+
+@contextmanager
+def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
+    """Draw in the report's style, whatever the user's own is, and put that back afterwards."""
+    try:
+        from matplotlib import font_manager, style
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            "matplotlib", purpose="a report", install="pip install matplotlib"
+        ) from None
+    installed = set(font_manager.get_font_names())
+    family = [font for font in (*_FONTS, "DejaVu Sans") if font in installed]
+    with style.context(["default", _STYLE | {"font.family": family} | (more or {})]):
+        yield
+
+
+def _figure(size: tuple[float, float], *, margin: float) -> "Figure":
+    """Return an empty figure; all lengths in points."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=margin / 72, h_pad=margin / 2 / 72)
+    return Figure((size[0] / 72, size[1] / 72), layout=layout)

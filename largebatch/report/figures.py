@@ -1,0 +1,220 @@
+"""What a run looks like: loss, accuracy, training speed, and what polishing changed.
+
+Each drawing fits any figure or part of one, so that the page, the PNG files and the overview show
+the same at their own sizes. A stage has one colour and one marker everywhere.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from largebatch.report.canvas import COLOURS, INK, MARKERS, MUTED
+from largebatch.report.headline import images_per_second, percent, points
+from largebatch.report.records import FloatArray, Run, Trace
+from largebatch.report.series import ceiling, thin
+
+if TYPE_CHECKING:
+    from largebatch.report.canvas import Axes, Canvas, Text
+
+
+def draw_loss(figure: "Canvas", run: Run) -> None:
+    """Draw the losses by step, and the learning rate below them on the same axis."""
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    for trace in run.traces:
+        _draw_series(top, trace, trace.loss)
+        bottom.plot(trace.step, trace.lr, color=COLOURS[trace.stage], marker=_lonely(trace.step))
+    losses = np.array([step.loss for step in run.steps])
+    losses = losses[np.isfinite(losses) & (losses > 0)]
+    if losses.size and losses.max() > 100 * losses.min():
+        top.set_yscale("log")
+        top.minorticks_off()
+        top.yaxis.set_major_formatter("{x:g}")
+    peak = max(step.lr for step in run.steps)
+    bottom.set_yticks(sorted({0, peak}))
+    bottom.yaxis.set_major_formatter("{x:.3g}")
+    bottom.grid(visible=False)
+    _mark_stages(top, run)
+    title = _name_axes(top, y="Loss")
+    title = _name_line(top, "training", COLOURS[run.traces[0].stage], after=title)
+    if run.evaluations:
+        top.plot(
+            [evaluation.step for evaluation in run.evaluations],
+            [evaluation.loss for evaluation in run.evaluations],
+            color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False,
+        )  # fmt: skip
+        _name_line(top, "validation", INK, after=title)
+    _name_axes(bottom, y="Learning rate", x="Step")
+
+
+def draw_accuracy(figure: "Canvas", run: Run) -> None:
+    """Draw top-1 over the run, and how the stages changed it."""
+    if len(run.stages) == 1:
+        return _draw_curve(figure.subplots(), run)
+    if len({evaluation.step for evaluation in run.evaluations}) == 1:
+        return _draw_slopes(figure.subplots(), run)
+    if figure.bbox.width * 72 / figure.dpi < 480:
+        during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
+    else:
+        during, after = figure.subplots(1, 2, width_ratios=[2, 1])
+    _draw_curve(during, run)
+    return _draw_slopes(after, run)
+
+
+def _draw_curve(axes: "Axes", run: Run) -> None:
+    """Draw top-1 over the whole run; name its last value where no other picture does."""
+    epochs = [evaluation.epoch for evaluation in run.evaluations]
+    top1 = [100 * evaluation.top1 for evaluation in run.evaluations]
+    axes.plot(epochs, top1, color=MUTED, lw=1)
+    for stage in run.stages:
+        found = [evaluation for evaluation in run.evaluations if evaluation.stage == stage.name]
+        axes.plot(
+            [evaluation.epoch for evaluation in found],
+            [100 * evaluation.top1 for evaluation in found],
+            color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=6, lw=0, clip_on=False,
+        )  # fmt: skip
+    if len(run.stages) == 1:
+        axes.annotate(
+            percent(run.evaluations[-1].top1), (epochs[-1], top1[-1]), (0, 9), ha="right",
+            textcoords="offset points", color=COLOURS[run.stages[0].name], weight="bold",
+        )  # fmt: skip
+    axes.xaxis.set_major_formatter("{x:,g}")
+    _name_axes(axes, y="Top-1, %", x="Epoch")
+
+
+def _draw_slopes(axes: "Axes", run: Run) -> None:
+    """Draw top-1 after each stage on a scale of its own, every point with its value."""
+    values = [100 * stage.after.top1 for stage in run.stages]
+    axes.plot(values, color=MUTED, lw=1)
+    for place, (stage, value) in enumerate(zip(run.stages, values, strict=True)):
+        colour = COLOURS[stage.name]
+        axes.plot(place, value, color=colour, marker=MARKERS[stage.name], ms=8)
+        x, y = _label_offset(values, place)
+        axes.annotate(
+            percent(stage.after.top1), (place, value), (x, y), textcoords="offset points",
+            ha={-9: "right", 0: "center", 9: "left"}[x], va="bottom" if y > 0 else "top",
+            color=colour, weight="bold",
+        )  # fmt: skip
+    span = max(np.ptp(values), 0.2)
+    axes.set_ylim(min(values) - 0.4 * span, max(values) + 0.4 * span)
+    axes.set_xlim(-0.5, len(values) - 0.5)
+    changes = [points(stage.before, stage.after) if stage.before else "" for stage in run.stages]
+    names = [f"{stage.name}\n{change}" for stage, change in zip(run.stages, changes, strict=True)]
+    axes.set_xticks(range(len(values)), names)
+    for label, stage in zip(axes.get_xticklabels(), run.stages, strict=True):
+        label.set_color(COLOURS[stage.name])
+    axes.set_yticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0)
+    _name_axes(axes, y="Top-1 after each stage, %")
+
+
+def _label_offset(values: Sequence[float], place: int) -> tuple[int, int]:
+    """Return where, in points, a label lies clear of the lines to the point's neighbours."""
+    neighbours = [*values[max(0, place - 1) : place], *values[place + 1 : place + 2]]
+    if min(neighbours) < values[place] < max(neighbours):
+        return (-9 if neighbours[0] < neighbours[1] else 9), 2
+    return 0, 9 if values[place] >= max(neighbours) else -9
+
+
+def draw_throughput(figure: "Canvas", run: Run) -> None:
+    """Draw training images per second by step, from 0 on."""
+    axes = figure.subplots()
+    for trace in run.traces:
+        _draw_series(axes, trace, trace.images_per_second)
+    axes.set_ylim(0, ceiling(np.array([step.images_per_second for step in run.steps])))
+    rate = images_per_second(run)
+    if rate is not None:
+        axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    _mark_stages(axes, run)
+    _name_axes(axes, y="Images per second", x="Step")
+
+
+def draw_drift(figure: "Canvas", run: Run) -> None:
+    """Draw how far the statistics stage moved every BatchNorm layer."""
+    assert run.drift is not None
+    layers = run.drift.layers
+    shift, ratio = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.1})
+    _draw_stems(shift, [layer.mean_shift for layer in layers])
+    shift.set_title("Mean shift, σ")
+    _draw_stems(ratio, [layer.log_variance_ratio for layer in layers])
+    ratio.set_title("Log variance ratio")
+    shift.set_ylim(len(layers) - 0.4, -0.6)
+    names = [layer.name for layer in layers]
+    if figure.bbox.height * 72 / figure.dpi >= 13 * len(names):
+        shift.set_yticks(range(len(names)), map(_shorten, names))
+        return
+    middles, groups = [], []
+    for group, members in groupby(range(len(names)), lambda row: names[row].split(".")[0]):
+        rows = list(members)
+        middles.append((rows[0] + rows[-1]) / 2)
+        groups.append(group)
+        for axes in (shift, ratio):
+            axes.axhline(rows[-1] + 0.5, color=MUTED, lw=0.4)
+    shift.set_yticks(middles, groups)
+
+
+def _shorten(name: str) -> str:
+    """Return the end of a layer's name, which tells it from its neighbours."""
+    return name if len(name) <= 22 else f"…{name[-21:]}"
+
+
+def _draw_stems(axes: "Axes", values: Sequence[float]) -> None:
+    rows = range(len(values))
+    axes.hlines(rows, 0, values, color=COLOURS["statistics"], lw=1.2, alpha=0.5)
+    axes.plot(values, rows, "o", color=COLOURS["statistics"], ms=5.5)
+    axes.set_xlim(0, 1.06 * max([value for value in values if np.isfinite(value)], default=1) or 1)
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:
+    """Draw every step faint and the running median over it."""
+    thinned = thin(trace.step, values)
+    colour = COLOURS[trace.stage]
+    extremes = np.column_stack((thinned.low, thinned.high)).ravel()
+    axes.plot(np.repeat(thinned.step, 2), extremes, color=colour, lw=0.8, alpha=0.3)
+    axes.plot(thinned.step, thinned.trend, color=colour, marker=_lonely(thinned.step))
+
+
+def _lonely(steps: FloatArray) -> str:
+    """Return the marker of a line: one where a single step would not show as a line."""
+    return "o" if len(steps) == 1 else ""
+
+
+def _mark_stages(axes: "Axes", run: Run) -> None:
+    """Shade the clean stage, and name it and the one before at their border."""
+    first, end = run.steps[0].step, run.steps[-1].step + 1
+    axes.set_xlim(first - 0.5, end)
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if len(run.traces) < 2:
+        return
+    before, after = run.traces
+    axes.axvspan(after.step[0], end, color=COLOURS[after.stage], alpha=0.08, lw=0)
+    border = max(after.step[0], first + 0.75 * (end - first))  # the title has the left
+    for trace, offset, side in ((before, -6, "right"), (after, 0, "left")):
+        axes.annotate(
+            trace.stage, (border, 1), (offset, 8), xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points", ha=side, color=COLOURS[trace.stage],
+        )  # fmt: skip
+
+
+def _name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
+    if x is not None:
+        axes.set_xlabel(f"{x} →", loc="right")
+    return axes.set_title(f"↑ {y}")
+
+
+def _name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
+    """Write the name of a line in its colour, behind another text in the title's line."""
+    return axes.annotate(
+        name, (1, 1), (9, 8), xycoords=(after, "axes fraction"), textcoords="offset points",
+        color=colour, weight="bold",
+    )  # fmt: skip

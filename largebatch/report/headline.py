@@ -1,0 +1,159 @@
+"""The numbers a report begins with, and in plain words how the run ended."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from largebatch.report.records import Evaluation, Plan, Run
+from largebatch.report.series import median
+
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One big number."""
+
+    label: str
+    value: str
+    unit: str
+    note: str
+    good: bool | None = None
+    """False for a loss, None where there is nothing to judge."""
+
+
+def headlines(run: Run) -> tuple[Headline, ...]:
+    """Return the six numbers that say what a run came to."""
+    plan = run.plan
+    rate = images_per_second(run)
+    seconds = run.summary.seconds if run.summary else None
+    time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
+    polishing = sum(stage.cost.seconds for stage in run.stages[1:] if stage.cost)
+    return (
+        _accuracy(run),
+        _gain(run),
+        Headline(
+            "Training speed",
+            UNKNOWN if rate is None else f"{rate:,.0f}",
+            "" if rate is None else "images/s",
+            "no step was timed"
+            if rate is None
+            else _plural(plan.workers, "worker") + ("" if plan.workers == 1 else " together"),
+        ),
+        Headline(
+            "Global batch",
+            f"{plan.global_batch:,}",
+            "images",
+            _division(plan),
+        ),
+        Headline(
+            "Updates",
+            f"{run.num_steps:,}",
+            "step" if run.num_steps == 1 else "steps",
+            f"{run.num_steps / plan.steps_per_epoch:,.1f} epochs",
+        ),
+        Headline(
+            "Wall time", time, unit, f"{duration(polishing)} of it polishing" if polishing else ""
+        ),
+    )
+
+
+def _accuracy(run: Run) -> Headline:
+    if not run.evaluations:
+        return Headline("Top-1 accuracy", UNKNOWN, "", "never measured")
+    last = run.evaluations[-1]
+    polished = len(run.stages) > 1 and verdict(run) is None
+    when = "after polishing" if polished else f"after {last.step:,} steps"
+    return Headline("Top-1 accuracy", percent(last.top1), "%", when)
+
+
+def _gain(run: Run) -> Headline:
+    if len(run.stages) < 2:
+        return Headline("Gain by polishing", UNKNOWN, "", "not polished")
+    first, last = run.stages[0].after, run.stages[-1].after
+    good = None if last.top1 == first.top1 else last.top1 > first.top1
+    return Headline(
+        "Gain by polishing", points(first, last), "points", f"from {percent(first.top1)} %", good
+    )
+
+
+def images_per_second(run: Run) -> float | None:
+    """Return the summary's rate, else the median step's; None if nothing was timed."""
+    if run.summary is not None and run.summary.images_per_second is not None:
+        return run.summary.images_per_second
+    rate = median(np.array([step.images_per_second for step in run.steps]))
+    return None if math.isnan(rate) else rate
+
+
+def verdict(run: Run) -> str | None:
+    """Say how a run ended that did not finish; None for one that did."""
+    summary = run.summary
+    if summary is not None and summary.status == "finished":
+        return None
+    done = f"{run.num_steps:,} of {run.plan.steps:,} steps"
+    if summary is None:
+        words = f"No summary: the run did not end by itself. Its log ends after {done}."
+    elif summary.status == "interrupted":
+        words = f"The run was interrupted after {done}; --resume goes on from there."
+    else:
+        words = f"The run failed after {done}."
+    if run.steps and not math.isfinite(run.steps[-1].loss):
+        words += f" Its training loss stopped being a number at step {run.steps[-1].step:,}."
+    if not run.evaluations:
+        return words + " Accuracy was not measured before that."
+    return words + " The numbers are those it had reached."
+
+
+def subtitle(run: Run) -> str:
+    """Say in one line how the run ended, when it began and on what it ran."""
+    summary = run.summary
+    began = run.starts[0].time
+    words = [summary.status if summary else "killed", f"{began.day} {began:%B %Y}"]
+    words.append(_plural(run.plan.workers, "worker"))
+    if len(run.starts) > 1:
+        steps = ", ".join(f"{start.resume_step:,}" for start in run.starts[1:])
+        words.append(f"resumed at step {steps}")
+    return " · ".join(words)
+
+
+def percent(part: float) -> str:
+    """Return a part of 1 in percent, as accuracies are written.
+
+    >>> percent(0.98333)
+    '98.33'
+    """
+    return f"{100 * part:.2f}"
+
+
+def points(before: Evaluation, after: Evaluation) -> str:
+    """Return the change of top-1 in percentage points, with its sign."""
+    change = f"{100 * (after.top1 - before.top1):+.2f}"
+    return "±0.00" if float(change) == 0 else change.replace("-", "−")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it.
+
+    >>> [duration(s) for s in (0.25, 74.7, 754, 9_000)]
+    ['0.25 s', '74.7 s', '12.6 min', '2.50 h']
+    """
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 - min(2, max(0, math.floor(math.log10(value)))) if value > 0 else 0
+    return f"{value:.{decimals}f}"
+
+
+def _division(plan: Plan) -> str:
+    """Say how a global batch is divided, leaving out what is 1."""
+    micro = f" × {plan.accumulation:,} micro-batches" if plan.accumulation > 1 else ""
+    return f"{_plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,0 +1,242 @@
+"""The report of every kind of run folder: complete, self-contained, true to the log."""
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import fake_runs
+import matplotlib as mpl
+import numpy as np
+import pytest
+from fake_runs import FakeRun
+from matplotlib.figure import Figure
+from PIL import Image
+
+from largebatch.errors import MissingPackageError
+from largebatch.report import write_report
+from largebatch.report.figures import draw_drift, draw_loss
+from largebatch.report.headline import duration, headlines, verdict
+from largebatch.report.page import make_page
+from largebatch.report.reading import read_run
+from largebatch.report.series import POINTS, ceiling, thin
+
+PNGS = ("loss", "accuracy", "throughput", "drift", "report")
+
+
+class Attributes(HTMLParser):
+    """Collects what a page refers to, and the text it shows."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.words: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in {"src", "href", "xlink:href", "srcset", "data", "poster", "action"}:
+                self.references.append(value or "")
+            self.references += re.findall(r"url\((.*?)\)", value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data.strip())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fake_runs.full_run,
+        fake_runs.train_only,
+        fake_runs.statistics_that_hurt,
+        fake_runs.like_resnet50,
+        fake_runs.resumed,
+        fake_runs.interrupted_after_one_step,
+        fake_runs.interrupted_while_clean,
+        fake_runs.diverged,
+        fake_runs.failed_at_once,
+        fake_runs.killed,
+        fake_runs.polished_checkpoint,
+    ],
+)
+def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_pictures(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "run")
+    before = dict(mpl.rcParams)
+    page = write_report(folder)
+    assert page == folder / "report.html"
+    for name in PNGS:
+        with Image.open(folder / f"{name}.png") as image:
+            image.verify()
+            assert image.width == (1600 if name == "report" else 1920)
+    found = Attributes(page.read_text(encoding="utf-8"))
+    assert not found.tags & {"script", "link", "img", "iframe", "object", "base"}
+    assert "http" not in page.read_text(encoding="utf-8").replace("http-equiv", "")
+    assert len(found.ids) == len(set(found.ids))
+    assert {reference.lstrip("#") for reference in found.references} <= set(found.ids)
+    assert all(reference.startswith("#") for reference in found.references)
+    assert dict(mpl.rcParams) == before
+
+
+def test_the_page_shows_the_numbers_of_the_run(tmp_path: Path) -> None:
+    page = make_page(read_run(fake_runs.full_run(tmp_path / "run")))
+    words = Attributes(page).words
+    shown = ("98.61", "+2.78", "806", "96", "600", "74.7")  # the headlines, in order
+    assert [word for word in words if word in shown][: len(shown)] == list(shown)
+    for cell in ("95.83 →", "97.22 %", "+1.39", "0.2834", "525", "4f2a9c1d5e6b+", "0.75 GiB"):
+        assert cell in words, cell
+    assert "train" in words
+    assert "layer2.0.bn2" in words
+    assert "eta: 0.02" in page
+
+
+def test_colours_in_the_page_follow_its_scheme(tmp_path: Path) -> None:
+    page = make_page(read_run(fake_runs.full_run(tmp_path / "run")))
+    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(drawings) == 8
+    assert not re.search(r":\s*#[0-9a-f]{6}", "".join(drawings))
+    used = set(re.findall(r"var\(--(\w+)\)", page))
+    assert used == set(re.findall(r"--(\w+): #", page.split("prefers-color-scheme")[1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        pytest.param(fake_runs.full_run, None, id="finished"),
+        pytest.param(
+            fake_runs.interrupted_after_one_step,
+            "The run was interrupted after 1 of 600 steps; --resume goes on from there. "
+            "Accuracy was not measured before that.",
+            id="interrupted",
+        ),
+        pytest.param(
+            fake_runs.diverged,
+            "The run failed after 40 of 600 steps. Its training loss stopped being a number at "
+            "step 39. Accuracy was not measured before that.",
+            id="diverged",
+        ),
+        pytest.param(
+            fake_runs.killed,
+            "No summary: the run did not end by itself. Its log ends after 600 of 600 steps. "
+            "The numbers are those it had reached.",
+            id="killed",
+        ),
+    ],
+)
+def test_a_page_says_how_a_run_ended_that_did_not_finish(
+    make: Callable[[Path], Path], words: str | None, tmp_path: Path
+) -> None:
+    run = read_run(make(tmp_path / "run"))
+    assert verdict(run) == words
+    assert words is None or words in Attributes(make_page(run)).words
+
+
+def test_a_stage_that_lowered_top1_is_named_and_marked(tmp_path: Path) -> None:
+    page = make_page(read_run(fake_runs.statistics_that_hurt(tmp_path / "run")))
+    assert "Here the statistics stage lowered it." in page
+    assert re.search(r'<div class="bad"><dt>Gain by polishing</dt><dd><b>−1.67</b> points', page)
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        pytest.param(
+            fake_runs.like_resnet50,
+            ["76.08", "+0.96", "1,624,000", "86,016", "1,350", "74.7"],
+            id="large",
+        ),
+        pytest.param(fake_runs.train_only, ["96.67", "–", "806", "96", "600", "74.7"], id="train"),
+        pytest.param(fake_runs.failed_at_once, ["–", "–", "–", "96", "0", "74.7"], id="nothing"),
+        pytest.param(fake_runs.killed, ["98.61", "+2.78", "816", "96", "600", "–"], id="killed"),
+    ],
+)
+def test_what_is_unknown_is_a_dash(
+    make: Callable[[Path], Path], values: list[str], tmp_path: Path
+) -> None:
+    run = read_run(make(tmp_path / "run"))
+    assert [number.value for number in headlines(run)] == values
+
+
+def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
+    evil = "<script>alert('&')</script> $x_1$"
+    run = FakeRun(tmp_path / "run<b>", name=evil)
+    run.train(0, 2)
+    run.end("train", 2, 0.5)
+    run.drift([evil])
+    run.end("statistics", 0, 0.6)
+    page = write_report(run.write(versions={evil: evil})).read_text(encoding="utf-8")
+    assert Attributes(page).words.count(evil) == 3  # the heading, and a version's two sides
+    assert f"…{evil[-21:]}" in Attributes(page).words  # the layer, shortened
+    assert "script" not in Attributes(page).tags
+    assert "name: &lt;script&gt;" in page
+
+
+def test_pictures_show_what_the_log_holds(tmp_path: Path) -> None:
+    run = read_run(fake_runs.full_run(tmp_path / "run"))
+    figure = Figure()
+    draw_loss(figure, run)
+    losses, rates = figure.axes
+    drawn = [np.asarray(line.get_xydata()).tolist() for line in losses.lines]
+    assert [[found.step, found.loss] for found in run.evaluations] in drawn
+    assert rates.get_yticks().tolist() == [0, max(step.lr for step in run.steps)]
+
+
+def test_layers_are_named_one_by_one_where_there_is_room_and_by_group_elsewhere(
+    tmp_path: Path,
+) -> None:
+    run = read_run(fake_runs.like_resnet50(tmp_path / "run"))
+    names = {}
+    for height in (4, 20):
+        figure = Figure((8, height))
+        draw_drift(figure, run)
+        names[height] = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names[4] == ["bn1", "layer1", "layer2", "layer3", "layer4"]
+    assert names[20] == fake_runs.RESNET50
+    assert len(names[20]) == 53
+
+
+def test_thinning_keeps_every_extreme_and_passes_over_what_is_not_finite() -> None:
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[[7, 50_000]] = 40.0, -40.0
+    values[200:1_000] = math.nan
+    thinned = thin(np.arange(100_000.0), values)
+    assert len(thinned.step) == POINTS
+    assert np.nanmax(thinned.high) == 40
+    assert np.nanmin(thinned.low) == -40
+    assert np.nanmax(np.abs(thinned.trend)) < 0.2
+    assert np.isnan(thinned.trend[2])
+
+
+def test_rare_peaks_do_not_set_the_scale() -> None:
+    assert ceiling(np.array([5.0] * 999 + [1e9])) == 6.25
+    assert ceiling(np.array([8.0])) == 10
+    assert ceiling(np.array([math.nan])) == 1
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fake_runs.failed_at_once(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match="pip install matplotlib"):
+        write_report(folder)
+
+
+def test_importing_the_report_does_not_import_matplotlib() -> None:
+    code = "import sys, largebatch.report; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_times_are_written_in_the_unit_that_suits_them() -> None:
+    assert [duration(s) for s in (0.0, 59.96, 119.9, 120, 7_200)] == [
+        "0 s", "60.0 s", "120 s", "2.00 min", "2.00 h",
+    ]  # fmt: skip
