@@ -1,9 +1,12 @@
-"""What tests share: where real data lies, and one small problem."""
+"""What tests share: where real data lies, and one thread, since the problems are small."""
 
 import os
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # several workers and tests share few cores; waiting for threads costs more
 
 
 @pytest.fixture(scope="session")
