@@ -24,8 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 class SpanBatchNorm(_BatchNorm):
     """BatchNorm over contiguous groups of `span` samples; 1d, 2d and 3d inputs (N x C x ...).
 
-    In training mode the running buffers stay as they are; each group's mean and unbiased variance
-    are added to `moments` (2 x C) until `Spans` moves the buffers.
+    In training mode the running buffers stay as they are; each group's mean, unbiased variance and
+    a one are added to `moments` (C + C + 1) until `Spans` moves the buffers.
     """
 
     running_mean: Tensor
@@ -41,7 +41,7 @@ class SpanBatchNorm(_BatchNorm):
             setattr(self, name, buffer)
         self.train(like.training)
         self.span = span
-        self.moments = torch.zeros_like(torch.stack([self.running_mean, self.running_var]))
+        self.moments = self.running_mean.new_zeros(2 * like.num_features + 1)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ..., N a multiple of the span while training or a smaller last part."""
@@ -57,7 +57,7 @@ class SpanBatchNorm(_BatchNorm):
             part, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
         )
         if self.track_running_stats:
-            self.moments += torch.stack([mean, var])
+            self.moments += torch.cat([mean, var, mean.new_ones(1)])
         return out
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- PyTorch's signature
@@ -71,7 +71,8 @@ def with_span(model: M, span: int) -> M:
     Parameters and buffers keep their names and values. Raises ValueError for a kind of BatchNorm
     that does more than normalise, naming the layer.
     """
-    for name, layer in list(model.named_modules()):
+    replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may stand in a model under two names
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, _BatchNorm) or isinstance(layer, SpanBatchNorm):
             continue
         if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -82,23 +83,24 @@ def with_span(model: M, span: int) -> M:
         if not layer.track_running_stats:
             raise ValueError(f"layer {name} keeps no running statistics; it cannot be given a span")
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, SpanBatchNorm(layer, span=span))
+        if layer not in replaced:
+            replaced[layer] = SpanBatchNorm(layer, span=span)
+        setattr(model.get_submodule(parent), attribute, replaced[layer])
     return model
 
 
 class Spans:
     """The moments of every BatchNorm layer in one flat tensor, averaged with one all-reduce."""
 
-    def __init__(self, model: nn.Module, backend: Backend, *, spans_per_step: int) -> None:
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
         sizes = [layer.moments.numel() for layer in self._layers]
         dtypes = {layer.moments.dtype for layer in self._layers} or {torch.float32}
         assert len(dtypes) == 1, dtypes
         self._moments = torch.zeros(sum(sizes), dtype=dtypes.pop(), device=backend.device)
         for layer, part in zip(self._layers, self._moments.split(sizes), strict=True):
-            layer.moments = part.view(2, -1)
+            layer.moments = part
         self._backend = backend
-        self._spans_per_step = spans_per_step
         self._work: Work | None = None
 
     def reduce(self) -> None:
@@ -108,19 +110,23 @@ class Spans:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move every running buffer once towards the mean over the step's spans."""
+        """Move every running buffer once towards the mean over the step's spans.
+
+        A layer counts its own spans: used twice it has twice as many, not used it stays.
+        """
         if self._work is None:
             return
         self._work.wait()
         self._work = None
-        self._moments /= self._spans_per_step
         for layer in self._layers:
-            layer.num_batches_tracked += 1
+            spans = layer.moments[-1]
+            used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
+            layer.num_batches_tracked += used.long()
+            mean, var = (layer.moments[:-1] / spans.clamp(min=1)).view(2, -1)
             if layer.momentum is None:  # the cumulative average of PyTorch
-                weight: float | Tensor = 1.0 / layer.num_batches_tracked
+                weight = used / layer.num_batches_tracked.clamp(min=1)
             else:
-                weight = layer.momentum
-            mean, var = layer.moments
+                weight = used * layer.momentum
             layer.running_mean.lerp_(mean, weight)
             layer.running_var.lerp_(var, weight)
         self._moments.zero_()

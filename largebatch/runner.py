@@ -134,7 +134,6 @@ def open_session(recipe: Recipe, options: Options) -> Iterator[tuple[Session, li
     plan = make_plan(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
     model = build_model(recipe, backend)
-    spans = plan.global_batch // plan.bn_span if plan.bn_span else 1
     with (
         _stop_requests() as wants_stop,
         closing(Reducer(model.named_parameters(), backend)) as reducer,
@@ -152,7 +151,7 @@ def open_session(recipe: Recipe, options: Options) -> Iterator[tuple[Session, li
                 ),
                 schedule=build_schedule(recipe),
                 reducer=reducer,
-                spans=Spans(model, backend, spans_per_step=spans),
+                spans=Spans(model, backend),
                 emit=emit,
                 log=StepLog(plan, backend, emit, wants_stop),
                 checkpoints=options.out / "checkpoints",

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-torch.set_num_threads(1)  # several workers and tests share few cores; waiting for threads costs more
+torch.set_num_threads(
+    1
+)  # several workers and tests share few cores; waiting for threads costs more
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation:
             rate,
             cross_entropy(smoothing=SMOOTHING, off_target="all"),
             reducer,
-            Spans(model, backend, spans_per_step=GLOBAL_BATCH // SPAN),
+            Spans(model, backend),
             steps=range(STEPS),
             accumulation=accumulation,
             global_batch=GLOBAL_BATCH,

@@ -41,7 +41,7 @@ def test_each_group_is_normalised_as_batchnorm_would(
 
 def test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm2d(3).double()), 4)
-    spans = Spans(model, CPU, spans_per_step=6)
+    spans = Spans(model, CPU)
     micro = [images(12, 3, 2, 2, seed=seed) for seed in (1, 2)]
     for part in micro:
         model(part)
@@ -62,7 +62,7 @@ def test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans() -> 
 
 def test_without_momentum_the_running_statistics_are_the_mean_over_steps() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm1d(3, momentum=None).double()), 4)
-    spans = Spans(model, CPU, spans_per_step=1)
+    spans = Spans(model, CPU)
     batches = [images(4, 3, seed=seed) for seed in (1, 2, 3)]
     for batch in batches:
         model(batch)
@@ -70,6 +70,32 @@ def test_without_momentum_the_running_statistics_are_the_mean_over_steps() -> No
         spans.update()
     expected = torch.stack([batch.mean(0) for batch in batches]).mean(0)
     torch.testing.assert_close(model[0].running_mean, expected)
+
+
+def test_a_layer_counts_its_own_spans() -> None:
+    """Used twice it has twice as many, under whatever name; not used it keeps its statistics."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice, self.idle = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+            self.alias = self.twice
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.alias(self.twice(x) + 1)
+            return y
+
+    model = with_span(Net(), 4)
+    assert model.alias is model.twice
+    spans = Spans(model, CPU)
+    x = images(4, 3)
+    model(x)
+    spans.reduce()
+    spans.update()
+    assert model.twice.running_mean is not None
+    torch.testing.assert_close(model.twice.running_mean, 0.1 * (x.mean(0) + 1) / 2)
+    assert model.idle.num_batches_tracked == 0
+    assert model.get_buffer("idle.running_var").equal(torch.ones(3, dtype=torch.float64))
 
 
 def test_names_values_and_evaluation_stay_as_they_were() -> None:

@@ -72,15 +72,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "closeness"),
+    ("name", "closeness", "images"),
     [
-        pytest.param("torch", 1e-5, id="torch"),
-        pytest.param("horovod", 1e-5, id="horovod"),
-        pytest.param("dali", 2e-3, id="DALI, whose outermost pixels differ"),
+        pytest.param("torch", 1e-5, 2, id="torch"),
+        pytest.param("horovod", 1e-5, 2, id="horovod"),
+        pytest.param("dali", 2e-3, 12, id="DALI, whose outermost pixels differ"),
     ],
 )
 def test_two_workers_train_as_one_does(
-    finished: dict[str, Path], name: str, closeness: float
+    finished: dict[str, Path], name: str, closeness: float, images: int
 ) -> None:
     if name not in finished:
         pytest.skip("horovod is not installed; launch/install_horovod.sh builds it")
@@ -90,7 +90,7 @@ def test_two_workers_train_as_one_does(
         assert here["loss"] == pytest.approx(there["loss"], abs=closeness)
         assert here["lr"] == there["lr"]
     ends = [summary(finished[which])["top1"] for which in (name, "one")]
-    assert abs(ends[0] - ends[1]) <= 2 / 360 + 1e-9
+    assert abs(ends[0] - ends[1]) <= images / 360 + 1e-9
     assert summary(finished[name])["workers"] == 2
     assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
 
