@@ -14,7 +14,7 @@ PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
 .PHONY: quickstart test lint clean
 
 quickstart: $(VENV)/.installed
-	$(BIN)/largebatch train recipes/digits_96.yaml --workers 2
+	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(PYTEST_ARGS)

@@ -6,17 +6,15 @@ step, so nothing else has a state. A file appears under its name only when it is
 newest one that can be read is loaded, so a run survives being killed while it saves.
 """
 
-import contextlib
 import io
 import os
-import pickle
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, RecipeError
 from largebatch.loading import dump_recipe, parse_recipe
 from largebatch.recipe import Recipe
 
@@ -30,7 +28,6 @@ class Checkpoint:
     """The state of a run between two updates."""
 
     recipe: Recipe
-    workers: int
     step: int
     """Optimizer updates made."""
 
@@ -76,22 +73,34 @@ def loads(data: bytes, *, source: str) -> Checkpoint:
     """Read a checkpoint from the bytes of its file; `source` begins every message."""
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"{source}: not a readable checkpoint: {reason}") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
-    recipe = parse_recipe(content.pop("recipe"), source=f"{source} (its recipe)")
-    return Checkpoint(recipe=recipe, **content)
+    try:
+        recipe = parse_recipe(content.pop("recipe"), source="its recipe")
+        return Checkpoint(recipe=recipe, **content)
+    except (KeyError, TypeError, RecipeError) as error:
+        raise CheckpointError(f"{source}: not a complete checkpoint: {error}") from None
 
 
 def newest(folder: Path) -> bytes | None:
-    """Return the bytes of the newest checkpoint that can be read, or None where there is none."""
+    """Return the bytes of the newest checkpoint that can be read, or None where there is none.
+
+    Raises CheckpointError if there are some and none of them can be read.
+    """
+    problems = []
     for path in sorted(folder.glob("step-*.pt"), reverse=True):
-        with contextlib.suppress(CheckpointError):
+        try:
             content = _read(path)
             loads(content, source=str(path))
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
             return content
+    if problems:
+        raise CheckpointError("\n".join(problems))
     return None
 
 

@@ -8,21 +8,24 @@ goes on; 1 anything else.
 """
 
 import argparse
+import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from largebatch.errors import (
     BackendError,
-    DataError,
+    CheckpointError,
     LargebatchError,
     PeerLostError,
+    PlanError,
+    RecipeError,
     WorkerFailedError,
 )
 from largebatch.explain import explain
+from largebatch.folder import check_folder, default_folder
 from largebatch.loading import load_recipe
 from largebatch.plan import build_schedule, make_plan
 from largebatch.workers import launched_rank
@@ -41,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.call(args)
     except LargebatchError as error:
-        if rank == 0 or isinstance(error, DataError):  # what else is wrong is wrong on every worker
+        if rank == 0:
             print(f"largebatch: {error}", file=sys.stderr)
+        elif not isinstance(error, (RecipeError, PlanError)):  # which every worker finds alike
+            print(f"largebatch: worker {rank}: {error}", file=sys.stderr)
         return USER
     except (PeerLostError, WorkerFailedError) as error:
         if rank == 0:
@@ -52,12 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    if args.backend == "horovod" and args.workers > 1 and launched_rank() is None:
-        return _start_horovodrun(args)
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.runner import default_folder, run
-
+    if args.resume and args.out is None:
+        raise CheckpointError("--resume goes on with the run in --out DIR: say which")
     folder = args.out or default_folder(recipe)
+    if args.backend == "horovod" and args.workers > 1 and launched_rank() is None:
+        make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
+        check_folder(folder, resume=args.resume)
+        _become_horovodrun(args)
+    from largebatch.runner import run
+
     summary = run(
         recipe,
         workers=args.workers,
@@ -75,8 +84,8 @@ def _train(args: argparse.Namespace) -> int:
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 
-def _start_horovodrun(args: argparse.Namespace) -> int:
-    """Start the same command again, as several workers under horovodrun."""
+def _become_horovodrun(args: argparse.Namespace) -> NoReturn:
+    """Replace this process by the same command as several workers under horovodrun."""
     beside = Path(sys.executable).parent
     program = shutil.which("horovodrun", path=str(beside)) or shutil.which("horovodrun")
     if program is None:
@@ -86,7 +95,7 @@ def _start_horovodrun(args: argparse.Namespace) -> int:
         )
     command = [program, "-np", str(args.workers), "--gloo", sys.executable, "-m", "largebatch"]
     words = [*args.words, "--workers", "1"]  # the last one counts
-    return subprocess.run([*command, *words], check=False).returncode  # noqa: S603 -- our words
+    os.execv(program, [*command, *words])  # noqa: S606 -- signals then reach horovodrun itself
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -221,11 +230,11 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", _train, "train, polish and evaluate as a recipe says")
     train.add_argument("recipe", type=Path)
     _add_set(train)
-    train.add_argument("--workers", type=int, default=1, metavar="N", help="local processes")
+    train.add_argument("--workers", type=_count, default=1, metavar="N", help="local processes")
     _add_machine(train)
     train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
     train.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    train.add_argument("--max-steps", type=int, metavar="N", help="stop after N updates in all")
+    train.add_argument("--max-steps", type=_count, metavar="N", help="stop after N updates in all")
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
     evaluate.add_argument("checkpoint", type=Path)
@@ -234,14 +243,14 @@ def _parser() -> argparse.ArgumentParser:
     polish = command("polish", _polish, "do the statistics pass on a checkpoint of any run")
     polish.add_argument("checkpoint", type=Path)
     polish.add_argument("--out", type=Path, required=True, metavar="DIR", help="new run folder")
-    polish.add_argument("--samples", type=int, metavar="N", help="pictures to measure (all)")
+    polish.add_argument("--samples", type=_count, metavar="N", help="pictures to measure (all)")
     _add_machine(polish)
 
     plan = command("plan", _plan, "print the arithmetic of a run")
     plan.add_argument("recipe", type=Path)
     _add_set(plan)
-    plan.add_argument("--workers", type=int, default=1, metavar="N")
-    plan.add_argument("--device-batch", type=int, metavar="N")
+    plan.add_argument("--workers", type=_count, default=1, metavar="N")
+    plan.add_argument("--device-batch", type=_count, metavar="N")
 
     check = command("check", _check, "validate recipes without running them")
     check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
@@ -261,6 +270,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    """Read a number of things: 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
 def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override the recipe"
@@ -271,7 +288,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
     parser.add_argument("--backend", choices=["auto", "serial", "torch", "horovod"], default="auto")
     parser.add_argument(
-        "--device-batch", type=int, metavar="N", help="samples a worker holds at a time"
+        "--device-batch", type=_count, metavar="N", help="samples a worker holds at a time"
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/*")
     parser.add_argument(

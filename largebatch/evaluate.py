@@ -49,7 +49,8 @@ def evaluate(
     model.eval()
     try:
         for images, labels in batches:
-            logits = model(images).float()
+            logits = model(images)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             best = logits.topk(min(5, logits.shape[1])).indices.eq(labels.unsqueeze(1))
             totals[0] += best[:, 0].sum()
             totals[1] += best.sum()

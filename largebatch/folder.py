@@ -1,43 +1,21 @@
-"""The run folder: who may write into it, what it holds at the start, what a run resumes from."""
+"""Which folder a run goes into, and whether it may; light enough to ask before PyTorch is there."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from largebatch import checkpoint
-from largebatch.backends import broadcast_bytes
-from largebatch.checkpoint import Checkpoint
-from largebatch.contracts import Backend, Tracker
 from largebatch.errors import CheckpointError
-from largebatch.loading import dump_recipe
 from largebatch.recipe import Recipe
-from largebatch.stages import Session
-from largebatch.tracking.console import Console
-from largebatch.tracking.jsonl import JsonLines
-from largebatch.tracking.wandb import Wandb
 
 
-def open_folder(session: Session, folder: Path) -> list[Tracker]:
-    """Make the run folder and begin to follow the run; worker 0 only."""
-    recipe, plan = session.recipe, session.plan
-    trackers: list[Tracker] = [Console()]
-    if "wandb" in recipe.tracking:
-        trackers.append(Wandb(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    trackers.insert(1, JsonLines(folder / "log.jsonl"))
-    config = {
-        **recipe.model_dump(mode="json"),
-        "plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch},
-    }
-    for tracker in trackers:
-        tracker.start(config, resume_step=session.step)
-    return trackers
+def default_folder(recipe: Recipe) -> Path:
+    """Return the run folder of a run that is given none: runs/<name>-<time>."""
+    return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
     """Raise CheckpointError unless a run may start in this folder, or go on in it."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file; --out names a folder")
     if resume and not (folder / "recipe.yaml").exists():
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and folder.exists() and any(folder.iterdir()):
@@ -45,28 +23,3 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             f"{folder}: already holds files; choose another --out, or add --resume to go on with "
             "the run in it"
         )
-
-
-def read_state(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | None:
-    """Return the state to go on from, on every worker; None if the run saved nothing yet.
-
-    Worker 0 reads it for all. Raises CheckpointError if it belongs to another recipe.
-    """
-    content = checkpoint.newest(folder / "checkpoints") if backend.rank == 0 else None
-    content = broadcast_bytes(content, backend)
-    if not content:
-        return None
-    state = checkpoint.loads(content, source=str(folder))
-    if state.recipe != recipe:
-        changed = "; ".join(_differences(state.recipe.model_dump(), recipe.model_dump()))
-        raise CheckpointError(f"{folder}: the run there has another recipe: {changed}")
-    return state
-
-
-def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:  # noqa: ANN401 -- any JSON
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            dotted = f"{where}.{key}".lstrip(".")
-            yield from _differences(there.get(key), here.get(key), dotted)
-    elif there != here:
-        yield f"{where} is {there} there and {here} here"

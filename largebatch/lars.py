@@ -60,9 +60,13 @@ class LARS(Optimizer):
             "adapt": True,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            group.setdefault("base_lr", group["lr"])
-            _check(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; raise ValueError where a hyper-parameter cannot be."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("base_lr", group["lr"])
+        _check(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads

@@ -27,13 +27,16 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML 1.2 numbers; every key at most once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 -- PyYAML's signature
-        seen: set[object] = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
+            mark = key_node.start_mark
+            if key_node.value == "<<":
+                raise yaml.MarkedYAMLError(problem="write << out", problem_mark=mark)
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not a word", problem_mark=mark)
             if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -81,7 +84,9 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
         _override(tree, override)
     try:
         return Recipe.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, ValidationError):  # an alias inside its own anchor
+            raise RecipeError(f"{source}: a section contains itself") from None
         problems = [_explain(problem) for problem in error.errors()]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise RecipeError("\n  ".join([f"{source}: {count}", *problems]))

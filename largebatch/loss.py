@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,6 +18,7 @@ def cross_entropy(*, smoothing: float, off_target: Literal["all", "others"]) -> 
     """
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         mass = smoothing
         if off_target == "others":
             classes = logits.shape[1]

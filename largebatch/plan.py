@@ -7,7 +7,7 @@ this module everything counts steps and positions.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from largebatch import schedules
 from largebatch.errors import PlanError, RecipeError
@@ -71,15 +71,16 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
     own lengths contradict each other.
     """
     batch = recipe.batch
+    span = batch.bn_span or 1
     if workers < 1 or batch.global_batch % workers:
         raise PlanError(
             f"the global batch of {batch.global_batch} cannot be divided over {workers} workers; "
-            f"possible numbers of workers: {_some_divisors(batch.global_batch)}"
+            f"possible numbers of workers: {_some_divisors(batch.global_batch // span)}"
         )
     per_worker = batch.global_batch // workers
     if device_batch is None:
-        device_batch = _choose_device_batch(per_worker, span=batch.bn_span or 1)
-    _check_device_batch(device_batch, per_worker=per_worker, span=batch.bn_span or 1)
+        device_batch = _choose_device_batch(per_worker, span=span)
+    _check_device_batch(device_batch, per_worker=per_worker, span=span)
 
     steps_in = _converter(recipe)
     steps = steps_in(recipe.duration, math.ceil)
@@ -108,6 +109,21 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
             f"polish.clean ({plan.clean_steps} steps) must be shorter than duration ({steps} steps)"
         )
     return plan
+
+
+def measuring_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) -> Plan:
+    """Plan to evaluate or polish on any number of workers, with any batch of whole spans.
+
+    Its positions are no updates of the recipe; only forward passes may use it.
+    """
+    alone = make_plan(recipe, workers=1)
+    size = device_batch or alone.device_batch
+    if alone.bn_span and size % alone.bn_span:
+        raise PlanError(
+            f"a device batch of {size} does not hold whole BatchNorm spans of {alone.bn_span}; "
+            f"choose a multiple"
+        )
+    return replace(alone, workers=workers, device_batch=size)
 
 
 def build_schedule(recipe: Recipe) -> Schedule:

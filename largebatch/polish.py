@@ -4,11 +4,11 @@ Augmented training pictures are distributed differently from the clean ones that
 validated on, and running averages lag behind the weights (Kasagi et al., HPDC 2020, doi
 10.1145/3369583.3392687). The statistics pass shows the model clean training pictures, forward only,
 and replaces every running mean and variance by the moments over all of them, on all workers:
-counts, means and sums of squares are pooled (Chan, Golub and LeVeque 1983), never averaged, so
-neither the batch size nor the number of workers shows in the result.
+counts, means and sums of squares are pooled (Chan, Golub and LeVeque 1983), never averaged.
 
-Each layer normalises by the statistics of its batch, as in training: the moments of a layer are
-those of the distribution it was trained on.
+Each layer normalises by the statistics of its batch, as in training, so that the layers above see
+what they were trained on. With a span (`norm.py`) those are the recipe's, and neither the batch
+size nor the number of workers shows in the result; a plain BatchNorm's are the whole batch's.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     JsonValue,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -30,7 +29,11 @@ class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are not coerced, nothing mutates."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -206,6 +209,12 @@ class Schedule(Section):
     first_step: Literal[0, 1] = 0
     """The number of the first update; MLPerf's reference counts from 1."""
 
+    @model_validator(mode="after")
+    def _start_lr_is_used(self) -> Self:
+        if self.warmup is None and self.start_lr:
+            raise ValueError("start_lr is the start of the warm-up: give warmup too")
+        return self
+
 
 class Loss(Section):
     """Cross-entropy over the classes."""
@@ -263,6 +272,12 @@ class Evaluation(Section):
     offset_epochs: NonNegativeFloat = 0.0
     """Shifts the measurements; MLPerf allows every 4 epochs at an offset of 0 to 3."""
 
+    @model_validator(mode="after")
+    def _offset_is_used(self) -> Self:
+        if self.every_epochs is None and self.offset_epochs:
+            raise ValueError("offset_epochs shifts every_epochs: give that too")
+        return self
+
 
 class Recipe(Section):
     """One training run, complete: the file is the experiment."""
@@ -270,7 +285,7 @@ class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names run folders and W&B runs."""
 
-    seed: NonNegativeInt
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Fixes the weights at the start, the order of the samples, crops, flips and dropout."""
 
     duration: Span
@@ -300,4 +315,18 @@ class Recipe(Section):
             )
         if self.polish is not None and self.batch.bn_span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
+        if self.batch.bn_span is not None and samples % self.batch.bn_span == 1:
+            raise ValueError(
+                f"polish.statistics_samples ({samples}) leaves a single picture for the last "
+                f"BatchNorm span of {self.batch.bn_span}; give one more or one less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _smoothing_leaves_the_label_ahead(self) -> Self:
+        if self.loss.label_smoothing > 1 - 1 / self.data.classes:
+            raise ValueError(
+                f"loss.label_smoothing ({self.loss.label_smoothing:g}) makes the labelled one of "
+                f"{self.data.classes} classes the least likely"
+            )
         return self

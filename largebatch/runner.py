@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +20,12 @@ from largebatch.build import build_model, build_optimizer
 from largebatch.contracts import Tracker
 from largebatch.data.pipeline import open_pipeline
 from largebatch.errors import BackendError
-from largebatch.folder import check_folder, open_folder, read_state
+from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
-from largebatch.plan import build_schedule, make_plan
+from largebatch.plan import Plan, build_schedule, make_plan
 from largebatch.recipe import Recipe
+from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
 from largebatch.stages import Session, StepLog, run_stages
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
@@ -105,24 +105,24 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     return start_workers(run_worker, recipe, chosen, workers=workers)
 
 
-def default_folder(recipe: Recipe) -> Path:
-    """Return the run folder of a run that is given none: runs/<name>-<time>."""
-    return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
     with open_session(recipe, options) as (session, trackers):
         state = read_state(recipe, options.out, session.backend) if options.resume else None
         if state is not None:
             session.restore(state)
-        until = options.max_steps or session.plan.steps
+        until = session.plan.steps if options.max_steps is None else options.max_steps
         return carry_out(session, trackers, options.out, lambda: run_stages(session, until=until))
 
 
 @contextmanager
-def open_session(recipe: Recipe, options: Options) -> Iterator[tuple[Session, list[Tracker]]]:
-    """Join the other workers and build every object of a run; who follows it can join later."""
+def open_session(
+    recipe: Recipe, options: Options, *, divide: Callable[..., Plan] = make_plan
+) -> Iterator[tuple[Session, list[Tracker]]]:
+    """Join the other workers and build every object of a run; who follows it can join later.
+
+    `divide` is make_plan, or measuring_plan where nothing is to be trained.
+    """
     trackers: list[Tracker] = []
 
     def emit(record: dict[str, Any]) -> None:
@@ -131,7 +131,8 @@ def open_session(recipe: Recipe, options: Options) -> Iterator[tuple[Session, li
 
     backend = open_backend(options.backend)
     torch.set_num_threads(max(1, available_cores() // backend.local_size))
-    plan = make_plan(recipe, workers=backend.world_size, device_batch=options.device_batch)
+    torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
+    plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
     model = build_model(recipe, backend)
     with (
@@ -195,7 +196,7 @@ def summarize(session: Session, status: Status) -> Summary:
     last = session.stages[-1] if session.stages else {}
     return Summary(
         recipe=session.recipe.name,
-        commit=source_commit(),
+        commit=source_commit() if session.backend.rank == 0 else None,
         versions=versions(),
         backend=session.backend.name,
         workers=plan.workers,

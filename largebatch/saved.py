@@ -8,6 +8,7 @@ from largebatch.checkpoint import Checkpoint
 from largebatch.errors import CheckpointError
 from largebatch.evaluate import Metrics
 from largebatch.folder import check_folder
+from largebatch.plan import measuring_plan
 from largebatch.recipe import Polish, Recipe
 from largebatch.runner import Options, carry_out, open_session
 from largebatch.stages import Session, end_stage, measure, polish_statistics
@@ -17,7 +18,7 @@ from largebatch.summary import Summary
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
     state = _load(path)
-    with open_session(state.recipe, options) as (session, _):
+    with open_session(state.recipe, options, divide=measuring_plan) as (session, _):
         session.restore(state)
         return measure(session, _stage(session))
 
@@ -31,7 +32,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     check_folder(options.out, resume=False)
     state = _load(path)
     recipe = _with_statistics(state.recipe, samples)
-    with open_session(recipe, options) as (session, trackers):
+    with open_session(recipe, options, divide=measuring_plan) as (session, trackers):
         session.restore(replace(state, stages=[]))
 
         def work() -> bool:
@@ -65,6 +66,11 @@ def _with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     if number > recipe.data.train_samples:
         raise CheckpointError(
             f"cannot measure {number} of {recipe.data.train_samples} training pictures"
+        )
+    if number % recipe.batch.bn_span == 1:
+        raise CheckpointError(
+            f"{number} pictures leave a single one for the last BatchNorm span of "
+            f"{recipe.batch.bn_span}; measure one more or one less with --samples"
         )
     polish = (recipe.polish or Polish(statistics_samples=number)).model_copy(
         update={"statistics_samples": number}

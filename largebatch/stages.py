@@ -197,13 +197,13 @@ def _train_stage(session: Session, name: str, *, end: int, until: int) -> None:
         for update in updates:
             log.add(name, update)
             session.step = update.step + 1
-            if log.stopped or session.step in (end, until):
-                break
-            if session.step in plan.evaluate_after:
+            if session.step < end and session.step in plan.evaluate_after:
                 log.flush()
                 measure(session, name)
                 _save(session)
                 log.resume_clock()
+            if log.stopped or session.step in (end, until):
+                break
     log.flush()
     if session.step == end:
         end_stage(session, name, num_steps=end - (plan.train_steps if name == "clean" else 0))
@@ -253,7 +253,6 @@ def _save(session: Session) -> None:
         session.checkpoints,
         Checkpoint(
             recipe=session.recipe,
-            workers=session.plan.workers,
             step=session.step,
             seconds=session.seconds,
             images=session.log.images,

@@ -90,6 +90,7 @@ def source_commit() -> str | None:
         return done.stdout
 
     try:
+        git("ls-files", "--error-unmatch", "--", Path(__file__).name)  # else it is another's
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".").strip()
         return git("rev-parse", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,10 @@ from typing import Any, TypeVar
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 
 GRACE_SECONDS = 5.0
-"""How long workers have to explain a lost connection, or to leave when asked."""
+"""How long workers have to explain a lost connection, or to leave after a crash."""
+
+LEAVE_SECONDS = 60.0
+"""How long they have to finish the record of a run that ended in an orderly way."""
 
 T = TypeVar("T")
 
@@ -57,20 +61,26 @@ def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
     """
     context = multiprocessing.get_context("spawn")
     port = _free_port()
-    group = []
-    for rank in range(workers):
-        ours, theirs = context.Pipe(duplex=False)
-        places = _environment(rank, workers=workers, port=port)
-        process = context.Process(target=_work, args=(theirs, places, function, args))
-        process.start()
-        theirs.close()
-        group.append(_Worker(rank, process, ours))
-    try:
-        with _passing_signals_on(group):
+    group: list[_Worker] = []
+    patience = LEAVE_SECONDS
+    with _passing_signals_on(group) as asked:
+        try:
+            for rank in range(workers):
+                ours, theirs = context.Pipe(duplex=False)
+                places = _environment(rank, workers=workers, port=port)
+                process = context.Process(target=_work, args=(theirs, places, function, args))
+                process.start()
+                theirs.close()
+                group.append(_Worker(rank, process, ours))
             result: T = _gather(group)
-            return result
-    finally:
-        _stop(group)
+        except WorkerFailedError:
+            patience = GRACE_SECONDS
+            if asked.is_set():
+                raise LargebatchError("stopped before the run began; nothing was saved") from None
+            raise
+        finally:
+            _stop(group, patience)
+    return result
 
 
 def _work(
@@ -80,6 +90,7 @@ def _work(
     args: Sequence[object],
 ) -> None:
     """Run in the worker: call the function and send what came of it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(places)
     try:
         outcome: tuple[str, object] = ("done", function(*args))
@@ -91,6 +102,14 @@ def _work(
         outcome = ("crash", f"worker {places['RANK']} failed:\n{traceback.format_exc()}")
     pipe.send(outcome)
     pipe.close()
+
+
+def _end_with_parent() -> None:
+    """Leave when the process that started this one is gone: nobody would wait for the result."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _gather(group: Sequence[_Worker]) -> Any:  # noqa: ANN401 -- what the function returns
@@ -134,9 +153,9 @@ def _receive(worker: _Worker) -> tuple[str, Any]:
     return outcome
 
 
-def _stop(group: Sequence[_Worker]) -> None:
-    """Give workers a moment to leave by themselves, then leave no process behind."""
-    deadline = time.monotonic() + GRACE_SECONDS
+def _stop(group: Sequence[_Worker], patience: float) -> None:
+    """Give workers some seconds to leave by themselves, then leave no process behind."""
+    deadline = time.monotonic() + patience
     for worker in group:
         worker.process.join(max(0.0, deadline - time.monotonic()))
         worker.process.kill()
@@ -145,25 +164,31 @@ def _stop(group: Sequence[_Worker]) -> None:
 
 
 @contextmanager
-def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[None]:
-    """Let workers save and leave when this process is asked to; the second time, end them."""
-    asked = False
+def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[threading.Event]:
+    """Let workers save and leave when this process is asked to; the second time, end them.
+
+    Yields whether it was asked. Signals reach only a program's main thread; in others this does
+    nothing.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
 
     def pass_on(*_: object) -> None:
-        nonlocal asked
         for worker in group:
             if worker.process.is_alive():
-                if asked:
+                if asked.is_set():
                     worker.process.kill()
                 else:
                     worker.process.terminate()
-        asked = True
+        asked.set()
 
     previous = {
         number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield
+        yield asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

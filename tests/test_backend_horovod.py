@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from largebatch.backends.devices import pick_device
 from largebatch.backends.horovod import Horovod, open_horovod
 from largebatch.contracts import Backend
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
@@ -276,6 +277,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, hvd: FakeHorovod) -> list[torch.device]
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     return taken
 
@@ -289,7 +291,13 @@ def test_a_worker_takes_the_gpu_of_its_local_rank(
     assert gpu == [backend.device] == [torch.device("cuda", 0)]
 
 
-def test_a_gpu_that_horovod_cannot_use_is_refused(gpu: list[torch.device]) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_that_horovod_cannot_use_is_refused() -> None:
     with pytest.raises(BackendError, match="built without GPU support"):
         open_horovod()
-    assert not gpu
+
+
+@pytest.mark.usefixtures("gpu")
+def test_more_workers_than_gpus_are_refused() -> None:
+    with pytest.raises(BackendError, match="2 workers on a machine with 1 GPU; start as many"):
+        pick_device(local_rank=1, local_size=2)

@@ -14,7 +14,6 @@ RECIPE = load_recipe(Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 def state(step: int) -> Checkpoint:
     return Checkpoint(
         recipe=RECIPE,
-        workers=2,
         step=step,
         seconds=1.5,
         images=96 * step,
@@ -29,7 +28,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "checkpoints", state(7))
     loaded = checkpoint.load(path)
     assert path.name == "step-00000007.pt"
-    assert (loaded.recipe, loaded.workers, loaded.step) == (RECIPE, 2, 7)
+    assert (loaded.recipe, loaded.step) == (RECIPE, 7)
     assert loaded.stages == state(7).stages
     torch.testing.assert_close(loaded.model, state(7).model)
     torch.testing.assert_close(loaded.optimizer, state(7).optimizer)
@@ -77,6 +76,22 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="cannot read the checkpoint: Is a directory"):
         checkpoint.load(tmp_path)
+
+
+def test_checkpoints_of_which_none_can_be_read_are_not_a_fresh_start(tmp_path: Path) -> None:
+    for step in (5, 6):
+        checkpoint.save(tmp_path, state(step)).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"(?s)step-00000006.pt.*step-00000005.pt"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, state(5))
+    content = torch.load(path)
+    del content["optimizer"]
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint: .*optimizer"):
+        checkpoint.load(path)
 
 
 def test_another_programs_file_is_refused(tmp_path: Path) -> None:

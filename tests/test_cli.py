@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from largebatch.cli import DONE, FAILED, USER, main
-from largebatch.errors import PeerLostError, WorkerFailedError
+from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = str(RECIPES / "digits_96.yaml")
@@ -69,6 +69,7 @@ def with_too_few(root: Path) -> Path:
         pytest.param([FUJITSU], "say which with --data DIR", id="no data"),
         pytest.param([FUJITSU, "--data", "nowhere"], "nowhere", id="missing data folder"),
         pytest.param([DIGITS, "--resume"], "there is no run to resume", id="nothing to resume"),
+        pytest.param([DIGITS, "--data", "x"], "--data x would not be read", id="unused data"),
         pytest.param([DIGITS, "--backend", "torch"], "--workers N or with torchrun", id="alone"),
     ],
 )
@@ -205,6 +206,35 @@ def test_what_is_wrong_on_every_worker_is_said_by_worker_0(
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "no.yaml"]) == USER
     assert capsys.readouterr().err == ""
+
+
+def test_what_only_one_worker_found_is_said_by_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DataError("the disk is gone")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("largebatch.runner.run", fail)
+    assert main(["train", DIGITS]) == USER
+    assert capsys.readouterr().err == "largebatch: worker 1: the disk is gone\n"
+
+
+@pytest.mark.parametrize("words", [["--max-steps", "0"], ["--workers", "-1"], ["--workers", "x"]])
+def test_numbers_of_things_are_positive(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", DIGITS, *words])
+    assert caught.value.code == USER
+
+
+def test_resume_needs_to_know_which_run_and_out_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", DIGITS, "--resume"]) == USER
+    assert "--resume goes on with the run in --out DIR: say which" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["train", DIGITS, "--out", str(tmp_path / "file")]) == USER
+    assert "is a file; --out names a folder" in capsys.readouterr().err
 
 
 def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

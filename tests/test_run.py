@@ -17,7 +17,7 @@ from PIL import Image
 
 from largebatch import load_recipe, run
 from largebatch.checkpoint import load, newest
-from largebatch.cli import INTERRUPTED, main
+from largebatch.cli import INTERRUPTED, USER, main
 from largebatch.errors import BackendError, DivergedError
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -71,28 +71,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in machines}
 
 
-@pytest.mark.parametrize(
-    ("name", "closeness", "images"),
-    [
-        pytest.param("torch", 1e-5, 2, id="torch"),
-        pytest.param("horovod", 1e-5, 2, id="horovod"),
-        pytest.param("dali", 2e-2, 12, id="DALI, whose outermost pixels differ"),
-    ],
-)
-def test_two_workers_train_as_one_does(
-    finished: dict[str, Path], name: str, closeness: float, images: int
-) -> None:
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_two_workers_train_as_one_does(finished: dict[str, Path], name: str) -> None:
     if name not in finished:
         pytest.skip("horovod is not installed; launch/install_horovod.sh builds it")
     ours, alone = (log(finished[which], "step") for which in (name, "one"))
     assert [step["step"] for step in ours] == list(range(180))
     for here, there in zip(ours[:10], alone[:10], strict=True):
-        assert here["loss"] == pytest.approx(there["loss"], abs=closeness)
+        assert here["loss"] == pytest.approx(there["loss"], abs=1e-5)
         assert here["lr"] == there["lr"]
     ends = [summary(finished[which])["top1"] for which in (name, "one")]
-    assert abs(ends[0] - ends[1]) <= images / 360 + 1e-9
+    assert abs(ends[0] - ends[1]) <= 2 / 360 + 1e-9
     assert summary(finished[name])["workers"] == 2
     assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
+
+
+def test_dali_trains_as_torchvision_does(finished: dict[str, Path]) -> None:
+    """Pixels differ by 1/255 at most (test_decoders); training makes more of it with every step."""
+    ours, theirs = (log(finished[name], "step") for name in ("dali", "torch"))
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-4)
+    assert ours[0]["loss"] != theirs[0]["loss"]
+    assert summary(finished["dali"])["top1"] > 0.9
 
 
 def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
@@ -261,6 +260,39 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     same = load(checkpoint).model
     assert state.model["conv1.weight"].equal(same["conv1.weight"])
     assert not state.model["bn1.running_mean"].equal(same["bn1.running_mean"])
+
+
+def test_evaluation_and_polishing_take_any_workers_and_batch(
+    finished: dict[str, Path], tmp_path: Path
+) -> None:
+    """Five does not divide the global batch of 96."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
+    words = ["--nproc-per-node=5", "-m", "largebatch", "evaluate", str(finished["one"])]
+    words += ["--device-batch", "144"]
+    done = subprocess.run(
+        [*torchrun, *words], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert f"top-1 {summary(finished['one'])['top1']:.2%}" in done.stdout
+    words = ["polish", str(finished["one"]), "--out", str(tmp_path), "--device-batch", "7"]
+    assert main(words) == USER
+
+
+def test_weights_and_biases_follows_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    recipe = load_recipe(
+        DIGITS,
+        [
+            *("duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"),
+            "tracking=[wandb]",
+        ],
+    )
+    run(recipe, out=tmp_path / "run")
+    (offline,) = (tmp_path / "run/wandb").glob("offline-run-*")
+    assert list(offline.glob("files/media/images/report_*.png"))
 
 
 def test_torchrun_finds_its_workers(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from largebatch.backends.devices import pick_device
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 
 _INSTALL = "launch/install_horovod.sh"
@@ -42,9 +43,7 @@ class Horovod:
         self.world_size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank)
+        self.device = pick_device(self.local_rank, self.local_size)
 
     def all_reduce(self, tensor: Tensor) -> _Sum:
         """Start to sum `tensor` over all workers, in place."""
@@ -110,7 +109,9 @@ def open_horovod() -> Horovod:
         import horovod.torch as hvd
 
         hvd.init()
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("horovod"):
+            raise
         raise MissingPackageError(
             "horovod", purpose="the horovod backend", install=_INSTALL
         ) from None
@@ -121,14 +122,12 @@ def open_horovod() -> Horovod:
     except ValueError as error:
         raise BackendError(f"Horovod could not connect the workers: {error}") from error
     backend = Horovod(hvd)
-    if backend.device.type == "cuda":
-        if not (hvd.cuda_built() or hvd.rocm_built()):
-            raise BackendError(
-                "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
-                f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
-                "CUDA_VISIBLE_DEVICES= in the environment"
-            )
-        torch.cuda.set_device(backend.device)
+    if backend.device.type == "cuda" and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise BackendError(
+            "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
+            f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
+            "CUDA_VISIBLE_DEVICES= in the environment"
+        )
     return backend
 
 

@@ -153,7 +153,12 @@ def _make_group(members: list[tuple[str, nn.Parameter]]) -> _Group:
     sizes = [weight.numel() for weight in parameters]
     buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
     parts = zip(parameters, buffer.split(sizes), strict=True)
-    views = [part.view_as(weight) for weight, part in parts]
+    views = [
+        part.as_strided(weight.size(), weight.stride(), part.storage_offset())
+        if torch.ops.aten.is_non_overlapping_and_dense(weight)
+        else part.view_as(weight)
+        for weight, part in parts
+    ]
     for weight, view in zip(parameters, views, strict=True):
         weight.grad = view
     return _Group(names, parameters, buffer, views)

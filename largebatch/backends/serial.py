@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from largebatch.backends.devices import pick_device
+
 
 class _Done:
     """An operation that is already over."""
@@ -21,8 +23,7 @@ class Serial:
     local_size = 1
 
     def __init__(self, device: torch.device | None = None) -> None:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = device or torch.device(default)
+        self.device = device or pick_device(local_rank=0, local_size=1)
 
     def all_reduce(self, tensor: Tensor) -> _Done:  # noqa: ARG002 -- a sum over one worker
         """Leave `tensor` as it is."""

@@ -5,16 +5,21 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
+import re
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from largebatch.backends.devices import pick_device
 from largebatch.errors import BackendError, PeerLostError
 
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=30)
 """How long an operation waits for a worker that is alive and silent."""
+
+_CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
+"""How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,10 +53,7 @@ class TorchDistributed:
             )
         self.local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(self.device)
+        self.device = pick_device(self.local_rank, self.local_size)
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(kind, timeout=TIMEOUT)
         self.rank = dist.get_rank()
@@ -93,5 +95,8 @@ class TorchDistributed:
 
 
 def _lost(rank: int, error: RuntimeError) -> str:
+    """Say that a peer is gone; raise the error again if it says something else."""
+    if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
+        raise error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"worker {rank} lost contact with another worker ({reason})"

@@ -127,7 +127,9 @@ def _inputs(index: Index, requests: Iterable[Request]) -> Iterator[tuple[Any, ..
 def _require_dali() -> ModuleType:
     try:
         return importlib.import_module("nvidia.dali")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("nvidia"):
+            raise
         raise MissingPackageError(
             "NVIDIA DALI",
             purpose="--decoder dali (--decoder torchvision works without it)",

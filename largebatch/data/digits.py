@@ -4,7 +4,6 @@
 once into the user's cache folder and read like any other folder of pictures.
 """
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from largebatch.data.index import user_cache
 from largebatch.errors import DataError, MissingPackageError
 
 FULL_SCALE = 16
@@ -25,7 +25,7 @@ def write_digits() -> Path:
     other. With the pictures sorted by digit and otherwise in scikit-learn's order, every fifth one
     from the first validates: 35 to 37 of each digit, the same ones for ever.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+    cache = user_cache()
     root = cache / "digits"
     if root.is_dir():
         return root

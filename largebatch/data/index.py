@@ -60,6 +60,11 @@ class Index:
         return len(self.paths)
 
 
+def user_cache() -> Path:
+    """Return the folder where this package keeps what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+
+
 class _ClassFolder(NamedTuple):
     """The pictures of one class; anything that changes them changes at least one field."""
 
@@ -72,17 +77,22 @@ class _ClassFolder(NamedTuple):
 def load_or_read(root: Path, split: str) -> Index:
     """Return the index kept in `root` if the folder is as it was then, else read it and keep it.
 
-    A folder that cannot be written to is read each time.
+    Where that folder cannot be written to, the index is kept in the user's cache.
     """
     folders = _scan(root, split)
-    cache = root / f".largebatch-{split}.npz"
-    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
-        kept = from_bytes(cache.read_bytes())
-        if kept.signature == _signature(folders):
-            return replace(kept, root=root)  # the folder may have been moved
+    number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+    places = (root / f".largebatch-{split}.npz", user_cache() / "index" / f"{number}-{split}.npz")
+    for place in places:
+        with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            kept = from_bytes(place.read_bytes())
+            if kept.signature == _signature(folders):
+                return replace(kept, root=root)  # the folder may have been moved
     index = _read(root, split, folders)
-    with contextlib.suppress(OSError):
-        _write(cache, to_bytes(index))
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _write(place, to_bytes(index))
+            break
     return index
 
 

@@ -95,6 +95,7 @@ def open_pipeline(
     the folder is not what the recipe describes, MissingPackageError where the decoder is missing.
     """
     data = recipe.data
+    _refuse_unused(data, folder, decoder)
     train, val = _open_indexes(data, backend, folder)
     decode = partial(
         _choose_decode(data, decoder),
@@ -120,6 +121,15 @@ def _choose_decode(data: Data, decoder: str | None) -> Callable[..., Batches]:
     if data.source == "synthetic":
         return synthetic.decode
     return dali.decode if (decoder or data.decoder) == "dali" else torchvision.decode
+
+
+def _refuse_unused(data: Data, folder: Path | None, decoder: str | None) -> None:
+    if folder is not None and data.source != "folder":
+        raise DataError(
+            f"--data {folder} would not be read: the recipe's data.source is {data.source}"
+        )
+    if decoder is not None and data.source == "synthetic":
+        raise DataError(f"--decoder {decoder} would not be used: the pictures are synthetic")
 
 
 def _open_indexes(data: Data, backend: Backend, folder: Path | None) -> tuple[Index, Index]:

@@ -19,7 +19,9 @@ class Wandb:
     def __init__(self, folder: Path) -> None:
         try:
             import wandb
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if error.name != "wandb":
+                raise
             raise MissingPackageError(
                 "wandb", purpose="tracking: [wandb]", install="pip install wandb"
             ) from None

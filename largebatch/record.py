@@ -1,0 +1,61 @@
+"""The run folder as a record: what it holds at the start, and what a run resumes from."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from largebatch import checkpoint
+from largebatch.backends import broadcast_bytes
+from largebatch.checkpoint import Checkpoint
+from largebatch.contracts import Backend, Tracker
+from largebatch.errors import CheckpointError
+from largebatch.loading import dump_recipe
+from largebatch.recipe import Recipe
+from largebatch.stages import Session
+from largebatch.tracking.console import Console
+from largebatch.tracking.jsonl import JsonLines
+from largebatch.tracking.wandb import Wandb
+
+
+def open_folder(session: Session, folder: Path) -> list[Tracker]:
+    """Make the run folder and begin to follow the run; worker 0 only."""
+    recipe, plan = session.recipe, session.plan
+    trackers: list[Tracker] = [Console()]
+    if "wandb" in recipe.tracking:
+        trackers.append(Wandb(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    trackers.insert(1, JsonLines(folder / "log.jsonl"))
+    config = {
+        **recipe.model_dump(mode="json"),
+        "plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch},
+    }
+    for tracker in trackers:
+        tracker.start(config, resume_step=session.step)
+    return trackers
+
+
+def read_state(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | None:
+    """Return the state to go on from, on every worker; None if the run saved nothing yet.
+
+    Worker 0 reads it for all. Raises CheckpointError if it belongs to another recipe.
+    """
+    content = checkpoint.newest(folder / "checkpoints") if backend.rank == 0 else None
+    content = broadcast_bytes(content, backend)
+    if not content:
+        return None
+    state = checkpoint.loads(content, source=str(folder))
+    if state.recipe != recipe:
+        changed = "; ".join(_differences(state.recipe.model_dump(), recipe.model_dump()))
+        raise CheckpointError(f"{folder}: the run there has another recipe: {changed}")
+    return state
+
+
+def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:  # noqa: ANN401 -- any JSON
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            dotted = f"{where}.{key}".lstrip(".")
+            yield from _differences(there.get(key), here.get(key), dotted)
+    elif there != here:
+        yield f"{where} is {there} there and {here} here"
