@@ -4,6 +4,7 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 pictures and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -130,7 +131,8 @@ def open_session(
             tracker.record(record)
 
     backend = open_backend(options.backend)
-    torch.set_num_threads(max(1, available_cores() // backend.local_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // backend.local_size))
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
     plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
