@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-torch.set_num_threads(
-    1
-)  # several workers and tests share few cores; waiting for threads costs more
+# Several workers and tests share few cores, where waiting for threads costs more than it gives.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
