@@ -79,6 +79,8 @@ def _train(args: argparse.Namespace) -> int:
         max_steps=args.max_steps,
     )
     if launched_rank() in {None, 0}:
+        if summary.status == "interrupted":
+            print(f"to go on: the same command with --resume --out {folder}")
         print(f"report: {folder / 'report.html'}")
     asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE

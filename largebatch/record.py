@@ -24,7 +24,10 @@ def open_folder(session: Session, folder: Path) -> list[Tracker]:
     trackers: list[Tracker] = [Console()]
     if "wandb" in recipe.tracking:
         trackers.append(Wandb(folder))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     trackers.insert(1, JsonLines(folder / "log.jsonl"))
     config = {

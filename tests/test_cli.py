@@ -235,6 +235,8 @@ def test_resume_needs_to_know_which_run_and_out_is_a_folder(
     (tmp_path / "file").touch()
     assert main(["train", DIGITS, "--out", str(tmp_path / "file")]) == USER
     assert "is a file; --out names a folder" in capsys.readouterr().err
+    assert main(["train", DIGITS, "--out", "/proc/run"]) == USER
+    assert "/proc/run: " in capsys.readouterr().err
 
 
 def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
