@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words, argparse.Namespace(words=words))
-    rank = launched_rank() or 0
+    rank = _rank()
     try:
         code: int = args.call(args)
     except LargebatchError as error:
@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"largebatch: {error}", file=sys.stderr)
         return FAILED
     return code
+
+
+def _rank() -> int:
+    """Return this process's rank; one that is not among several workers is worker 0."""
+    return launched_rank() or 0
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -78,7 +83,7 @@ def _train(args: argparse.Namespace) -> int:
         resume=args.resume,
         max_steps=args.max_steps,
     )
-    if launched_rank() in {None, 0}:
+    if _rank() == 0:
         if summary.status == "interrupted":
             print(f"to go on: the same command with --resume --out {folder}")
         print(f"report: {folder / 'report.html'}")
@@ -104,7 +109,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from largebatch.saved import evaluate_checkpoint
 
     metrics = evaluate_checkpoint(args.checkpoint, _options(args, out=Path()))
-    if launched_rank() in {None, 0}:
+    if _rank() == 0:
         print(
             f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
             f"({metrics.samples} samples)"
@@ -116,7 +121,7 @@ def _polish(args: argparse.Namespace) -> int:
     from largebatch.saved import polish_checkpoint
 
     summary = polish_checkpoint(args.checkpoint, _options(args, out=args.out), samples=args.samples)
-    if launched_rank() in {None, 0}:
+    if _rank() == 0:
         before, after = summary.stages
         for key in ("top1", "top5", "loss"):
             print(f"{key:>5}: {before[key]:.4f} -> {after[key]:.4f}")
