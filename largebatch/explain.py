@@ -2,17 +2,23 @@
 
 import difflib
 import json
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import RecipeError
-from largebatch.loading import kind_of, sections_of
-from largebatch.recipe import Recipe, Section
+from largebatch.loading import kinds_of, sections_of
+from largebatch.recipe import Recipe
+from largebatch.section import Section
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+_WIDTH = 100
+
+_Found = Sequence[tuple[type[Section], FieldInfo]]
+"""Everything that a dotted key may be: the kinds of a union may share the names of keys."""
 
 
 def explain(key: str) -> str:
@@ -32,7 +38,9 @@ def explain(key: str) -> str:
         close = difflib.get_close_matches(key, known, n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "`largebatch explain` lists them"
         raise RecipeError(f"no recipe has the key {key!r}; {hint}")
-    return "\n\n".join(_describe(key, section, field) for section, field in found)
+    below = dict.fromkeys(one for _, field in found for one in sections_of(field.annotation))
+    lists = [_list_fields(f"{key}.", section) for section in below]
+    return "\n\n".join([*_describe(key, found), *lists])
 
 
 def _every_field(
@@ -45,43 +53,76 @@ def _every_field(
             yield from _every_field(below, f"{dotted}.")
 
 
-def _describe(key: str, section: type[Section], field: FieldInfo) -> str:
-    below = sections_of(field.annotation)
-    if below:
-        optional = not field.is_required() and field.default is None
-        parts = [_list_fields(f"{key}.", one) for one in below]
-        return "\n\n".join([*parts, *([f"{key} may be left out, or null"] if optional else [])])
-    kind = kind_of(section)
-    owner = f" (kind: {kind})" if kind else ""
-    name = key.rpartition(".")[2]
+def _describe(key: str, found: _Found) -> Iterator[str]:
+    """Say what a key may hold, once for all kinds in which it means the same."""
+    if key.endswith(".kind"):
+        words = " | ".join(kind for section, _ in found for kind in kinds_of(section))
+        yield _block(f"{key}: {words}, required", f"See: largebatch explain {key[:-5]}")
+        return
+    owners: dict[tuple[str, str], list[str]] = {}
+    for section, field in found:
+        meaning = (_values(section, field, key.rpartition(".")[2]), field.description or "")
+        owners.setdefault(meaning, []).extend(kinds_of(section)[:1])
+    for (values, text), kinds in owners.items():
+        owner = f" (kind: {', '.join(kinds)})" if kinds else ""
+        yield _block(f"{key}{owner}: {values}", text)
+
+
+def _block(head: str, text: str) -> str:
+    return f"{head}\n{textwrap.indent(textwrap.fill(text, _WIDTH - 4), '    ')}".rstrip()
+
+
+def _values(section: type[Section], field: FieldInfo, name: str) -> str:
+    """Say which values a field takes, and which one if it is left out."""
     values = _in_words(section.model_json_schema()["properties"][name])
-    default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
-    text = textwrap.indent(textwrap.fill(field.description or "", 92), "    ")
-    return f"{key}{owner}: {values}, {default}\n{text}".rstrip()
+    if field.is_required():
+        return f"{values}, required"
+    if isinstance(field.default, Section):
+        return f"{values}, may be left out"
+    return f"{values}, default {json.dumps(field.default)}"
 
 
 def _list_fields(prefix: str, section: type[Section]) -> str:
-    kind = kind_of(section)
+    """Name every key of a section, each with the first sentence about it."""
+    kinds = kinds_of(section)
     head = (section.__doc__ or "").strip().splitlines()[0]
-    lines = [f"kind: {kind}: {head}" if kind else head]
-    width = max(len(name) for name in section.model_fields) + len(prefix) + 2
-    for name, field in section.model_fields.items():
-        below = sections_of(field.annotation)
-        text = field.description or (below[0].__doc__ if len(below) == 1 else None) or ""
-        first = textwrap.shorten(text.strip().split(". ")[0], 110 - width, placeholder=" ...")
-        lines.append(f"  {prefix + name:<{width}}{first}".rstrip())
+    lines = [f"kind: {' or '.join(kinds)}: {head}" if kinds else head]
+    fields = {prefix + name: field for name, field in section.model_fields.items()}
+    fields.pop(f"{prefix}kind", None)  # the head has it
+    width = max(map(len, fields), default=0) + 4
+    for name, field in fields.items():
+        text = _first_sentence(section, field, name.removeprefix(prefix))
+        indent = " " * width
+        lines.append(
+            textwrap.fill(
+                text, _WIDTH, initial_indent=f"  {name:<{width - 2}}", subsequent_indent=indent
+            ).rstrip()
+        )
     return "\n".join(lines)
+
+
+def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
+    """Return the first sentence about a field, or what it may hold if nothing is said."""
+    below = sections_of(field.annotation)
+    text = field.description or (below[0].__doc__ if len(below) == 1 else None)
+    if text:
+        return re.split(r"(?<=\.)\s", text.strip())[0]
+    if below:
+        return f"One of the kinds {', '.join(kinds_of(one)[0] for one in below)}."
+    return _values(section, field, name)
 
 
 def _in_words(schema: dict[str, Any]) -> str:
     """Say which values a JSON schema allows."""
+    if "$ref" in schema or "oneOf" in schema:
+        return "section"
     if "anyOf" in schema:
         return " or ".join(_in_words(part) for part in schema["anyOf"])
-    if "enum" in schema:
-        return " | ".join(map(str, schema["enum"]))
-    if "const" in schema:
-        return str(schema["const"])
+    if "enum" in schema or "const" in schema:
+        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
     if "prefixItems" in schema:
         return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
+    if "items" in schema:
+        return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
     bounds = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
-    return " ".join([schema.get("type", "any value"), *bounds])
+    return f"{schema.get('type', 'any value')} {' and '.join(bounds)}".rstrip()

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from largebatch.errors import RecipeError
-from largebatch.recipe import Recipe, Section
+from largebatch.recipe import Recipe
+from largebatch.section import Section
 
 _NUMBER = re.compile(
     r"""^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"""
@@ -108,14 +109,14 @@ def sections_of(annotation: object) -> list[type[Section]]:
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
-def kind_of(section: type[Section]) -> str | None:
-    """Return the word that chooses this section in its union, if it stands in one.
+def kinds_of(section: type[Section]) -> tuple[str, ...]:
+    """Return the words that choose this section in its union; none if it stands in no union.
 
-    >>> kind_of(sections_of(Recipe.model_fields["optimizer"].annotation)[0]), kind_of(Recipe)
-    ('lars', None)
+    >>> kinds_of(sections_of(Recipe.model_fields["optimizer"].annotation)[0]), kinds_of(Recipe)
+    (('lars',), ())
     """
     field = section.model_fields.get("kind")
-    return None if field is None else str(get_args(field.annotation)[0])
+    return () if field is None else get_args(field.annotation)
 
 
 def _parse_yaml(text: str, *, source: str) -> object:
@@ -180,8 +181,9 @@ def _locate(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
     sections: list[type[Section]] = [Recipe]
     fields = Recipe.model_fields
     for part in location:
-        if len(sections) > 1 and part in [kind_of(section) for section in sections]:
-            sections = [section for section in sections if kind_of(section) == part]
+        chosen = [section for section in sections if part in kinds_of(section)]
+        if len(sections) > 1 and chosen:
+            sections = chosen
             fields = sections[0].model_fields
             continue
         path.append(str(part))

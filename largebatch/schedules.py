@@ -7,6 +7,10 @@ from 0; `rate(step)` is the rate used *for* that update.
 >>> rate = warmup(polynomial(peak=8.0, steps=4, power=2.0), steps=2)
 >>> [rate(step) for step in range(7)]
 [0.0, 4.0, 8.0, 4.5, 2.0, 0.5, 0.0]
+
+The thirteen policies of LRBench (Wu et al. 2019, arXiv:1908.06477) are here, each with the paper's
+short name in capitals. `peak` and `low` are the larger and the smaller of its k0 and k1, `steps` is
+its l. `cosine`, a single fall, `warmup`, `skip` and `piecewise` stand beside them.
 """
 
 import bisect
@@ -18,7 +22,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(*, peak: float) -> Schedule:
-    """Stay at `peak`.
+    """Stay at `peak` (FIX).
 
     >>> constant(peak=0.1)(7)
     0.1
@@ -26,18 +30,66 @@ def constant(*, peak: float) -> Schedule:
     return lambda _: peak
 
 
-def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Schedule:
-    """Fall from `peak` at step 0 to `end` at `steps` along (1 - t)**power, then stay at `end`.
+def step(*, peak: float, steps: int, gamma: float) -> Schedule:
+    """Start at `peak` and multiply the rate by `gamma` after every `steps` steps (STEP).
 
-    >>> rate = polynomial(peak=8.0, steps=4, power=2.0)
-    >>> [rate(step) for step in (0, 1, 4, 9)]
-    [8.0, 4.5, 0.0, 0.0]
+    >>> rate = step(peak=1.0, steps=3, gamma=0.5)
+    >>> [rate(step) for step in (0, 2, 3, 4, 5, 6)]
+    [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
     """
     _require_positive(steps)
+    _require_fraction(gamma)
+    return lambda step: peak * gamma ** (step // steps)
+
+
+def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Schedule:
+    """Start at `peak` and multiply the rate by `gamma` at every boundary, in steps (NSTEP).
+
+    >>> rate = multistep(peak=1.0, boundaries=[2, 4], gamma=0.5)
+    >>> [rate(step) for step in range(6)]
+    [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    """
+    _require_increasing(boundaries)
+    _require_fraction(gamma)
+    return lambda step: peak * gamma ** bisect.bisect_right(boundaries, step)
+
+
+def exponential(*, peak: float, gamma: float) -> Schedule:
+    """Start at `peak` and multiply the rate by `gamma` at every step (EXP).
+
+    >>> rate = exponential(peak=8.0, gamma=0.5)
+    >>> [rate(step) for step in range(4)]
+    [8.0, 4.0, 2.0, 1.0]
+    """
+    _require_fraction(gamma)
+    return lambda step: peak * gamma**step
+
+
+def inverse(*, peak: float, gamma: float, power: float) -> Schedule:
+    """Fall from `peak` along (1 + gamma t)**-power (INV).
+
+    >>> rate = inverse(peak=4.0, gamma=1.0, power=2.0)
+    >>> [rate(step) for step in (0, 1, 3)]
+    [4.0, 1.0, 0.25]
+    """
+    _require_above_zero(gamma=gamma, power=power)
+    return lambda step: peak * (1.0 + gamma * step) ** -power
+
+
+def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Schedule:
+    """Fall from `peak` at step 0 to `end` at `steps` along (1 - t)**power, then stay there (POLY).
+
+    >>> rate = polynomial(peak=8.0, steps=4, power=2.0)
+    >>> [rate(step) for step in (0, 1, 3, 4, 5, 9)]
+    [8.0, 4.5, 0.5, 0.0, 0.0, 0.0]
+    """
+    _require_positive(steps)
+    _require_above_zero(power=power)
+    _require_order(end, peak)
 
     def rate(step: int) -> float:
         remaining = 1.0 - min(step, steps) / steps
-        return end + (peak - end) * math.pow(remaining, power)
+        return _between(end, peak, math.pow(remaining, power))
 
     return rate
 
@@ -52,24 +104,109 @@ def cosine(*, peak: float, steps: int, end: float = 0.0) -> Schedule:
     [2.0, 1.0, 0.0, 0.0]
     """
     _require_positive(steps)
+    _require_order(end, peak)
+    return lambda step: _between(end, peak, _half_cosine(min(step, steps) / steps))
+
+
+def triangular(*, peak: float, low: float, steps: int) -> Schedule:
+    """Rise from `low` to `peak` in `steps` steps, fall back in as many, again and again (TRI).
+
+    The triangle is the paper's (2 / pi) |arcsin(sin(pi t / 2l))|, from the remainder of t by 2l:
+    so it is exact at every multiple of l, however late.
+
+    >>> rate = triangular(peak=3.0, low=1.0, steps=4)
+    >>> [rate(step) for step in (0, 1, 3, 4, 5, 7, 8, 9, 12)]
+    [1.0, 1.5, 2.5, 3.0, 2.5, 1.5, 1.0, 1.5, 3.0]
+    """
+    return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=constant(peak=1.0))
+
+
+def triangular2(*, peak: float, low: float, steps: int) -> Schedule:
+    """Cycle as `triangular` does, half as far above `low` in every new cycle (TRI2).
+
+    >>> rate = triangular2(peak=5.0, low=1.0, steps=2)
+    >>> [rate(step) for step in range(11)]
+    [1.0, 3.0, 5.0, 3.0, 1.0, 2.0, 3.0, 2.0, 1.0, 1.5, 2.0]
+    """
+    return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=_halving(steps))
+
+
+def triangular_exp(*, peak: float, low: float, steps: int, gamma: float) -> Schedule:
+    """Cycle as `triangular` does, its height above `low` times `gamma` at every step (TRIEXP).
+
+    >>> rate = triangular_exp(peak=5.0, low=1.0, steps=2, gamma=0.5)
+    >>> [rate(step) for step in range(7)]
+    [1.0, 2.0, 2.0, 1.25, 1.0, 1.0625, 1.0625]
+    """
+    fade = exponential(peak=1.0, gamma=gamma)
+    return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=fade)
+
+
+def sine(*, peak: float, low: float, steps: int) -> Schedule:
+    """Rise from `low` to `peak` in `steps` steps and fall back along |sin(pi t / 2l)| (SIN).
+
+    >>> rate = sine(peak=3.0, low=1.0, steps=3)
+    >>> [round(rate(step), 12) for step in (0, 1, 3, 5, 6, 7, 9)]
+    [1.0, 2.0, 3.0, 2.0, 1.0, 2.0, 3.0]
+    """
+    return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=constant(peak=1.0))
+
+
+def sine2(*, peak: float, low: float, steps: int) -> Schedule:
+    """Cycle as `sine` does, half as far above `low` in every new cycle (SIN2).
+
+    >>> rate = sine2(peak=5.0, low=1.0, steps=3)
+    >>> [round(rate(step), 12) for step in (0, 1, 3, 5, 6, 7, 9, 12, 15)]
+    [1.0, 3.0, 5.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0]
+    """
+    return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=_halving(steps))
+
+
+def sine_exp(*, peak: float, low: float, steps: int, gamma: float) -> Schedule:
+    """Cycle as `sine` does, its height above `low` times `gamma` at every step (SINEXP).
+
+    >>> rate = sine_exp(peak=5.0, low=1.0, steps=1, gamma=0.5)
+    >>> [rate(step) for step in range(5)]
+    [1.0, 3.0, 1.0, 1.5, 1.0]
+    """
+    fade = exponential(peak=1.0, gamma=gamma)
+    return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=fade)
+
+
+def cosine_cycles(*, peak: float, low: float, steps: int) -> Schedule:
+    """Fall from `peak` to `low` and rise again, once in `steps`: (1 + cos(2 pi t / l)) / 2 (COS).
+
+    Here l is a whole cycle, as in the paper. The authors' code computes cos(pi t / l), where l is
+    half a cycle: give twice its l.
+
+    >>> rate = cosine_cycles(peak=3.0, low=1.0, steps=4)
+    >>> [round(rate(step), 12) for step in (0, 1, 2, 3, 4, 5, 8)]
+    [3.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
+    """
+    _require_positive(steps)
+    _require_order(low, peak)
+    return lambda step: _between(low, peak, _half_cosine(2 * (step % steps) / steps))
+
+
+def piecewise(pieces: Sequence[Schedule], *, boundaries: Sequence[int]) -> Schedule:
+    """Follow the pieces one after the other; each begins at a boundary and counts from there.
+
+    >>> rate = piecewise([constant(peak=4.0), exponential(peak=2.0, gamma=0.5)], boundaries=[3])
+    >>> [rate(step) for step in (0, 2, 3, 4)]
+    [4.0, 4.0, 2.0, 1.0]
+    """
+    _require_increasing(boundaries)
+    if len(pieces) != len(boundaries) + 1:
+        raise ValueError(
+            f"{len(pieces)} pieces need {len(pieces) - 1} boundaries, got {list(boundaries)}"
+        )
+    starts = [0, *boundaries]
 
     def rate(step: int) -> float:
-        progress = min(step, steps) / steps
-        return end + (peak - end) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        place = bisect.bisect_right(boundaries, step)
+        return pieces[place](step - starts[place])
 
     return rate
-
-
-def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Schedule:
-    """Start at `peak` and multiply the rate by `gamma` at every boundary, in steps.
-
-    >>> rate = multistep(peak=1.0, boundaries=[2, 4], gamma=0.5)
-    >>> [rate(step) for step in range(6)]
-    [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
-    """
-    if any(later <= earlier for earlier, later in itertools.pairwise(boundaries)):
-        raise ValueError(f"boundaries must increase, got {list(boundaries)}")
-    return lambda step: peak * gamma ** bisect.bisect_right(boundaries, step)
 
 
 def warmup(after: Schedule, *, steps: int, start: float = 0.0) -> Schedule:
@@ -103,6 +240,59 @@ def skip(schedule: Schedule, *, steps: int) -> Schedule:
     return lambda step: schedule(step + steps)
 
 
+def _cycles(
+    shape: Callable[[float], float], *, peak: float, low: float, steps: int, fade: Schedule
+) -> Schedule:
+    """Repeat `shape`, which says how far up the rate is at a phase from 0 to 2, times `fade`."""
+    _require_positive(steps)
+    _require_order(low, peak)
+    return lambda step: _between(low, peak, shape(step % (2 * steps) / steps) * fade(step))
+
+
+def _triangle(phase: float) -> float:
+    return min(phase, 2.0 - phase)
+
+
+def _half_sine(phase: float) -> float:
+    return math.sin(math.pi * phase / 2.0)
+
+
+def _half_cosine(phase: float) -> float:
+    return (1.0 + math.cos(math.pi * phase)) / 2.0
+
+
+def _halving(steps: int) -> Schedule:
+    return lambda step: 0.5 ** (step // (2 * steps))
+
+
+def _between(low: float, peak: float, share: float) -> float:
+    """Return low + share (peak - low), but exact at both ends and never outside them."""
+    if share < 0.5:
+        return low + (peak - low) * share
+    return peak - (peak - low) * (1.0 - share)
+
+
 def _require_positive(steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+
+
+def _require_fraction(gamma: float) -> None:
+    if not 0.0 < gamma <= 1.0:
+        raise ValueError(f"gamma must be above 0 and at most 1, got {gamma:g}")
+
+
+def _require_above_zero(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0.0:
+            raise ValueError(f"{name} must be above 0, got {value:g}")
+
+
+def _require_order(low: float, peak: float) -> None:
+    if low > peak:
+        raise ValueError(f"the lower rate ({low:g}) must not exceed the peak ({peak:g})")
+
+
+def _require_increasing(boundaries: Sequence[int]) -> None:
+    if any(later <= earlier for earlier, later in itertools.pairwise([0, *boundaries])):
+        raise ValueError(f"boundaries must be above 0 and increase, got {list(boundaries)}")

@@ -1,14 +1,19 @@
-"""What tests share: where real data lies, and one thread, since the problems are small."""
+"""What tests share: where real data lies, one thread, since problems are small, no time limits."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Several workers and tests share few cores, where waiting for threads costs more than it gives.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes on a shared machine says nothing about the code.
+settings.register_profile("largebatch", deadline=None)
+settings.load_profile("largebatch")
 
 
 @pytest.fixture(scope="session")

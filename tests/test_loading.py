@@ -1,12 +1,10 @@
-import json
 from pathlib import Path
 
 import pytest
 
 from largebatch.errors import RecipeError
-from largebatch.explain import explain
 from largebatch.loading import dump_recipe, load_recipe, parse_recipe
-from largebatch.recipe import LARS, Recipe
+from largebatch.recipe import LARS
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
@@ -54,16 +52,13 @@ def test_an_override_can_open_a_section_that_was_null() -> None:
 
 def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
     message = problems(
-        ["optimizer.wieght_decay=1", "duration.epochs=0", "schedule.decay.kind=poly", "speed=1"]
+        ["schedule.decay.pwer=1", "duration.epochs=0", "optimizer.kind=adam", "speed=1"]
     )
     assert message.splitlines() == [
         "recipe: 4 problems",
         "  duration.epochs: input should be greater than 0, got 0",
-        "  optimizer.wieght_decay: unknown key; did you mean 'weight_decay'?",
-        (
-            "  schedule.decay.kind: expected one of 'constant', 'polynomial', 'cosine', 'steps', "
-            "got 'poly'"
-        ),
+        "  optimizer.kind: expected one of 'lars', 'sgd', got 'adam'",
+        "  schedule.decay.pwer: unknown key; did you mean 'power'?",
         "  speed: unknown key; did you mean 'seed'?",
     ]
 
@@ -132,24 +127,3 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_recipe_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_recipe(DIGITS).seed = 2  # type: ignore[misc]  # wrong on purpose
-
-
-def test_every_documented_key_can_be_explained() -> None:
-    schema = Recipe.model_json_schema()
-    for name in schema["properties"]:
-        assert explain(name)
-    assert "scaled-momentum" in explain("optimizer.convention")
-    assert explain("polish.statistics_samples").startswith(
-        "polish.statistics_samples: integer > 0 or null, default null"
-    )
-    assert "data.mean: [number, number, number], default [0.485" in explain("data.mean")
-    assert "schedule.decay.power" in explain("schedule.decay")
-    assert "schedule" in explain("")
-    assert json.dumps(schema)
-
-
-def test_an_unknown_key_is_explained_by_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean optimizer.eta"):
-        explain("optimizer.etta")
-    with pytest.raises(RecipeError, match="`largebatch explain` lists them"):
-        explain("xyzzy")

@@ -1,10 +1,160 @@
+import itertools
 import math
+from collections.abc import Callable, Sequence
 
+import lrbench
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from largebatch import schedules
 from largebatch.schedules import Schedule, constant, cosine, multistep, polynomial, skip, warmup
 
 DECAY = polynomial(peak=8.0, steps=4, power=2.0)
+
+# LRBench's names: (larger of k0 and k1, smaller, l, gamma, p) -> ours.
+OURS: dict[str, Callable[[float, float, int, float, float], Schedule]] = {
+    "fix": lambda peak, low, n, gamma, p: constant(peak=peak),
+    "step": lambda peak, low, n, gamma, p: schedules.step(peak=peak, steps=n, gamma=gamma),
+    "exp": lambda peak, low, n, gamma, p: schedules.exponential(peak=peak, gamma=gamma),
+    "inv": lambda peak, low, n, gamma, p: schedules.inverse(peak=peak, gamma=gamma, power=p),
+    "poly": lambda peak, low, n, gamma, p: polynomial(peak=peak, steps=n, power=p),
+    "tri": lambda peak, low, n, gamma, p: schedules.triangular(peak=peak, low=low, steps=n),
+    "tri2": lambda peak, low, n, gamma, p: schedules.triangular2(peak=peak, low=low, steps=n),
+    "triexp": lambda peak, low, n, gamma, p: schedules.triangular_exp(
+        peak=peak, low=low, steps=n, gamma=gamma
+    ),
+    "sin": lambda peak, low, n, gamma, p: schedules.sine(peak=peak, low=low, steps=n),
+    "sin2": lambda peak, low, n, gamma, p: schedules.sine2(peak=peak, low=low, steps=n),
+    "sinexp": lambda peak, low, n, gamma, p: schedules.sine_exp(
+        peak=peak, low=low, steps=n, gamma=gamma
+    ),
+    "cos": lambda peak, low, n, gamma, p: schedules.cosine_cycles(peak=peak, low=low, steps=n),
+}
+
+every_policy = pytest.mark.parametrize("name", OURS)
+lengths = st.integers(1, 2000)
+a_rate = st.just(0.0) | st.floats(1e-9, 100)
+rates_of_two = st.tuples(a_rate, a_rate)
+gammas = st.floats(1e-3, 1)
+powers = st.floats(0.1, 4)
+
+
+def around(length: int) -> list[int]:
+    """Return the steps at which an off-by-one would show, and some between."""
+    edges = {k * length + d for k in range(6) for d in (-1, 0, 1)}
+    return sorted(
+        {step for step in edges if step >= 0} | {length * part // 7 for part in range(42)}
+    )
+
+
+def test_every_policy_has_a_referee() -> None:
+    """NSTEP, the thirteenth, takes boundaries and has a test of its own."""
+    assert {*lrbench.DECAYS, *lrbench.CYCLES} == set(OURS)
+    assert len(OURS) == 12
+
+
+@every_policy
+@given(k=rates_of_two, length=lengths, gamma=gammas, p=powers)
+@example(k=(0.1, 0.3), length=1, gamma=0.5, p=1.0)
+@example(k=(3.0, 3.0), length=7, gamma=1.0, p=2.0)
+def test_a_policy_is_lrbenchs_formula_and_stays_between_its_rates(
+    name: str, k: tuple[float, float], length: int, gamma: float, p: float
+) -> None:
+    peak, low = max(k), min(k)
+    ours = OURS[name](peak, low, length, gamma, p)
+    steps = around(length)
+    rates = [ours(step) for step in steps]
+    k0 = peak if name in lrbench.DECAYS else k[0]
+    expected = lrbench.rates(
+        name, np.array(steps, float), k0=k0, k1=k[1], n=length, gamma=gamma, p=p
+    )
+    np.testing.assert_allclose(rates, expected, rtol=1e-12, atol=1e-12 * peak)
+    assert all(map(math.isfinite, rates))
+    floor = 0.0 if name in lrbench.DECAYS else low
+    assert floor <= min(rates)
+    assert max(rates) <= peak
+
+
+@given(
+    boundaries=st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True).map(sorted),
+    peak=st.floats(1e-6, 100),
+    gamma=gammas,
+)
+def test_multistep_is_lrbenchs_nstep(boundaries: Sequence[int], peak: float, gamma: float) -> None:
+    ours = multistep(peak=peak, boundaries=boundaries, gamma=gamma)
+    steps = range(boundaries[-1] + 2)
+    expected = peak * lrbench.nstep(np.array(steps, float), boundaries, gamma)
+    rates = [ours(step) for step in steps]
+    np.testing.assert_allclose(rates, expected, rtol=1e-12)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize("name", [*lrbench.DECAYS, "cosine"])
+@given(k=rates_of_two, length=st.integers(1, 200), gamma=gammas, p=powers)
+def test_a_decay_begins_at_its_peak_and_never_rises(
+    name: str, k: tuple[float, float], length: int, gamma: float, p: float
+) -> None:
+    peak, end = max(k), min(k)
+    falls = {
+        "cosine": lambda: cosine(peak=peak, steps=length, end=end),
+        "poly": lambda: polynomial(peak=peak, steps=length, power=p, end=end),
+    }
+    ours = falls[name]() if name in falls else OURS[name](peak, end, length, gamma, p)
+    rates = [ours(step) for step in range(3 * length + 2)]
+    assert rates[0] == peak
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+    if name in falls:
+        assert rates[length] == rates[length + 1] == ours(10**9) == end
+
+
+@pytest.mark.parametrize("name", ["tri", "sin", "cos"])
+@given(k=rates_of_two, length=lengths, step=st.integers(0, 10**9))
+def test_a_cycle_repeats_exactly_however_late(
+    name: str, k: tuple[float, float], length: int, step: int
+) -> None:
+    ours = OURS[name](max(k), min(k), length, 1.0, 1.0)
+    period = length if name == "cos" else 2 * length
+    assert ours(step + period) == ours(step)
+    assert ours(step % period) == ours(step)
+    assert ours(step * period) == (max(k) if name == "cos" else min(k))
+    assert ours(step * period + length) == max(k)
+    mirrored = -step % period
+    assert ours(mirrored) == pytest.approx(ours(step), rel=1e-12, abs=1e-12 * max(k))
+
+
+@pytest.mark.parametrize("name", ["tri2", "sin2", "triexp", "sinexp"])
+@given(k=rates_of_two, length=lengths, cycle=st.integers(0, 50), gamma=st.floats(0.9, 1))
+def test_a_fading_cycle_touches_the_low_rate_and_fades_as_it_says(
+    name: str, k: tuple[float, float], length: int, cycle: int, gamma: float
+) -> None:
+    peak, low = max(k), min(k)
+    ours = OURS[name](peak, low, length, gamma, 1.0)
+    bottom, top = 2 * cycle * length, (2 * cycle + 1) * length
+    share = 2.0**-cycle if name.endswith("2") else gamma**top
+    assert ours(bottom) == low
+    assert ours(top) == pytest.approx(low + (peak - low) * share, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tri2", "sin2", "step", "exp", "triexp", "inv"])
+def test_a_policy_that_fades_for_ever_does_not_overflow(name: str) -> None:
+    ours = OURS[name](1.0, 0.25, 1, 0.5, 3.0)
+    assert 0.0 <= ours(10**7 + 1) <= 0.25
+
+
+@given(
+    lists=st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=5), min_size=1, max_size=5),
+    more=st.integers(0, 3),
+)
+def test_pieces_follow_each_other_and_count_from_their_own_start(
+    lists: list[list[float]], more: int
+) -> None:
+    ends = np.cumsum([len(rates) for rates in lists]).tolist()
+    lists[-1] += [lists[-1][-1]] * more
+    ours = schedules.piecewise([rates.__getitem__ for rates in lists], boundaries=ends[:-1])
+    expected = [rate for rates in lists for rate in rates]
+    assert [ours(step) for step in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize(
@@ -59,11 +209,38 @@ def test_mlperfs_formula_counts_from_one() -> None:
         pytest.param(lambda: polynomial(peak=1.0, steps=0, power=1.0), "at least 1, got 0", id="0"),
         pytest.param(lambda: cosine(peak=1.0, steps=-1), "at least 1, got -1", id="negative"),
         pytest.param(
+            lambda: schedules.triangular2(peak=1.0, low=0.0, steps=-1), "got -1", id="cycle"
+        ),
+        pytest.param(
             lambda: multistep(peak=1.0, boundaries=[3, 3], gamma=0.1), "increase", id="boundaries"
+        ),
+        pytest.param(
+            lambda: multistep(peak=1.0, boundaries=[0, 3], gamma=0.1), "above 0", id="at once"
+        ),
+        pytest.param(
+            lambda: schedules.piecewise([DECAY, DECAY], boundaries=[1, 2]),
+            r"2 pieces need 1 boundaries, got \[1, 2\]",
+            id="pieces",
+        ),
+        pytest.param(
+            lambda: schedules.sine(peak=0.1, low=0.2, steps=1),
+            r"\(0.2\) must not exceed the peak \(0.1\)",
+            id="upside down",
+        ),
+        pytest.param(lambda: cosine(peak=0.1, end=0.2, steps=1), "must not exceed", id="rising"),
+        pytest.param(
+            lambda: schedules.exponential(peak=1.0, gamma=1.1),
+            "above 0 and at most 1, got 1.1",
+            id="growing",
+        ),
+        pytest.param(
+            lambda: schedules.step(peak=1.0, gamma=0.0, steps=1), "at most 1, got 0", id="gamma 0"
+        ),
+        pytest.param(
+            lambda: schedules.inverse(peak=1.0, gamma=0.1, power=0.0), "power .* got 0", id="power"
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(make: object, message: str) -> None:
-    assert callable(make)
+def test_a_schedule_that_cannot_be_is_refused(make: Callable[[], Schedule], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -36,16 +36,16 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     bottom.yaxis.set_major_formatter("{x:.3g}")
     bottom.grid(visible=False)
     _mark_stages(top, run)
-    title = _name_axes(top, y="Loss")
-    title = _name_line(top, "training", COLOURS[run.traces[0].stage], after=title)
+    title = name_axes(top, y="Loss")
+    title = name_line(top, "training", COLOURS[run.traces[0].stage], after=title)
     if run.evaluations:
         top.plot(
             [evaluation.step for evaluation in run.evaluations],
             [evaluation.loss for evaluation in run.evaluations],
             color=INK, lw=0.8, marker="o", ms=5.5, clip_on=False,
         )  # fmt: skip
-        _name_line(top, "validation", INK, after=title)
-    _name_axes(bottom, y="Learning rate", x="Step")
+        name_line(top, "validation", INK, after=title)
+    name_axes(bottom, y="Learning rate", x="Step")
 
 
 def draw_accuracy(figure: "Canvas", run: Run) -> None:
@@ -80,7 +80,7 @@ def _draw_curve(axes: "Axes", run: Run) -> None:
             textcoords="offset points", color=COLOURS[run.stages[0].name], weight="bold",
         )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,g}")
-    _name_axes(axes, y="Top-1, %", x="Epoch")
+    name_axes(axes, y="Top-1, %", x="Epoch")
 
 
 def _draw_slopes(axes: "Axes", run: Run) -> None:
@@ -107,7 +107,7 @@ def _draw_slopes(axes: "Axes", run: Run) -> None:
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
-    _name_axes(axes, y="Top-1 after each stage, %")
+    name_axes(axes, y="Top-1 after each stage, %")
 
 
 def _label_offset(values: Sequence[float], place: int) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
         axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _mark_stages(axes, run)
-    _name_axes(axes, y="Images per second", x="Step")
+    name_axes(axes, y="Images per second", x="Step")
 
 
 def draw_drift(figure: "Canvas", run: Run) -> None:
@@ -206,13 +206,14 @@ def _mark_stages(axes: "Axes", run: Run) -> None:
         )  # fmt: skip
 
 
-def _name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
+def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
+    """Name the axes where they end, without turning the page."""
     if x is not None:
         axes.set_xlabel(f"{x} →", loc="right")
     return axes.set_title(f"↑ {y}")
 
 
-def _name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
+def name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
     """Write the name of a line in its colour, behind another text in the title's line."""
     return axes.annotate(
         name, (1, 1), (9, 8), xycoords=(after, "axes fraction"), textcoords="offset points",

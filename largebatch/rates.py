@@ -1,0 +1,217 @@
+"""A recipe's learning-rate policy -> the rate of every step.
+
+Lengths become steps here. One that is too long for the rate it names to be reached is refused:
+the recipe would say one thing and the run do another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import assert_never
+
+from largebatch import policy, schedules
+from largebatch.errors import RecipeError
+from largebatch.plan import converter, make_plan
+from largebatch.recipe import Recipe
+from largebatch.schedules import Schedule
+from largebatch.section import Span
+
+FEW = 8
+"""So many stretches of equal rates can be told one by one."""
+
+
+def build_schedule(recipe: Recipe) -> Schedule:
+    """Return the rate of every update of this recipe, whatever machine runs it.
+
+    Raises RecipeError where the lengths in the recipe contradict each other.
+    """
+    section = recipe.schedule
+    plan = make_plan(recipe, workers=1)
+    stretch = _Stretch(
+        key="schedule.decay",
+        before=plan.warmup_steps,
+        steps=plan.steps + section.first_step - plan.warmup_steps,
+        steps_in=converter(recipe),
+    )
+    after = _build(section.decay, section.peak_lr, stretch)
+    if plan.warmup_steps and section.start_lr >= after(0):
+        raise RecipeError(
+            f"schedule.start_lr ({section.start_lr:g}) must be below the rate at which "
+            f"{section.decay.kind} begins ({after(0):g}), since the warm-up rises to it; without a "
+            "warm-up, give warmup: null"
+        )
+    ramp = schedules.warmup(after, steps=plan.warmup_steps, start=section.start_lr)
+    return schedules.skip(ramp, steps=section.first_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretch:
+    """The steps that a policy is in charge of, and where it stands in the recipe."""
+
+    key: str
+    before: int
+    """Steps between the point that the recipe counts from and the first of these."""
+
+    steps: int
+    steps_in: Callable[[Span], int]
+
+    def length(self, name: str, span: Span, *, limit: int) -> int:
+        """Return a length in steps; more than `limit` would be too long to take effect."""
+        length = self.steps_in(span)
+        if length > limit:
+            raise RecipeError(
+                f"{self.key}.{name} ({length} steps) is too long to take effect in the "
+                f"{self.steps} steps of this policy: at most {limit} steps"
+            )
+        return length
+
+    def fall(self, fall: policy.Fall) -> int:
+        """Return how many steps a fall takes."""
+        return self.length("over", fall.over, limit=self.steps) if fall.over else self.steps
+
+    def rise(self, cycle: policy.HalfCycle) -> int:
+        """Return how many steps a cycle rises."""
+        return self.length("half_cycle", cycle.half_cycle, limit=self.steps)
+
+    def points(self, spans: tuple[Span, ...]) -> list[int]:
+        """Return the points of `steps`, counted from the start of the policy."""
+        points = [self.steps_in(span) for span in spans]
+        end = self.before + self.steps
+        if points != sorted(set(points)) or points[0] <= self.before or points[-1] >= end:
+            raise RecipeError(
+                f"{self.key}.at: the points must come one after the other, after the first step of "
+                f"this policy ({self.before}) and before its end ({end}), got steps "
+                f"{', '.join(map(str, points))}"
+            )
+        return [point - self.before for point in points]
+
+
+def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
+    decay: policy.Simple | policy.Piecewise, peak: float, stretch: _Stretch
+) -> Schedule:
+    match decay:
+        case policy.Constant():
+            return schedules.constant(peak=peak)
+        case policy.Staircase(every=every, gamma=gamma):
+            stairs = stretch.length("every", every, limit=stretch.steps - 1)
+            return schedules.step(peak=peak, steps=stairs, gamma=gamma)
+        case policy.Steps(at=at, gamma=gamma):
+            return schedules.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
+        case policy.Exponential(gamma=gamma):
+            return schedules.exponential(peak=peak, gamma=gamma)
+        case policy.Inverse(gamma=gamma, power=power):
+            return schedules.inverse(peak=peak, gamma=gamma, power=power)
+        case policy.Polynomial(power=power, end_lr=end):
+            fall = stretch.fall(decay)
+            return schedules.polynomial(peak=peak, steps=fall, power=power, end=end)
+        case policy.Cosine(end_lr=end):
+            return schedules.cosine(peak=peak, steps=stretch.fall(decay), end=end)
+        case policy.Triangle(low_lr=low):
+            return schedules.triangular(peak=peak, low=low, steps=stretch.rise(decay))
+        case policy.Triangle2(low_lr=low):
+            return schedules.triangular2(peak=peak, low=low, steps=stretch.rise(decay))
+        case policy.TriangleExp(low_lr=low, gamma=gamma):
+            rise = stretch.rise(decay)
+            return schedules.triangular_exp(peak=peak, low=low, steps=rise, gamma=gamma)
+        case policy.Sine(low_lr=low):
+            return schedules.sine(peak=peak, low=low, steps=stretch.rise(decay))
+        case policy.Sine2(low_lr=low):
+            return schedules.sine2(peak=peak, low=low, steps=stretch.rise(decay))
+        case policy.SineExp(low_lr=low, gamma=gamma):
+            rise = stretch.rise(decay)
+            return schedules.sine_exp(peak=peak, low=low, steps=rise, gamma=gamma)
+        case policy.CosineCycles(low_lr=low, cycle=cycle):
+            whole = stretch.length("cycle", cycle, limit=2 * stretch.steps)
+            return schedules.cosine_cycles(peak=peak, low=low, steps=whole)
+        case policy.Piecewise(pieces=pieces):
+            return _join(pieces, stretch)
+        case _:
+            assert_never(decay)
+
+
+def _join(pieces: tuple[policy.Piece, ...], stretch: _Stretch) -> Schedule:
+    boundaries = _boundaries(pieces, stretch)
+    parts = []
+    for place, (start, end) in enumerate(pairwise([0, *boundaries, stretch.steps])):
+        key = f"{stretch.key}.pieces.{place}"
+        latest = stretch.steps - (len(boundaries) - place)
+        if not start < end <= latest:
+            raise RecipeError(
+                f"{key}.length: the piece would go from step {start} to {end} of the "
+                f"{stretch.steps} after the warm-up; every piece, the last one too, needs a step"
+            )
+        part = replace(stretch, key=f"{key}.decay", before=0, steps=end - start)
+        parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
+    return schedules.piecewise(parts, boundaries=boundaries)
+
+
+def _boundaries(pieces: tuple[policy.Piece, ...], stretch: _Stretch) -> list[int]:
+    """Add the lengths up before they are rounded, so that epochs do not drift."""
+    boundaries = []
+    epochs, steps = 0.0, 0
+    for piece in pieces[:-1]:
+        assert piece.length is not None
+        epochs += piece.length.epochs or 0.0
+        steps += piece.length.steps or 0
+        boundaries.append(steps + (stretch.steps_in(Span(epochs=epochs)) if epochs else 0))
+    return boundaries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Every rate of a run, and where its parts begin, in steps."""
+
+    rates: tuple[float, ...]
+    begin: int
+    """The first step of the policy, after the warm-up."""
+
+    clean: int
+    """The first step on clean pictures; the number of steps if there is none."""
+
+    steps_per_epoch: float
+
+    @property
+    def peak(self) -> int:
+        """The first step at the highest rate."""
+        return max(range(len(self.rates)), key=self.rates.__getitem__)
+
+    @property
+    def stretches(self) -> tuple[int, ...]:
+        """The first step of every stretch of equal rates after the warm-up; none if too many."""
+        later = range(self.begin + 1, len(self.rates))
+        changes = [step for step in later if self.rates[step] != self.rates[step - 1]]
+        return (self.begin, *changes) if len(changes) < FEW else ()
+
+    def facts(self) -> dict[str, str]:
+        """Say in words what a person asks of a schedule first."""
+        steps = len(self.rates)
+        rows = {
+            "run": f"{steps:,} steps, {steps / self.steps_per_epoch:.2f} epochs",
+            "first": self._at(0),
+            "peak": self._at(self.peak),
+            "last": self._at(steps - 1),
+        }
+        if self.begin:
+            rows["warm-up"] = f"before step {self.begin:,} (epoch {self._epoch(self.begin)})"
+        if len(self.stretches) > 1:
+            rows["rates"] = ", ".join(map(self._at, self.stretches))
+        if self.clean < steps:
+            rows["clean"] = f"from {self._at(self.clean)}"
+        return rows
+
+    def _at(self, step: int) -> str:
+        return f"{self.rates[step]:.6g} at step {step:,} (epoch {self._epoch(step)})"
+
+    def _epoch(self, step: int) -> str:
+        return f"{step / self.steps_per_epoch:.2f}"
+
+
+def follow(recipe: Recipe) -> Course:
+    """Compute every rate of a recipe's run."""
+    plan = make_plan(recipe, workers=1)
+    return Course(
+        rates=tuple(map(build_schedule(recipe), range(plan.steps))),
+        begin=max(0, plan.warmup_steps - recipe.schedule.first_step),
+        clean=plan.train_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+    )
