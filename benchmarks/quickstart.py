@@ -7,18 +7,15 @@ Writes benchmarks/results/quickstart_<machine>_<date>.json with every run, mean 
 
 import argparse
 import json
-import platform
-import statistics
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from largebatch import load_recipe, run
-from largebatch.workers import available_cores
+from measuring import spread, write
 
-HERE = Path(__file__).parent
-RECIPE = HERE.parent / "recipes" / "digits_96.yaml"
+from largebatch import load_recipe, run
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 
 
 def main() -> None:
@@ -38,30 +35,15 @@ def main() -> None:
     }
     gains = [last - first for first, last in zip(top1["train"], top1["statistics"], strict=True)]
     result = {
-        "command": f"python benchmarks/quickstart.py --seeds {args.seeds} --workers {args.workers}",
-        "machine": f"{platform.machine()}, {available_cores()} cores",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": summary.commit,
-        "versions": summary.versions,
         "n": args.seeds,
         "top1": {name: spread(values) for name, values in top1.items()},
         "top1_gain_of_polishing": spread(gains),
         "seconds": spread([one["seconds"] for one in runs]),
         "runs": runs,
     }
-    name = f"quickstart_cpu{available_cores()}_{result['date']}.json"
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / name).write_text(json.dumps(result, indent=2) + "\n")
+    command = f"python benchmarks/quickstart.py --seeds {args.seeds} --workers {args.workers}"
+    write("quickstart", command, result)
     print(json.dumps({key: result[key] for key in ("top1", "top1_gain_of_polishing", "seconds")}))
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {
-        "mean": statistics.mean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
-        "min": min(values),
-        "max": max(values),
-    }
 
 
 if __name__ == "__main__":

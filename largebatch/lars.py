@@ -15,16 +15,26 @@ to an order of magnitude, so the convention is named and saved with every checkp
                       ratio = eta |w| / (|g| + weight_decay base_lr |w| + eps)
 
 (`fujitsu` writes lr as s_t base_lr, with the schedule s_t in [0, 1].)
+
+The arithmetic is done by `largebatch/kernels`; what is here chooses one and keeps what it works on.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, assert_never, get_args
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+
+from largebatch.kernels import Rule, Update, apex, batched, fused
 
 Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
+Kernels = Literal["torch", "apex"]
+
+_SHORT = (torch.float16, torch.bfloat16)
+"""Types too short to add small steps in."""
 
 
 class LARS(Optimizer):
@@ -37,6 +47,9 @@ class LARS(Optimizer):
 
     Gradients must be averaged and unscaled before `step`: with weight decay the ratio is not
     scale-free, and groups that are not adapted never are.
+
+    A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state;
+    whoever changes such a weight from outside must make a new optimizer.
     """
 
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of the method
@@ -49,6 +62,7 @@ class LARS(Optimizer):
         eta: float = 1e-3,
         eps: float = 0.0,
         convention: Convention = "reference",
+        kernels: Kernels = "torch",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -58,15 +72,37 @@ class LARS(Optimizer):
             "eps": eps,
             "convention": convention,
             "adapt": True,
+            "kernels": kernels,
         }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; raise ValueError where a hyper-parameter cannot be."""
+        """Add a group; raise ValueError where a hyper-parameter or a parameter cannot be.
+
+        Raises MissingPackageError where `kernels` asks for a package that is not installed.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("base_lr", group["lr"])
         _check(group)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take over rates and momentum; masters stay in float32, and `kernels` as they are here."""
+        kernels = [group["kernels"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, choice in zip(self.param_groups, kernels, strict=True):
+            group["kernels"] = choice
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        weights = chain.from_iterable(group["params"] for group in self.param_groups)
+        for name, weight in zip(names, weights, strict=True):
+            if weight not in self.state:
+                continue
+            state = self.state[weight]
+            if weight.dtype in _SHORT:  # torch has rounded the state to the type of the weight
+                for key, value in state_dict["state"][name].items():
+                    state[key] = value.to(weight.device, torch.float32, copy=True)
+            else:
+                state.pop("master", None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
@@ -75,51 +111,133 @@ class LARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
+        work = [(group, self._gather(group)) for group in self.param_groups]
+        for group, every_kind in work:
+            for (device, _), lists in every_kind.items():
+                grads = _alike(lists.grads, lists.weights)
+                update = _kernel(device, group["kernels"])
+                update(lists.weights, grads, lists.buffers, _rule(group))
+                if lists.rounded:
+                    torch._foreach_copy_(lists.rounded, lists.exact)
         return loss
 
-    def _update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        buffer = state["momentum_buffer"].mul_(group["momentum"])
-        lr, convention = group["lr"], group["convention"]
-        ratio = trust_ratio(weight, grad, group) if group["adapt"] else weight.new_ones(())
-        direction = grad.add(weight, alpha=group["weight_decay"])
-        match convention:
-            case "reference" | "fujitsu":
-                buffer.add_(direction * ratio, alpha=lr)
-                weight.sub_(buffer)
-            case "scaled-momentum":
-                buffer.add_(direction * ratio)
-                weight.sub_(buffer, alpha=lr)
-            case "outside":
-                buffer.add_(direction)
-                weight.sub_(buffer * ratio, alpha=lr)
+    def _gather(self, group: dict[str, Any]) -> "dict[tuple[torch.device, torch.dtype], _Lists]":
+        """Sort what the group has to update by device and type."""
+        found: dict[tuple[torch.device, torch.dtype], _Lists] = {}
+        for weight in group["params"]:
+            if weight.grad is None or weight.numel() == 0:
+                continue
+            if weight.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"LARS needs dense gradients, got {weight.grad.layout} for a parameter of "
+                    f"shape {tuple(weight.shape)}; an embedding gives them with sparse=False"
+                )
+            state = self.state[weight]
+            exact = _exact(weight, state)
+            lists = found.setdefault((exact.device, exact.dtype), _Lists())
+            lists.weights.append(exact)
+            lists.grads.append(weight.grad)
+            lists.buffers.append(_buffer(exact, state))
+            if exact is not weight:
+                lists.exact.append(exact)
+                lists.rounded.append(weight)
+        return found
 
 
-def trust_ratio(weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return eta |w| / (|g| + decay |w| + eps), or 1 if either norm is 0, as a 0-d tensor.
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Tensors of one group, device and type, as the kernels take them."""
 
-    Norms are taken in at least float32, and nothing leaves the device.
-    """
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    w = torch.linalg.vector_norm(weight, dtype=dtype)
-    g = torch.linalg.vector_norm(grad, dtype=dtype)
-    decay = group["weight_decay"]
-    if group["convention"] == "fujitsu":
-        decay *= group["base_lr"]
-    ratio = group["eta"] * w / (g + decay * w + group["eps"])
-    return torch.where((w > 0) & (g > 0), ratio, 1.0)
+    weights: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+    exact: list[Tensor] = field(default_factory=list)
+    rounded: list[Tensor] = field(default_factory=list)
+    """The parameters that are not updated themselves, and what is updated in their place."""
+
+
+def _exact(weight: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return what to update: the weight, its float32 master, or a copy that has no gaps."""
+    if weight.dtype in _SHORT and "master" in state:
+        master: Tensor = state["master"]
+        return master
+    ordered = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+    exact = weight if ordered else weight.contiguous()
+    if weight.dtype in _SHORT:
+        exact = state["master"] = exact.float()
+    return exact
+
+
+def _buffer(weight: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return the momentum buffer, laid out in memory as the weight is."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(weight)
+    elif state["momentum_buffer"].stride() != weight.stride():  # a checkpoint's, perhaps
+        state["momentum_buffer"] = torch.empty_like(weight).copy_(state["momentum_buffer"])
+    buffer: Tensor = state["momentum_buffer"]
+    return buffer
+
+
+def _alike(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in the type and layout of the models; those that differ are copied."""
+    alike = [
+        tensor
+        if tensor.dtype == model.dtype and tensor.stride() == model.stride()
+        else torch.empty_like(model)
+        for tensor, model in zip(tensors, models, strict=True)
+    ]
+    pairs = [pair for pair in zip(alike, tensors, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
+    return alike
+
+
+def _kernel(device: torch.device, kernels: Kernels) -> Update:
+    match kernels:
+        case "apex":
+            return apex.update
+        case "torch":
+            return fused.update if device.type == "cpu" else batched.update
+        case _:
+            assert_never(kernels)
+
+
+def _rule(group: dict[str, Any]) -> Rule:
+    """Say a group's convention, rate included, as the one formula that the kernels know."""
+    lr, convention = group["lr"], group["convention"]
+    rate_inside = convention in {"reference", "fujitsu"}
+    place: Literal["inside", "outside"] = "outside" if convention == "outside" else "inside"
+    return Rule(
+        momentum=group["momentum"],
+        decay=group["weight_decay"],
+        ratio_decay=group["weight_decay"] * (group["base_lr"] if convention == "fujitsu" else 1),
+        eta=group["eta"],
+        eps=group["eps"],
+        into=lr if rate_inside else 1.0,
+        out=1.0 if rate_inside else lr,
+        ratio=place if group["adapt"] else "none",
+    )
 
 
 def _check(group: dict[str, Any]) -> None:
-    if group["convention"] not in get_args(Convention):
-        known = ", ".join(get_args(Convention))
-        raise ValueError(f"convention must be one of {known}, got {group['convention']!r}")
+    """Raise ValueError where a hyper-parameter, or a parameter, cannot be."""
+    _check_words(group)
+    _check_numbers(group)
+    for weight in group["params"]:
+        if not weight.is_floating_point():
+            raise ValueError(f"LARS updates real floating-point parameters, got {weight.dtype}")
+    if group["kernels"] == "apex":
+        apex.check(group["params"])
+
+
+def _check_words(group: dict[str, Any]) -> None:
+    for key, words in (("convention", Convention), ("kernels", Kernels)):
+        if group[key] not in get_args(words):
+            known = ", ".join(get_args(words))
+            raise ValueError(f"{key} must be one of {known}, got {group[key]!r}")
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
     if group["eta"] <= 0:

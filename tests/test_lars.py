@@ -88,8 +88,8 @@ def test_fujitsus_decay_is_scaled_by_the_peak_rate() -> None:
 def test_rebuilding_from_the_groups_alone_changes_nothing(convention: Convention) -> None:
     """Horovod does this: whatever is not in the groups falls back to its default."""
     ours, rebuilt_weight = (nn.Parameter(torch.tensor([[1.0, -2.0, 0.5]])) for _ in "ab")
-    options = {"momentum": 0.7, "weight_decay": 0.02, "eta": 0.02, "eps": 1e-3}
-    optimizer = LARS([ours], 3.0, convention=convention, **options)
+    group = {"params": [ours], "momentum": 0.7, "weight_decay": 0.02}
+    optimizer = LARS([group], 3.0, eta=0.02, eps=1e-3, convention=convention)
     groups = [{**group, "params": [rebuilt_weight]} for group in optimizer.param_groups]
     rebuilt = LARS(groups)
     for parameter, one in ((ours, optimizer), (rebuilt_weight, rebuilt)):
@@ -140,6 +140,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     ("options", "message"),
     [
         ({"convention": "nesterov"}, "reference, scaled-momentum, outside, fujitsu"),
+        ({"kernels": "triton"}, "kernels must be one of torch, apex, got 'triton'"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"eta": 0.0}, "eta must be positive"),
         ({"weight_decay": -1.0}, "weight_decay must not be negative"),

@@ -1,5 +1,7 @@
+import sys
 from pathlib import Path
 
+import fake_apex
 import pytest
 import torch
 from torch import nn
@@ -122,8 +124,19 @@ def test_the_recipes_optimizer_holds_everything_in_its_groups() -> None:
     assert isinstance(optimizer, LARS)
     adapted, plain = optimizer.param_groups
     assert (adapted["eta"], adapted["eps"], adapted["base_lr"]) == (0.02, 1e-9, 0.5)
+    assert (adapted["kernels"], plain["kernels"]) == ("torch", "torch")
     assert (adapted["weight_decay"], plain["weight_decay"]) == (1e-4, 0.0)
     sgd = build_optimizer(digits("optimizer={kind: sgd, nesterov: true}"), model)
     assert type(sgd) is torch.optim.SGD
     assert sgd.param_groups[0]["nesterov"]
     assert [group["weight_decay"] for group in sgd.param_groups] == [1e-4, 0.0]
+
+
+def test_apex_on_the_cpu_is_refused_by_the_name_of_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = digits("optimizer.kernels=apex")
+    model = build_model(recipe, CPU)
+    monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
+    with pytest.raises(RecipeError, match=r"optimizer\.kernels: .* on cpu"):
+        build_optimizer(recipe, model)

@@ -1,0 +1,147 @@
+"""One LARS update of ResNet-50's 161 tensors beside its rivals, in rounds one after another.
+
+    python benchmarks/lars.py [--rounds 100] [--threads 2]
+
+    plain    the formula, tensor by tensor, in torch's ordinary operations
+    ours     largebatch.lars.LARS, as a recipe uses it; on CUDA also with apex, if it is installed
+    timm     timm.optim.lars.Lars
+    sgd      torch.optim.SGD(fused=True): no norms, so the least an update can cost
+
+All have float32 weights of timm's ResNet-50, random gradients, momentum and weight decay. On a GPU
+(where there is one) the time is until the device has finished. Writes
+benchmarks/results/lars_<hardware>_<date>.json.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measuring import paired_ratio, spread, write
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from largebatch.lars import LARS
+from largebatch.models import build, param_groups
+from largebatch.vision import require_torchvision
+
+WARM_UP = 5
+LR, MOMENTUM, DECAY, ETA = 0.1, 0.9, 5e-5, 1e-3
+
+Step = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rivals = make_rivals(device)
+    times = measure(rivals, rounds=args.rounds, device=device)
+    result: dict[str, Any] = {
+        "n": args.rounds,
+        "warm_up": WARM_UP,
+        "threads": args.threads,
+        "device": str(device),
+        "milliseconds": {name: spread(values) for name, values in times.items()},
+        "ratios": {
+            f"{ours} / {theirs}": paired_ratio(times[ours], times[theirs])
+            for ours in times
+            for theirs in times
+            if ours.startswith("ours") and not theirs.startswith("ours")
+        },
+    }
+    if device.type == "cuda":
+        result["kernel_launches"] = {name: launches(step) for name, step in rivals.items()}
+    command = f"python benchmarks/lars.py --rounds {args.rounds} --threads {args.threads}"
+    print(write("lars", command, result))
+    medians = {name: values["median"] for name, values in result["milliseconds"].items()}
+    print(json.dumps({"milliseconds": medians, "ratios": result["ratios"]}, indent=2))
+
+
+def make_rivals(device: torch.device) -> dict[str, Step]:
+    """Return each rival's step, on a model of its own."""
+    require_torchvision()
+    from timm.optim.lars import Lars
+
+    ours = functools.partial(LARS, lr=LR, momentum=MOMENTUM, eta=ETA, convention="reference")
+    rivals: dict[str, Step] = {
+        "plain": plain(groups(device)),
+        "ours": ours(groups(device)).step,
+        "timm": Lars(groups(device), lr=LR, momentum=MOMENTUM, trust_coeff=ETA).step,
+        "sgd": torch.optim.SGD(groups(device), lr=LR, momentum=MOMENTUM, fused=True).step,
+    }
+    if device.type == "cuda" and importlib.util.find_spec("amp_C") is not None:
+        rivals["ours, apex"] = ours(groups(device), kernels="apex").step
+    return rivals
+
+
+def groups(device: torch.device) -> list[dict[str, Any]]:
+    """Return ResNet-50's parameters with gradients, decayed as our recipes do."""
+    torch.manual_seed(0)
+    model: nn.Module = build("resnet50", num_classes=1000)
+    for weight in model.to(device).parameters():
+        weight.grad = torch.randn_like(weight) * 1e-3
+    return param_groups(model, weight_decay=DECAY)
+
+
+def plain(parameters: list[dict[str, Any]]) -> Step:
+    buffers = {w: torch.zeros_like(w) for group in parameters for w in group["params"]}
+
+    @torch.no_grad()
+    def step() -> None:
+        for group in parameters:
+            for weight in group["params"]:
+                assert weight.grad is not None
+                direction = weight.grad.add(weight, alpha=group["weight_decay"])
+                if group["adapt"]:
+                    direction *= trust_ratio(weight, weight.grad)
+                weight.sub_(buffers[weight].mul_(MOMENTUM).add_(direction, alpha=LR))
+
+    return step
+
+
+def trust_ratio(weight: Tensor, grad: Tensor) -> Tensor:
+    w, g = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(grad)
+    return torch.where((w > 0) & (g > 0), ETA * w / (g + DECAY * w), 1.0)
+
+
+def measure(
+    rivals: dict[str, Step], *, rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each rival's steps; in a round, each makes one."""
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # sync: the time of a step ends when the device has made it
+
+    times: dict[str, list[float]] = {name: [] for name in rivals}
+    for number in range(WARM_UP + rounds):
+        for name, step in rivals.items():
+            finish()
+            start = time.perf_counter()
+            step()
+            finish()
+            if number >= WARM_UP:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def launches(step: Step) -> int:
+    """Return how many kernels, copies and fills one step starts on the GPU."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        step()
+        torch.cuda.synchronize()  # sync: the record must hold the whole step
+    return sum(event.count for event in record.key_averages() if event.device_type.name == "CUDA")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What the benchmarks share: ratios of paired times, spread, and the record of a measurement.
+
+Times of rivals are compared round by round, as pairs measured one after the other, because a
+machine that slows down for a while then slows both.
+"""
+
+import json
+import platform
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from largebatch.backends.serial import Serial
+from largebatch.contracts import Backend
+from largebatch.summary import source_commit, versions
+from largebatch.workers import available_cores
+
+RESULTS = Path(__file__).parent / "results"
+RESAMPLES = 2000
+WARM_UP = 3
+"""Steps of every rival before the first round."""
+
+Step = Callable[[], None]
+
+
+def take_turns(
+    rivals: dict[str, Step], *, rounds: int, steps: int, backend: Backend | None = None
+) -> dict[str, list[float]]:
+    """Return every rival's seconds a step, round by round; of several workers the slowest counts.
+
+    In a round each rival makes a few steps, in an order drawn anew, and the device is waited for.
+    """
+    backend = backend or Serial()
+    for step in rivals.values():
+        for _ in range(WARM_UP):
+            step()
+    draw = random.Random(0)  # the same order on all workers
+    times: dict[str, list[float]] = {name: [] for name in rivals}
+    for _ in range(rounds):
+        for name in draw.sample(list(rivals), k=len(rivals)):
+            _wait_for(backend)
+            begun = time.perf_counter()
+            for _ in range(steps):
+                rivals[name]()
+            if backend.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begun) / steps)
+    slowest = backend.all_gather(torch.tensor(list(times.values()))).amax(0).tolist()
+    return dict(zip(times, slowest, strict=True))
+
+
+def _wait_for(backend: Backend) -> None:
+    backend.barrier()
+    if backend.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Return the median of ours / theirs over the rounds and its 95 % bootstrap interval.
+
+    The interval holds the middle 95 % of the medians of rounds drawn anew with replacement
+    (Efron 1979); the draws are the same each time.
+    """
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(
+        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
+    )
+    return {
+        "median": statistics.median(ratios),
+        "low": medians[round(0.025 * (RESAMPLES - 1))],
+        "high": medians[round(0.975 * (RESAMPLES - 1))],
+        "n": len(ratios),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return mean, standard deviation, median, smallest and largest."""
+    return {
+        "mean": statistics.mean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def machine() -> str:
+    """Return what ran the benchmark, in words."""
+    words = [platform.machine(), f"{available_cores()} cores"]
+    if torch.cuda.is_available():
+        words.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    return ", ".join(words)
+
+
+def write(name: str, command: str, result: dict[str, Any]) -> Path:
+    """Write results/<name>_<hardware>_<date>.json: where and how it was measured, and `result`."""
+    date = datetime.now(UTC).date().isoformat()
+    where = {
+        "command": command,
+        "machine": machine(),
+        "date": date,
+        "commit": source_commit(),
+        "versions": versions(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}_{_hardware()}_{date}.json"
+    path.write_text(json.dumps({**where, **result}, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    return f"cpu{available_cores()}"

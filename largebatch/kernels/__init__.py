@@ -1,0 +1,63 @@
+"""What computes the LARS update; a device or the recipe chooses one.
+
+    fused     CPU: each tensor is read from memory once
+    batched   other devices: a few operations for all tensors together, and no wait for the device
+    apex      CUDA, where the recipe says so: the multi-tensor kernels of NVIDIA's apex
+
+Each has a function `update(weights, grads, buffers, rule)` that changes weights and momentum
+buffers in place and leaves gradients alone. The lists are equally long and not empty, their tensors
+of one type on one device, with at least one element. The three tensors at one place have the same
+shape and strides and are contiguous, in the usual order or in channels_last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One parameter group's numbers; the conventions as one formula.
+
+        b = momentum b + into [r] (g + decay w)      w -= out [r] b
+
+    with r = eta |w| / (|g| + ratio_decay |w| + eps), or 1 where a norm is 0, at one of its places.
+    """
+
+    momentum: float
+    decay: float
+    ratio_decay: float
+    eta: float
+    eps: float
+    into: float
+    out: float
+    ratio: Literal["inside", "outside", "none"]
+    """Where r stands: in the buffer's line, in the weight's, or nowhere."""
+
+
+Update = Callable[[Tensors, Tensors, Tensors, Rule], None]
+
+
+def momentum_step(
+    weights: Tensors,
+    directions: Tensors,
+    buffers: Tensors,
+    *,
+    momentum: float,
+    into: float,
+    out: float,
+) -> None:
+    """Set b = momentum b + into d, then w = w - out b, on any device."""
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, directions, alpha=into)
+    torch._foreach_add_(weights, buffers, alpha=-out)
+
+
+def with_decay(grads: Tensors, weights: Tensors, decay: float) -> Tensors:
+    """Return g + decay w: new tensors, or the gradients themselves where decay is 0."""
+    return list(torch._foreach_add(grads, weights, alpha=decay)) if decay else grads

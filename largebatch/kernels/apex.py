@@ -1,0 +1,84 @@
+"""The update by the multi-tensor kernels of NVIDIA's apex, in float32 on CUDA.
+
+apex has no LARS; these of its kernels (module `amp_C`, csrc/amp_C_frontend.cpp) make it up:
+
+    multi_tensor_l2norm        the length of each tensor
+    multi_tensor_axpby         out = a x + b y
+    multi_tensor_scale         out = a x
+    multi_tensor_lamb_stage2   x -= lr (p / u) y, with numbers p and u for each tensor
+
+Each takes a flag that it raises where it meets an infinity and that none of them looks at, so an
+infinity goes on into the weights, as it does elsewhere.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from largebatch.errors import MissingPackageError
+from largebatch.kernels import Rule, Tensors
+from largebatch.kernels.batched import trust_ratios
+
+CHUNK = 65536
+"""Elements that one block of threads works on, as in apex's own optimizers."""
+
+EVERY_TENSOR = True
+"""A norm for each tensor; a ratio for each, even without decay."""
+
+INSTALL = (
+    "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
+    "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
+)
+
+
+def check(weights: Iterable[Tensor]) -> None:
+    """Raise MissingPackageError without apex, ValueError for weights it cannot update."""
+    _open()
+    for weight in weights:
+        if weight.device.type != "cuda" or weight.dtype == torch.float64:
+            raise ValueError(
+                "kernels='apex' updates float32, float16 and bfloat16 weights on CUDA, got "
+                f"{weight.dtype} on {weight.device}; use kernels='torch'"
+            )
+
+
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
+    """Update float32 tensors together."""
+    amp = _open()
+    flag = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
+
+    def add(x: Tensors, y: Tensors, out: Tensors, *, a: float, b: float) -> None:
+        amp.multi_tensor_axpby(CHUNK, flag, [x, y, out], a, b, -1)
+
+    def add_scaled(x: Tensors, y: Tensors, ratios: Tensor, *, alpha: float) -> None:
+        numbers = (ratios, torch.ones_like(ratios), -alpha, 0.0, EVERY_TENSOR)
+        amp.multi_tensor_lamb_stage2_cuda(CHUNK, flag, [x, y], *numbers)
+
+    directions = [torch.empty_like(weight) for weight in weights]
+    add(grads, weights, directions, a=1.0, b=rule.decay)
+    if rule.ratio == "none":
+        add(buffers, directions, buffers, a=rule.momentum, b=rule.into)
+        add(weights, buffers, weights, a=1.0, b=-rule.out)
+        return
+    _, w = amp.multi_tensor_l2norm(CHUNK, flag, [weights], EVERY_TENSOR)
+    _, g = amp.multi_tensor_l2norm(CHUNK, flag, [grads], EVERY_TENSOR)
+    ratios = trust_ratios(w, g, rule)
+    if rule.ratio == "inside":
+        amp.multi_tensor_scale(CHUNK, flag, [buffers, buffers], rule.momentum)
+        add_scaled(buffers, directions, ratios, alpha=rule.into)
+        add(weights, buffers, weights, a=1.0, b=-rule.out)
+    else:
+        add(buffers, directions, buffers, a=rule.momentum, b=rule.into)
+        add_scaled(weights, buffers, ratios, alpha=-rule.out)
+
+
+def _open() -> Any:  # noqa: ANN401 -- an untyped extension module
+    try:
+        import amp_C
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            "NVIDIA's apex", purpose="optimizer.kernels: apex", install=INSTALL
+        ) from None
+    return amp_C

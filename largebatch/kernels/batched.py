@@ -1,0 +1,101 @@
+"""The update on a GPU, where the time goes into starting operations and waiting for answers.
+
+The number of operations does not depend on the number of tensors (torch launches one kernel for
+some 30 to 100 of the tensors in a list), and the host never learns a norm: ratios stay on the
+device, in one vector.
+
+Each direction g + decay w is written into one scratch buffer, where every tensor begins a new row,
+so that one multiplication, row by row, applies all the ratios; the gradients stay as they are. The
+buffer is as large as the weights and lives as long as the step.
+"""
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from largebatch.kernels import Rule, Tensors, momentum_step, with_decay
+
+ROW = 1024
+"""Elements in a row of the scratch buffer; a row belongs to one tensor."""
+
+
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
+    """Update tensors of any device together."""
+    if rule.ratio == "none":
+        directions = with_decay(grads, weights, rule.decay)
+        momentum_step(
+            weights, directions, buffers, momentum=rule.momentum, into=rule.into, out=rule.out
+        )
+        return
+    ratios = trust_ratios(
+        torch.stack(torch._foreach_norm(weights)), torch.stack(torch._foreach_norm(grads)), rule
+    )
+    scratch, views = _scratch(weights)
+    torch._foreach_copy_(views, grads)
+    if rule.decay:
+        torch._foreach_add_(views, weights, alpha=rule.decay)
+    if rule.ratio == "inside":
+        _scale(scratch, ratios * rule.into, weights)
+        _add_momentum(weights, views, buffers, rule)
+    else:
+        torch._foreach_mul_(buffers, rule.momentum)
+        torch._foreach_add_(buffers, views, alpha=rule.into)
+        torch._foreach_copy_(views, buffers)
+        _scale(scratch, ratios * rule.out, weights)
+        torch._foreach_sub_(weights, views)
+
+
+def trust_ratios(w: Tensor, g: Tensor, rule: Rule) -> Tensor:
+    """Return eta |w| / (|g| + ratio_decay |w| + eps) of norms, or 1 where either norm is 0."""
+    ratios = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
+    return torch.where((w > 0) & (g > 0), ratios, 1.0)
+
+
+def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule) -> None:
+    """Set b = momentum b + step, then w = w - out b, in one pass over memory."""
+    if rule.momentum == 0:  # torch's kernel would refuse the buffers
+        momentum_step(weights, steps, buffers, momentum=0.0, into=1.0, out=rule.out)
+        return
+    torch._fused_sgd_(
+        weights,
+        steps,
+        buffers,
+        weight_decay=0.0,
+        momentum=rule.momentum,
+        lr=rule.out,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def _scratch(weights: Tensors) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for one tensor like each weight, as rows and as those tensors."""
+    rows = _rows(weights)
+    memory = weights[0].new_empty(sum(rows), ROW)
+    starts = itertools.accumulate(rows, initial=0)
+    views = [
+        memory.as_strided(weight.size(), weight.stride(), start * ROW)
+        for weight, start in zip(weights, starts, strict=False)
+    ]
+    return memory, views
+
+
+def _scale(scratch: Tensor, factors: Tensor, weights: Tensors) -> None:
+    owners = _owners(_rows(weights), scratch.device)
+    scratch.mul_(factors.index_select(0, owners).unsqueeze(1))
+
+
+def _rows(weights: Tensors) -> tuple[int, ...]:
+    return tuple(-(-weight.numel() // ROW) for weight in weights)
+
+
+@functools.lru_cache(maxsize=32)
+def _owners(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the number of the tensor that each row of the scratch buffer belongs to."""
+    numbers = torch.arange(len(rows))
+    owners = numbers.repeat_interleave(torch.tensor(rows), output_size=sum(rows))
+    return owners.to(device)  # sync: copied once for each set of tensors, not in every step

@@ -1,0 +1,75 @@
+"""The update on the CPU, where the time goes into reading memory: each tensor is read once.
+
+The norms bring a weight and its gradient into the cache, and torch's fused SGD updates them there.
+Its `dampening` carries the trust ratio: b = momentum b + (1 - dampening) (g + decay w).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from largebatch.kernels import Rule, Tensors, momentum_step, with_decay
+
+ROW = 512
+"""Elements summed in one go. torch adds the squares of a float32 tensor in a few float32 sums: the
+norm of 10 million equal numbers is wrong by 0.8 %. Rows of this length are good to 4e-7."""
+
+
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
+    """Update CPU tensors, one after the other where they have a trust ratio."""
+    if rule.ratio == "none":
+        _step(weights, grads, buffers, rule, into=rule.into, out=rule.out)
+        return
+    for weight, grad, buffer in zip(weights, grads, buffers, strict=True):
+        ratio = trust_ratio(norm(weight), norm(grad), rule)
+        into, out = rule.into, rule.out
+        if rule.ratio == "inside":
+            into *= ratio
+        else:
+            out *= ratio
+        _step([weight], [grad], [buffer], rule, into=into, out=out)
+
+
+def trust_ratio(w: float, g: float, rule: Rule) -> float:
+    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0."""
+    if not (w > 0 and g > 0):
+        return 1.0
+    return rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the length of a dense CPU tensor, good to 1e-6 however many elements it has."""
+    # As rows of its memory in order, whatever its layout.
+    rows, rest = divmod(tensor.numel(), ROW)
+    body = torch.linalg.vector_norm(tensor.as_strided((rows, ROW), (ROW, 1)), dim=1)
+    length: float = torch.linalg.vector_norm(body, dtype=torch.float64).item()  # sync: no wait
+    if rest:
+        tail = tensor.as_strided((rest,), (1,), tensor.storage_offset() + rows * ROW)
+        length = math.hypot(length, torch.linalg.vector_norm(tail).item())  # sync: no wait
+    return length
+
+
+def _step(
+    weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule, *, into: float, out: float
+) -> None:
+    dampening = 1 - into
+    # 1 - dampening keeps 16 digits after the point, and a small `into` needs more of them; without
+    # momentum torch's kernel would not write the buffer.
+    exact = abs(1 - dampening - into) <= torch.finfo(weights[0].dtype).eps * into
+    if not exact or rule.momentum == 0:
+        directions = with_decay(grads, weights, rule.decay)
+        momentum_step(weights, directions, buffers, momentum=rule.momentum, into=into, out=out)
+        return
+    torch._fused_sgd_(
+        weights,
+        grads,
+        buffers,
+        weight_decay=rule.decay,
+        momentum=rule.momentum,
+        lr=out,
+        dampening=dampening,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )

@@ -1,0 +1,260 @@
+"""Every way to compute the LARS update against the formula."""
+
+import importlib.util
+import math
+from copy import deepcopy
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from lars_formula import (
+    CONVENTIONS,
+    RATES,
+    TOLERANCE,
+    Formula,
+    Path,
+    assert_close,
+    choose_path,
+    gradients,
+    parameters,
+    take_steps,
+)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from largebatch.kernels import apex, batched, fused
+from largebatch.lars import LARS, Convention, Kernels
+
+__all__ = ["choose_path"]  # the fixture `path`
+
+ETA, EPS = 0.02, 1e-9
+
+every_convention = pytest.mark.parametrize("convention", CONVENTIONS)
+every_path = pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        ("fused", torch.float64),
+        ("fused", torch.float32),
+        ("batched", torch.float64),
+        ("batched", torch.float32),
+        ("apex", torch.float32),
+    ],
+)
+
+
+@every_path
+@every_convention
+@pytest.mark.parametrize(
+    ("adapt", "weight_decay", "momentum"), list(product([True, False], [0.0, 0.05], [0.0, 0.9]))
+)
+def test_every_path_is_the_formula(
+    path: Path,
+    way: str,
+    dtype: torch.dtype,
+    convention: Convention,
+    adapt: bool,
+    weight_decay: float,
+    momentum: float,
+) -> None:
+    path(way)
+    weights = parameters(dtype)
+    group = {"params": weights, "adapt": adapt, "weight_decay": weight_decay}
+    optimizer = LARS(
+        [group], max(RATES), momentum=momentum, eta=ETA, eps=EPS, convention=convention
+    )
+    formulas = [Formula(weight, optimizer.param_groups[0]) for weight in weights]
+    take_steps(optimizer, weights, formulas, range(len(RATES)))
+    for weight, formula in zip(weights, formulas, strict=True):
+        assert_close(weight, formula.w, TOLERANCE[dtype])
+        if weight.grad is not None and weight.numel():
+            assert_close(optimizer.state[weight]["momentum_buffer"], formula.b, TOLERANCE[dtype])
+    assert weights[-1] not in optimizer.state
+
+
+@every_convention
+@pytest.mark.parametrize(("first", "second"), [("fused", "batched"), ("batched", "apex")])
+def test_a_run_goes_on_along_another_path_from_a_state_dict(
+    path: Path, convention: Convention, first: str, second: str
+) -> None:
+    weights = parameters(torch.float32)
+    optimizer = LARS(weights, max(RATES), weight_decay=0.05, eta=ETA, convention=convention)
+    formulas = [Formula(weight, optimizer.param_groups[0]) for weight in weights]
+    path(first)
+    take_steps(optimizer, weights, formulas, range(3))
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    restored = LARS(copies)
+    restored.load_state_dict(deepcopy(optimizer.state_dict()))
+    path(second)
+    take_steps(restored, copies, formulas, range(3, len(RATES)))
+    for weight, formula in zip(copies, formulas, strict=True):
+        assert_close(weight, formula.w, 1e-6)
+
+
+@every_path
+@every_convention
+def test_an_optimizer_rebuilt_from_the_groups_alone_is_the_formula(
+    path: Path, way: str, dtype: torch.dtype, convention: Convention
+) -> None:
+    """hvd.DistributedOptimizer does this, before the first step."""
+    path(way)
+    weights = parameters(dtype)
+    group = {"params": weights, "momentum": 0.7, "weight_decay": 0.02}
+    first = LARS([group], max(RATES), eta=ETA, eps=1e-3, convention=convention)
+    rebuilt = type(first)(first.param_groups)
+    formulas = [Formula(weight, {**first.param_groups[0]}) for weight in weights]
+    take_steps(rebuilt, weights, formulas, range(len(RATES)))
+    for weight, formula in zip(weights, formulas, strict=True):
+        assert_close(weight, formula.w, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tiny_rate_times_ratio_loses_no_digits(dtype: torch.dtype) -> None:
+    """torch's fused SGD takes 1 - dampening, which has no digits left for 1e-15."""
+    weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    grad = torch.full((4, 4), 1e6, dtype=dtype)
+    optimizer = LARS([weight], lr=1e-6, eta=1e-3)
+    for _ in range(2):
+        weight.grad = grad
+        optimizer.step()
+    # Each step adds lr * eta * |w| / |g| * g = 1e-9 to the buffer, after 0.9 of what it was.
+    expected = np.full((4, 4), 1.9e-9)
+    assert_close(optimizer.state[weight]["momentum_buffer"], expected, 1e-6)
+
+
+@pytest.mark.parametrize("elements", [1, 511, 512, 513, 2_359_296, 10_000_001])
+@pytest.mark.parametrize("kind", ["normal", "equal"])
+def test_float32_norms_are_good_to_one_in_a_million(elements: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.full((elements,), 0.1)
+    if kind == "normal":
+        tensor.normal_(generator=generator)
+    exact = np.linalg.norm(tensor.double().numpy())
+    assert fused.norm(tensor) == pytest.approx(exact, rel=1e-6)
+
+
+def test_the_norm_of_a_view_is_of_the_view_alone() -> None:
+    around = torch.full((3, 700), 5.0)
+    around[1] = 2.0
+    assert fused.norm(around[1]) == pytest.approx(2 * math.sqrt(700), rel=1e-6)
+
+
+class Recorder(TorchDispatchMode):
+    """Note the operations that compute; views do not."""
+
+    VIEWS = ("as_strided", "view", "unsqueeze", "detach", "split", "slice", "select", "alias")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.names.append(name)
+        if name == "_fused_sgd_" and args[0][0].device.type == "cuda":
+            return None  # torch has no fake of it
+        return func(*args, **(kwargs or {}))
+
+
+def operations(optimizer: LARS) -> list[str]:
+    """Return what one more step computes."""
+    with Recorder() as recorder:
+        optimizer.step()
+    names: list[str] = recorder.names
+    return names
+
+
+WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "_to_copy", "_unique2"}
+"""Operations that make the host wait for the device, or copy between them."""
+
+
+@every_convention
+@pytest.mark.parametrize("adapt", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_batched_operations_does_not_grow_with_the_tensors(
+    path: Path, convention: Convention, adapt: bool, dtype: torch.dtype
+) -> None:
+    path("batched")
+
+    def ops(number: int) -> list[str]:
+        weights = [nn.Parameter(torch.ones(3, 2, dtype=dtype)) for _ in range(number)]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        group = {"params": weights, "adapt": adapt}
+        optimizer = LARS([group], weight_decay=0.1, convention=convention)
+        optimizer.step()
+        return operations(optimizer)
+
+    few, many = ops(10), [name for name in ops(1000) if name != "empty_like"]
+    assert many == [name for name in few if name != "empty_like"]
+    assert 0 < len(many) < 30
+    assert not WAITS & set(many)
+
+
+@every_convention
+def test_on_cuda_a_step_waits_for_nothing(convention: Convention) -> None:
+    """On tensors that only claim to be on a GPU; mixing them with the CPU's is an error there."""
+    try:
+        with FakeTensorMode():
+            weights = [nn.Parameter(torch.empty(40, 30, device="cuda")) for _ in range(3)]
+            for weight in weights:
+                weight.grad = torch.empty_like(weight)
+            optimizer = LARS(weights, weight_decay=0.1, convention=convention)
+            with Recorder():
+                optimizer.step()
+            done = operations(optimizer)
+    finally:
+        batched._owners.cache_clear()  # it holds a tensor that has no memory
+    assert "_foreach_norm" in done
+    assert not WAITS & set(done)
+
+
+def test_the_cpu_path_reads_scalars_so_the_recorder_can_see_them() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.ones(3, 2)
+    assert "_local_scalar_dense" in operations(LARS([weight]))
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+needs_apex = pytest.mark.skipif(
+    importlib.util.find_spec("amp_C") is None,
+    reason="NVIDIA's apex is not installed; " + apex.INSTALL,
+)
+
+
+@needs_cuda
+@every_convention
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("apex", marks=needs_apex)])
+def test_on_a_gpu_the_update_is_the_formula(convention: Convention, kernels: Kernels) -> None:
+    weights = parameters(torch.float32)
+    formulas = [Formula(weight, {}) for weight in weights]
+    for weight in weights:
+        weight.data = weight.data.cuda()
+    optimizer = LARS(
+        weights,
+        max(RATES),
+        weight_decay=0.05,
+        eta=ETA,
+        eps=EPS,
+        convention=convention,
+        kernels=kernels,
+    )
+    for step, lr in enumerate(RATES):
+        optimizer.param_groups[0]["lr"] = lr
+        grads = gradients([nn.Parameter(weight.cpu()) for weight in weights], step)
+        for weight, grad, formula in zip(weights, grads, formulas, strict=True):
+            weight.grad = None if grad is None else grad.cuda()
+            formula.group = optimizer.param_groups[0]
+            if grad is not None:
+                formula.step(grad.double().numpy(), lr)
+        if step > 2:  # no more tensors come in
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for weight, formula in zip(weights, formulas, strict=True):
+        assert_close(weight.cpu(), formula.w, 1e-6)
