@@ -7,12 +7,17 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from largebatch import recipe as recipes
+from largebatch.backends.groups import Grouping, by_bytes, constant, cubic, quadratic
+from largebatch.backends.hierarchical import in_two_levels
+from largebatch.backends.reducer import Reducer, divide
 from largebatch.contracts import Backend
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
-from largebatch.models import build, param_groups
+from largebatch.models import build, norm_parameters, param_groups
 from largebatch.norm import SpanBatchNorm, with_span
 from largebatch.recipe import Recipe
+
+_SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -32,31 +37,111 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
     model.to(backend.device)
     if backend.device.type == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
-    if recipe.precision == "bf16":
-        model.forward = torch.autocast(backend.device.type, torch.bfloat16)(model.forward)
+    if recipe.precision != "fp32":
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
+        model.forward = torch.autocast(backend.device.type, dtype)(model.forward)
     for tensor in model.state_dict().values():
         backend.broadcast(tensor)
     return model
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Build the optimizer; biases and normalisation layers are neither decayed nor adapted."""
+    """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
+
+    Raises RecipeError where `optimizer.kernels` cannot update this model, MissingPackageError where
+    they are not installed.
+    """
     section, peak_lr = recipe.optimizer, recipe.schedule.peak_lr
     groups = param_groups(model, weight_decay=section.weight_decay)
     match section:
         case recipes.LARS():
-            return LARS(
-                groups,
-                lr=peak_lr,
-                momentum=section.momentum,
-                eta=section.eta,
-                eps=section.eps,
-                convention=section.convention,
-            )
+            try:
+                return LARS(
+                    groups,
+                    lr=peak_lr,
+                    momentum=section.momentum,
+                    eta=section.eta,
+                    eps=section.eps,
+                    convention=section.convention,
+                    kernels=section.kernels,
+                )
+            except ValueError as error:
+                raise RecipeError(f"optimizer.kernels: {error}") from None
         case recipes.SGD():
             for group in groups:
                 del group["adapt"]
             return SGD(groups, lr=peak_lr, momentum=section.momentum, nesterov=section.nesterov)
+        case _:
+            assert_never(section)
+
+
+def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer:
+    """Build what sums the gradients; raise RecipeError where the backend cannot send the type."""
+    section = recipe.reduction
+    if section.dtype == "bf16" and backend.name == "horovod":
+        raise RecipeError(
+            "reduction.dtype: bf16: Horovod has no such type; use fp16, or --backend torch"
+        )
+    return Reducer(
+        model.named_parameters(),
+        in_two_levels(backend) if section.hierarchical else backend,
+        grouping=_grouping(section.groups),
+        dtype=_SENT_AS[section.dtype],
+        exact=_kept_exact(recipe, model),
+    )
+
+
+def describe_groups(recipe: Recipe) -> str:
+    """Say which gradients are sent together; the model is built without memory for its weights."""
+    section = recipe.reduction
+    with torch.device("meta"):
+        model = build(
+            recipe.model.name,
+            num_classes=recipe.data.classes,
+            arguments=recipe.model.arguments,
+            head_std=recipe.model.head_std,
+        )
+    exact = _kept_exact(recipe, model)
+    groups = divide(model.named_parameters(), grouping=_grouping(section.groups), exact=exact)
+    width = 4 if section.dtype == "fp32" else 2
+    said = []
+    for group in groups:
+        kept = bool(exact) and group[0][1] in exact
+        size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
+        said.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
+    ways = "in the machine, then across" if section.hierarchical else "over all workers"
+    return (
+        f"{section.groups.kind}, in {section.dtype}, {ways}; tensors: {', '.join(_shorten(said))}"
+    )
+
+
+def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
+    """Leave out the middle of a long list, and say how much."""
+    if len(words) <= limit:
+        return words
+    return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
+
+
+def _kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters whose gradients are never sent in a shorter type."""
+    return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
+
+
+def _grouping(
+    section: recipes.CubicGroups
+    | recipes.QuadraticGroups
+    | recipes.ConstantGroups
+    | recipes.GroupsByBytes,
+) -> Grouping:
+    match section:
+        case recipes.CubicGroups():
+            return cubic
+        case recipes.QuadraticGroups():
+            return quadratic
+        case recipes.ConstantGroups():
+            return constant(section.tensors)
+        case recipes.GroupsByBytes():
+            return by_bytes(section.megabytes * 1e6)
         case _:
             assert_never(section)
 

@@ -4,7 +4,7 @@ Implementations neither inherit from these nor import each other; mypy compares 
 `run` puts the objects together.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from largebatch.pictures import Interpolation
+from largebatch.section import Triple
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -49,6 +52,22 @@ class Request:
     """N: mirror left to right after resizing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """How the part of a picture that a request names becomes what the model sees."""
+
+    image_size: int
+    """Side of the square it is resized to."""
+
+    mean: Triple
+    std: Triple
+    """Of red, green and blue on the scale 0 .. 1."""
+
+    interpolation: Interpolation
+    antialias: bool
+    """Whether the filter is widened where the part is made smaller."""
+
+
 class Work(Protocol):
     """A collective operation under way."""
 
@@ -56,12 +75,8 @@ class Work(Protocol):
         """Block until the tensors handed in hold the result; raise PeerLostError if they cannot."""
 
 
-class Backend(Protocol):
-    """What training asks of a communication library. Every call is made by all workers alike."""
-
-    @property
-    def name(self) -> str:
-        """The word for it on the command line: serial, torch or horovod."""
+class Group(Protocol):
+    """Some workers that compute together. Every call is made by all of its workers alike."""
 
     @property
     def rank(self) -> int:
@@ -69,7 +84,24 @@ class Backend(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """How many workers the group has."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start to replace `tensor`, in place, by its elementwise sum over the group."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return world_size x tensor.shape: every worker's tensor (all of one shape), by rank."""
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Sum a world_size x ... tensor over the group and return this worker's row of it."""
+
+
+class Backend(Group, Protocol):
+    """What training asks of a communication library: the group of all workers, and more."""
+
+    @property
+    def name(self) -> str:
+        """The word for it on the command line: serial, torch or horovod."""
 
     @property
     def local_rank(self) -> int:
@@ -83,14 +115,15 @@ class Backend(Protocol):
     def device(self) -> torch.device:
         """Where this worker's tensors live."""
 
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Start to replace `tensor`, in place, by its elementwise sum over all workers."""
-
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor`, in place, by worker 0's."""
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return world_size x tensor.shape: every worker's tensor (all of one shape), by rank."""
+    def split(self, parts: Sequence[Sequence[int]]) -> Group:
+        """Divide the workers into groups, given by their ranks, and return this worker's.
+
+        Every worker is in exactly one part, in rising order; a worker's rank in its group is its
+        place there. A group belongs to the thread that uses it; another thread asks for its own.
+        """
 
     def barrier(self) -> None:
         """Wait until every worker is here."""

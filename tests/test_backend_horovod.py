@@ -1,6 +1,7 @@
 """The Horovod backend against a fake module, itself checked against the real one."""
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,94 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from fake_horovod import FakeHorovod
 from torch import Tensor, nn
 
 from largebatch.backends.devices import pick_device
 from largebatch.backends.horovod import Horovod, open_horovod
 from largebatch.contracts import Backend
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
-
-
-class FakeHorovod(ModuleType):
-    """`horovod.torch` as worker 1 of 2 sees it, worker 0 sending the same tensors.
-
-    It is as strict as the real one: a sum is there only after `synchronize`, a name under way
-    twice and a bfloat16 or strided tensor are refused.
-    """
-
-    class HorovodInternalError(RuntimeError):
-        """What the real one raises for whatever goes wrong between workers."""
-
-    Sum = 1
-
-    def __init__(self) -> None:
-        super().__init__("horovod.torch")
-        self.names: list[str] = []
-        self.under_way: dict[int, tuple[str, Tensor]] = {}
-        self.failure: str | None = None
-        self.built_for_gpu = False
-        self.running = False
-
-    def init(self) -> None:
-        self.running = True
-
-    def shutdown(self) -> None:
-        self.running = False
-
-    def rank(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 2
-
-    def local_rank(self) -> int:
-        return 0
-
-    def local_size(self) -> int:
-        return 1
-
-    def cuda_built(self) -> bool:
-        return self.built_for_gpu
-
-    def rocm_built(self) -> bool:
-        return False
-
-    def allreduce_async_(self, tensor: Tensor, *, name: str, op: int) -> int:
-        assert op == self.Sum
-        self._check(tensor, name)
-        if name in (taken for taken, _ in self.under_way.values()):
-            raise ValueError("Requested to allreduce a tensor with the same name as another")
-        self.under_way[len(self.names)] = (name, tensor)
-        return len(self.names)
-
-    def synchronize(self, handle: int) -> Tensor:
-        self._maybe_fail()
-        _, tensor = self.under_way.pop(handle)
-        return tensor.mul_(2)
-
-    def broadcast_(self, tensor: Tensor, *, root_rank: int, name: str) -> Tensor:
-        assert root_rank == 0
-        self._check(tensor, name)
-        return tensor.fill_(7)
-
-    def allgather(self, tensor: Tensor, *, name: str) -> Tensor:
-        self._check(tensor, name)
-        return torch.cat([tensor, tensor])
-
-    def barrier(self) -> None:
-        self._maybe_fail()
-
-    def _check(self, tensor: Tensor, name: str) -> None:
-        self._maybe_fail()
-        self.names.append(name)
-        if tensor.dtype == torch.bfloat16:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-        if not tensor.is_contiguous():
-            raise ValueError("Tensor is required to be contiguous.")
-
-    def _maybe_fail(self) -> None:
-        if self.failure:
-            raise self.HorovodInternalError(self.failure)
 
 
 @pytest.fixture
@@ -168,6 +88,54 @@ def test_a_gathered_tensor_has_one_more_dimension(backend: Backend, tensor: Tens
     torch.testing.assert_close(gathered, torch.stack([tensor.detach(), tensor.detach()]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4)])
+def test_a_scattered_sum_is_this_workers_row(
+    backend: Backend, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    row = backend.reduce_scatter(tensor)
+    assert row.dtype == dtype
+    torch.testing.assert_close(row, 2 * tensor[1])
+
+
+def test_a_part_of_the_workers_is_a_group_of_its_own(hvd: FakeHorovod, backend: Backend) -> None:
+    alone, both = backend.split([[0], [1]]), backend.split([[0, 1]])
+    assert (alone.rank, alone.world_size, both.rank, both.world_size) == (0, 1, 1, 2)
+    for group, workers in ((alone, 1), (both, 2), (backend, 2)):
+        tensor = torch.ones(3)
+        group.all_reduce(tensor).wait()
+        assert tensor.tolist() == [workers] * 3
+        assert group.all_gather(tensor).shape == (workers, 3)
+        assert group.reduce_scatter(torch.ones(workers, 3)).tolist() == [workers] * 3
+    assert hvd.process_sets == {(0,), (1,), (0, 1)}  # all of them, on every worker
+
+
+def test_groups_of_the_same_workers_do_not_share_names(hvd: FakeHorovod, backend: Backend) -> None:
+    """Each counts its own operations, so that two threads cannot mix them up."""
+    groups = [backend, backend.split([[0, 1]]), backend.split([[0, 1]])]
+    works = [group.all_reduce(torch.ones(3)) for group in groups]
+    assert len(set(hvd.names)) == 3
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        pytest.param([[0]], "must be in exactly one part", id="one left out"),
+        pytest.param([[0, 1], [1]], "must be in exactly one part", id="one twice"),
+        pytest.param([[1, 0]], "must rise", id="order"),
+    ],
+)
+def test_a_division_that_is_none_is_refused(
+    hvd: FakeHorovod, backend: Backend, parts: list[list[int]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        backend.split(parts)
+    assert hvd.process_sets == {(0, 1)}
+
+
 def test_equal_sums_can_be_under_way_together(backend: Backend) -> None:
     tensors = [torch.full((3,), float(value)) for value in range(3)]
     works = [backend.all_reduce(tensor) for tensor in tensors]
@@ -196,6 +164,8 @@ def test_every_step_repeats_the_names_of_the_first(hvd: FakeHorovod, backend: Ba
         pytest.param(lambda backend: backend.all_reduce(torch.ones(2)), id="all_reduce"),
         pytest.param(lambda backend: backend.broadcast(torch.ones(2)), id="broadcast"),
         pytest.param(lambda backend: backend.all_gather(torch.ones(2)), id="all_gather"),
+        pytest.param(lambda backend: backend.reduce_scatter(torch.ones(2)), id="reduce_scatter"),
+        pytest.param(lambda backend: backend.split([[0], [1]]), id="split"),
         pytest.param(lambda backend: backend.barrier(), id="barrier"),
     ],
 )
@@ -224,7 +194,7 @@ def test_workers_that_disagree_are_not_taken_for_lost(hvd: FakeHorovod, backend:
 
 
 def test_closing_twice_is_safe(hvd: FakeHorovod, backend: Backend) -> None:
-    hvd.init()
+    hvd.init(process_sets="dynamic")
     backend.close()
     backend.close()
     assert not hvd.running
@@ -252,7 +222,7 @@ def test_a_machine_without_horovod_is_told_how_to_get_it(monkeypatch: pytest.Mon
         ),
         pytest.param("", "not built for torch", id="for no torch"),
         pytest.param(
-            "def init(): raise ValueError('no peers')",
+            "def init(**_): raise ValueError('no peers')",
             "could not connect the workers: no peers",
             id="no connection",
         ),

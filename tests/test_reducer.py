@@ -1,16 +1,19 @@
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch.backends.reducer import Reducer, cubic_groups
+from largebatch.backends.groups import Grouping, by_bytes, constant, cubic, quadratic
+from largebatch.backends.reducer import Reducer
 from largebatch.backends.serial import Serial
 
 
 class Recorder(Serial):
-    """One worker that notes the size of every tensor it is asked to sum."""
+    """One of two workers, the other of which holds zeros; it notes the size of every sum."""
+
+    world_size = 2
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -26,15 +29,35 @@ def net() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("num_tensors", [0, 1, 3, 4, 24, 25, 81, 161, 500])
-def test_every_tensor_is_in_one_group_and_the_last_layer_goes_first(num_tensors: int) -> None:
-    groups = cubic_groups(num_tensors)
+@pytest.mark.parametrize(
+    ("grouping", "full"),
+    [
+        pytest.param(cubic, [3, 21, 57, 111, 183, 273], id="cubic"),
+        pytest.param(quadratic, [3, 9, 15, 21, 27, 33, 39, 45, 51, 57, 63, 69, 75], id="quadratic"),
+        pytest.param(constant(7), [7] * 100, id="constant"),
+        pytest.param(by_bytes(12), [3] * 200, id="bytes"),
+    ],
+)
+def test_every_tensor_is_in_one_group_and_the_last_layer_goes_first(
+    grouping: Grouping, full: list[int], num_tensors: int
+) -> None:
+    groups = grouping([4] * num_tensors)
     order = [number for group in groups for number in reversed(group)]
     assert order == list(reversed(range(num_tensors)))
-    full = [3 * (k + 1) ** 3 - 3 * k**3 for k in range(len(groups))]
-    assert all(
-        len(group) == size
-        for group, size in itertools.islice(zip(groups, full, strict=True), max(0, len(groups) - 1))
-    )
+    lengths = [len(group) for group in groups]
+    assert lengths[:-1] == full[: len(lengths)][:-1]
+    assert all(0 < length <= limit for length, limit in zip(lengths, full, strict=False))
+
+
+def test_a_group_by_bytes_is_closed_by_the_tensor_that_fills_it() -> None:
+    groups = by_bytes(100)([5, 300, 60, 60, 99, 1, 100])
+    assert groups == [range(6, 7), range(4, 6), range(2, 4), range(1, 2), range(1)]
+
+
+@pytest.mark.parametrize("make", [constant, by_bytes])
+def test_a_group_of_nothing_is_refused(make: Callable[[int], Grouping]) -> None:
+    with pytest.raises(ValueError, match="a group needs at least 1"):
+        make(0)
 
 
 def test_nothing_is_sent_before_the_last_micro_batch_and_then_while_backward_runs() -> None:
@@ -55,12 +78,10 @@ def test_nothing_is_sent_before_the_last_micro_batch_and_then_while_backward_run
         reducer.wait()
 
 
-def test_gradients_accumulate_and_are_zeroed_in_place() -> None:
+def test_gradients_accumulate_in_one_place_and_start_from_zero() -> None:
     model = net()
+    addresses = set()
     with Reducer(model.named_parameters(), Recorder()) as reducer:
-        addresses = [
-            weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None
-        ]
         for _ in range(2):
             reducer.zero()
             for micro in range(3):
@@ -68,14 +89,88 @@ def test_gradients_accumulate_and_are_zeroed_in_place() -> None:
                     reducer.arm()
                 model(torch.full((2, 4), 0.5)).sum().backward()
             reducer.wait()
+            addresses.add(
+                tuple(w.grad.data_ptr() for w in model.parameters() if w.grad is not None)
+            )
         expected = net()
         expected.load_state_dict(model.state_dict())
         for _ in range(3):
             expected(torch.full((2, 4), 0.5)).sum().backward()
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
-        now = [weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None]
-        assert now == addresses
+        assert len(addresses) == 1
+
+
+def test_a_parameter_may_be_reached_by_the_last_micro_batch_only() -> None:
+    model = net()
+    with Reducer(model.named_parameters(), Recorder()) as reducer:
+        reducer.zero()
+        model[:2](torch.ones(2, 4)).sum().backward()
+        reducer.arm()
+        model(torch.ones(2, 4)).sum().backward()
+        reducer.wait()
+        expected = net()
+        expected.load_state_dict(model.state_dict())
+        expected[:2](torch.ones(2, 4)).sum().backward()
+        expected(torch.ones(2, 4)).sum().backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Alike(Recorder):
+    """One of several workers that all hold the same; it sums in the type it is given."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+        self.dtypes: list[torch.dtype] = []
+
+    def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- as Serial's
+        self.dtypes.append(tensor.dtype)
+        held = tensor.clone()
+        for _ in range(self.world_size - 1):
+            tensor += held
+        return super().all_reduce(tensor)
+
+
+def with_norms() -> nn.Sequential:
+    """Two tensors of each kind of layer, in turn."""
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    return nn.Sequential(*layers, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_compressed_sums_do_not_overflow_and_norms_stay_exact(
+    dtype: torch.dtype, world_size: int
+) -> None:
+    """The largest number of fp16 is 65,504, and 40,001 is none in either type."""
+    model, workers = with_norms(), Alike(world_size)
+    norms = [weight for layer in (model[1], model[3]) for weight in layer.parameters()]
+    with Reducer(model.named_parameters(), workers, dtype=dtype, exact=norms) as reducer:
+        reducer.zero()
+        reducer.arm()
+        sum(((weight * 40_001).sum() for weight in model.parameters()), torch.zeros(())).backward()
+        reducer.wait()
+        assert workers.dtypes == [dtype, dtype, torch.float32]
+        assert workers.sent == [16 + 4 + 4, 16 + 16 + 4, 16]
+        for weight in model.parameters():
+            assert weight.grad is not None
+            assert weight.grad.dtype == torch.float32
+            error = (weight.grad / (world_size * 40_001) - 1).abs().max().item()
+            if any(weight is norm for norm in norms):
+                assert error == 0
+            else:
+                assert 0 < error <= torch.finfo(dtype).eps / 2
+
+
+def test_without_norms_nothing_is_sent_for_them() -> None:
+    model, workers = net(), Alike(2)
+    with Reducer(model.named_parameters(), workers, dtype=torch.float16) as reducer:
+        reducer.arm()
+        model(torch.ones(2, 4)).sum().backward()
+        reducer.wait()
+        assert workers.dtypes == [torch.float16, torch.float16]
 
 
 def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
@@ -104,8 +199,43 @@ def test_frozen_parameters_are_left_out_and_shared_ones_count_once() -> None:
 def test_gradients_that_left_the_buffer_are_noticed() -> None:
     model = net()
     with Reducer(model.named_parameters(), Recorder()) as reducer:
+        model(torch.ones(2, 4)).sum().backward()
         model.zero_grad(set_to_none=True)
         with pytest.raises(ValueError, match="1.bias.*use Reducer.zero"):
+            reducer.arm()
+        with pytest.raises(ValueError, match="2.bias.*use Reducer.zero"):
+            model(torch.ones(2, 4)).sum().backward()
+
+
+def test_one_worker_leaves_gradients_where_autograd_put_them() -> None:
+    """It has nothing to send: no buffers, no copies, the gradients of plain PyTorch."""
+    model, expected = net(), net()
+    expected.load_state_dict(model.state_dict())
+    with Reducer(model.named_parameters(), Serial(torch.device("cpu"))) as reducer:
+        for _ in range(2):
+            reducer.zero()
+            expected.zero_grad()
+            for micro in range(3):
+                if micro == 2:
+                    reducer.arm()
+                for each in (model, expected):
+                    each(torch.full((2, 4), 0.5)).sum().backward()
+            reducer.wait()
+            for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+                assert ours.grad is not None
+                assert ours.grad.untyped_storage().nbytes() == 4 * ours.numel()
+        model.zero_grad(set_to_none=True)
+        with pytest.raises(ValueError, match="1.bias.*use Reducer.zero"):
+            reducer.arm()
+
+
+def test_a_gradient_that_somebody_else_made_is_noticed() -> None:
+    model = net()
+    with Reducer(model.named_parameters(), Recorder()) as reducer:
+        reducer.zero()
+        model[1].weight.grad = torch.zeros(4, 4)
+        with pytest.raises(ValueError, match="1.weight.*use Reducer.zero"):
             reducer.arm()
 
 

@@ -8,7 +8,7 @@ it makes up never come back. Ours are the type and shape of the tensor and the l
 free: all workers count alike, and a step repeats the names of the step before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from largebatch.backends.devices import pick_device
+from largebatch.backends.parts import own_part
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 
 _INSTALL = "launch/install_horovod.sh"
@@ -31,63 +32,61 @@ class _Sum:
     """Block until the result is there. To be called once."""
 
 
-class Horovod:
-    """A Backend over an initialised `horovod.torch`, which it shuts down."""
+class HorovodGroup:
+    """Some of the workers, over a process set of an initialised `horovod.torch`.
 
-    name = "horovod"
+    `prefix` starts the name of every operation: two groups of the same workers share Horovod's
+    process set, and each counts its own operations.
+    """
 
-    def __init__(self, hvd: ModuleType) -> None:
-        self._hvd = hvd
+    def __init__(
+        self, hvd: ModuleType, *, members: Sequence[int], process_set: object, prefix: str
+    ) -> None:
+        self._hvd, self._set, self._prefix = hvd, process_set, prefix
         self._under_way: set[str] = set()
-        self.rank: int = hvd.rank()
-        self.world_size: int = hvd.size()
-        self.local_rank: int = hvd.local_rank()
-        self.local_size: int = hvd.local_size()
-        self.device = pick_device(self.local_rank, self.local_size)
+        self._worker: int = hvd.rank()  # its number among all, which error messages use
+        self.rank = list(members).index(self._worker)
+        self.world_size = len(members)
 
     def all_reduce(self, tensor: Tensor) -> _Sum:
-        """Start to sum `tensor` over all workers, in place."""
-        target = tensor.detach()
+        """Start to sum `tensor` over the group, in place."""
+        hvd, target = self._hvd, tensor.detach()
         sent = _sendable(target)
-        numbered = (f"{_kind(sent)}.{number}" for number in count())
+        numbered = (f"{self._name(sent)}.{number}" for number in count())
         name = next(name for name in numbered if name not in self._under_way)
         with self._speaking_to_peers():
-            handle = self._hvd.allreduce_async_(sent, name=name, op=self._hvd.Sum)
+            handle = hvd.allreduce_async_(sent, name=name, op=hvd.Sum, process_set=self._set)
         self._under_way.add(name)
 
         def wait() -> None:
             with self._speaking_to_peers():
-                self._hvd.synchronize(handle)
+                hvd.synchronize(handle)
             self._under_way.remove(name)
             if sent is not target:
                 target.copy_(sent)
 
         return _Sum(wait)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Replace `tensor` by worker 0's, in place."""
-        target = tensor.detach()
-        sent = _sendable(target)
-        with self._speaking_to_peers():
-            self._hvd.broadcast_(sent, root_rank=0, name=_kind(sent))
-        if sent is not target:
-            target.copy_(sent)
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
         sent = _sendable(tensor.detach().unsqueeze(0))
         with self._speaking_to_peers():
-            gathered: Tensor = self._hvd.allgather(sent, name=_kind(sent))
+            gathered: Tensor = self._hvd.allgather(
+                sent, name=self._name(sent), process_set=self._set
+            )
         return gathered.to(tensor.dtype)
 
-    def barrier(self) -> None:
-        """Wait for every worker."""
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Return this worker's row of the sum of world_size x ... tensors."""
+        hvd, sent = self._hvd, _sendable(tensor.detach())
         with self._speaking_to_peers():
-            self._hvd.barrier()
+            rows: Tensor = hvd.reducescatter(
+                sent, name=self._name(sent), op=hvd.Sum, process_set=self._set
+            )
+        return rows.squeeze(0).to(tensor.dtype)
 
-    def close(self) -> None:
-        """Shut Horovod down; operations under way on other workers fail there."""
-        self._hvd.shutdown()
+    def _name(self, sent: Tensor) -> str:
+        return f"{self._prefix}{sent.dtype}{list(sent.shape)}"
 
     @contextmanager
     def _speaking_to_peers(self) -> Iterator[None]:
@@ -99,8 +98,56 @@ class Horovod:
                 raise
             reason = str(error).partition("\n")[0].partition(". ")[0]
             raise PeerLostError(
-                f"worker {self.rank} lost contact with another worker ({reason})"
+                f"worker {self._worker} lost contact with another worker ({reason})"
             ) from error
+
+
+class Horovod(HorovodGroup):
+    """A Backend over an initialised `horovod.torch`, which it shuts down."""
+
+    name = "horovod"
+
+    def __init__(self, hvd: ModuleType) -> None:
+        everyone = range(hvd.size())
+        super().__init__(hvd, members=everyone, process_set=hvd.global_process_set, prefix="")
+        self._sets = {tuple(everyone): hvd.global_process_set}
+        self._num_splits = 0
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+        self.device = pick_device(self.local_rank, self.local_size)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace `tensor` by worker 0's, in place."""
+        target = tensor.detach()
+        sent = _sendable(target)
+        with self._speaking_to_peers():
+            self._hvd.broadcast_(sent, root_rank=0, name=self._name(sent))
+        if sent is not target:
+            target.copy_(sent)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> HorovodGroup:
+        """Make a process set of every part there is none of; return the group of this worker."""
+        own = own_part(parts, rank=self.rank, world_size=self.world_size)
+        for part in map(tuple, parts):  # every worker makes all of them, in this order
+            if part not in self._sets:
+                with self._speaking_to_peers():
+                    self._sets[part] = self._hvd.add_process_set(list(part))
+        self._num_splits += 1
+        return HorovodGroup(
+            self._hvd,
+            members=own,
+            process_set=self._sets[tuple(own)],
+            prefix=f"split {self._num_splits} ",
+        )
+
+    def barrier(self) -> None:
+        """Wait for every worker."""
+        with self._speaking_to_peers():
+            self._hvd.barrier()
+
+    def close(self) -> None:
+        """Shut Horovod down; operations under way on other workers fail there."""
+        self._hvd.shutdown()
 
 
 def open_horovod() -> Horovod:
@@ -108,7 +155,7 @@ def open_horovod() -> Horovod:
     try:
         import horovod.torch as hvd
 
-        hvd.init()
+        hvd.init(process_sets="dynamic")  # none yet: `split` adds them
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("horovod"):
             raise
@@ -135,7 +182,3 @@ def _sendable(tensor: Tensor) -> Tensor:
     """Return `tensor`, or a copy as Horovod wants it, which refuses bfloat16 and strides."""
     accepted = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     return accepted.contiguous()
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"

@@ -2,52 +2,66 @@
 
 Parameters are put into static groups counted from the last layer, whose gradients are ready first;
 each group is one flat buffer and one all-reduce, started as soon as its last gradient is there and
-never before the group above it, so that all workers send in the same order. The gradients are views
-into the buffers: nothing is packed or copied. Group sizes grow cubically, 3 (k+1)^3 - 3 k^3 tensors
-(Fujitsu's MLPerf v0.6 entry): the first goes out early, the last ones are few and large.
+never before the group above it, so that all workers send in the same order.
+
+A gradient is a view into its buffer. The first backward pass of a step leaves a fresh tensor, which
+is copied there; the later ones add to the view. Zeroing the buffer and adding every time would
+read and write the memory twice as often. One worker that sends nothing has no buffers.
 
 A library's own wrapper (DistributedDataParallel, hvd.DistributedOptimizer) would discover the order
 at run time, and differs from the next in what it does to accumulation.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from largebatch.contracts import Backend, Work
+from largebatch.backends.groups import Grouping, cubic
+from largebatch.contracts import Work
+
+Named = tuple[str, nn.Parameter]
 
 
-def cubic_groups(num_tensors: int) -> list[range]:
-    """Return the groups, the one to send first in front; each is a run of tensor numbers.
+class Summing(Protocol):
+    """All workers, as far as a sum needs them: a Backend, or what makes its sums in two levels."""
 
-    >>> [len(group) for group in cubic_groups(161)]
-    [3, 21, 57, 80]
-    >>> cubic_groups(5)
-    [range(2, 5), range(0, 2)]
-    """
-    groups = []
-    end, k = num_tensors, 0
-    while end > 0:
-        start = max(0, num_tensors - 3 * (k + 1) ** 3)
-        groups.append(range(start, end))
-        end, k = start, k + 1
-    return groups
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start to replace `tensor`, in place, by its elementwise sum over all of them."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """One buffer, and how many of its gradients the running backward pass still owes."""
+    """Some parameters, one buffer, and what the running step has brought and still owes."""
 
-    names: list[str]
-    parameters: list[nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     buffer: Tensor
-    views: list[Tensor]
-    """The gradients: parts of the buffer in the shape of the parameters."""
+    views: dict[str, Tensor]
+    """Where gradients are kept: parts of the buffer in the shape of the parameters."""
+
+    sent: Tensor
+    """What goes over the wire: the buffer itself, or as many numbers of a shorter type."""
+
+    held: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of this step."""
 
     owed: set[str] = field(default_factory=set)
+    """Who gets another gradient in the armed backward pass."""
+
+    def send(self, workers: Summing) -> Work:
+        if self.sent is not self.buffer:
+            torch.div(self.buffer, workers.world_size, out=self.sent)
+        return workers.all_reduce(self.sent)
+
+    def receive(self, workers: Summing) -> None:
+        if self.sent is not self.buffer:
+            self.buffer.copy_(self.sent).mul_(workers.world_size)
 
 
 class Reducer:
@@ -56,46 +70,60 @@ class Reducer:
     Per optimizer step: `zero`, any number of backward passes, `arm` before the last one, `wait`.
     Every gradient is then the sum over workers and micro-batches; a loss divided by the global
     batch makes that the mean over all its samples, with nothing left to scale.
+
+    `dtype` is a shorter type to send in. Each worker divides by their number before rounding, so
+    that no sum of representable gradients overflows. One worker rounds too: how a recipe's
+    gradients are rounded does not depend on how many run it. The gradients of `exact` keep their
+    type and go last, together.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], backend: Backend) -> None:
-        trained = [(name, weight) for name, weight in parameters if weight.requires_grad]
-        if not trained:
-            raise ValueError("the model has no parameter with requires_grad=True")
-        self.device = trained[0][1].device
-        self._backend = backend
+    def __init__(
+        self,
+        parameters: Iterable[Named],
+        workers: Summing,
+        *,
+        grouping: Grouping = cubic,
+        dtype: torch.dtype | None = None,
+        exact: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._workers = workers
+        self._alone = workers.world_size == 1 and dtype is None
+        apart = set(exact)
         self._groups = [
-            _make_group([trained[number] for number in numbers])
-            for numbers in cubic_groups(len(trained))
+            _Group(dict(members), torch.empty(0), {}, torch.empty(0))
+            if self._alone
+            else _with_buffer(dict(members), dtype=None if members[0][1] in apart else dtype)
+            for members in divide(parameters, grouping=grouping, exact=apart)
         ]
+        if not self._groups:
+            raise ValueError("the model has no parameter with requires_grad=True")
+        self.device = next(iter(self._groups[0].parameters.values())).device
         self._armed = False
-        self._sent = 0
-        self._works: list[Work] = []
+        self._under_way: list[Work] = []
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._on_gradient(group, name))
             for group in self._groups
-            for name, weight in zip(group.names, group.parameters, strict=True)
+            for name, weight in group.parameters.items()
         ]
 
     def zero(self) -> None:
-        """Set every gradient to zero, keeping the buffers."""
+        """Forget every gradient; the buffers stay."""
         for group in self._groups:
-            group.buffer.zero_()
+            group.held.clear()
+            for weight in group.parameters.values():
+                weight.grad = None
 
     def arm(self) -> None:
         """Announce the last backward pass of a step: send each group when it is complete.
 
-        Raises ValueError if something took a gradient out of its buffer, naming the parameter.
+        Raises ValueError if something else made or took away a gradient, naming the parameter.
         """
         for group in self._groups:
-            for name, weight, view in zip(group.names, group.parameters, group.views, strict=True):
-                if weight.grad is not view:
-                    raise ValueError(
-                        f"the gradient of {name} is no longer the reducer's; use Reducer.zero, not "
-                        "zero_grad(set_to_none=True)"
-                    )
-            group.owed = set(group.names)
-        self._armed, self._sent = True, 0
+            for name, weight in group.parameters.items():
+                if weight.grad is not group.held.get(name):
+                    raise _not_ours(name)
+            group.owed = set(group.parameters)
+        self._armed = True
 
     def wait(self) -> None:
         """Block until every gradient is the sum over all workers.
@@ -108,9 +136,11 @@ class Reducer:
                 f"no gradient reached {', '.join(missing)}; set requires_grad=False on parameters "
                 "that the loss does not depend on"
             )
-        for work in self._works:
+        assert self._alone or len(self._under_way) == len(self._groups)
+        for group, work in zip(self._groups, self._under_way, strict=False):
             work.wait()
-        self._works.clear()
+            group.receive(self._workers)
+        self._under_way.clear()
         self._armed = False
 
     def close(self) -> None:
@@ -118,7 +148,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         for group in self._groups:
-            for weight in group.parameters:
+            for weight in group.parameters.values():
                 weight.grad = None
         self._hooks.clear()
         self._groups.clear()
@@ -130,35 +160,66 @@ class Reducer:
         self.close()
 
     def _on_gradient(self, group: _Group, name: str) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
+        view = group.views.get(name)
+
+        def note(weight: Tensor) -> None:
+            gradient, held = weight.grad, group.held.get(name)
+            assert gradient is not None
+            if held is None:
+                if view is not None:
+                    weight.grad = gradient = view.copy_(gradient)
+                group.held[name] = gradient
+            elif gradient is not held:
+                raise _not_ours(name)
             if self._armed:
                 group.owed.discard(name)
-                self._send_complete_groups()
+                if not self._alone:
+                    self._send_complete_groups()
 
         return note
 
     def _send_complete_groups(self) -> None:
-        while self._sent < len(self._groups) and not self._groups[self._sent].owed:
-            self._works.append(self._backend.all_reduce(self._groups[self._sent].buffer))
-            self._sent += 1
+        while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].owed:
+            self._under_way.append(self._groups[sent].send(self._workers))
 
 
-def _make_group(members: list[tuple[str, nn.Parameter]]) -> _Group:
+def divide(
+    parameters: Iterable[Named], *, grouping: Grouping, exact: Collection[nn.Parameter] = ()
+) -> list[list[Named]]:
+    """Put the parameters that are trained into groups, first to send in front, `exact` ones last.
+
+    A parameter that a model has under two names is to be listed once, as named_parameters does.
+    """
+    trained = [(name, weight) for name, weight in parameters if weight.requires_grad]
+    apart = set(exact)
+    first = [(name, weight) for name, weight in trained if weight not in apart]
+    last = [(name, weight) for name, weight in trained if weight in apart]
+    sizes = [weight.numel() * weight.element_size() for _, weight in first]
+    groups = [first[numbers.start : numbers.stop] for numbers in grouping(sizes)]
+    return [*groups, last] if last else groups
+
+
+def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | None) -> _Group:
     """Lay the gradients of some parameters side by side in one buffer."""
-    names, parameters = [name for name, _ in members], [weight for _, weight in members]
-    kinds = {(weight.dtype, weight.device) for weight in parameters}
+    kinds = {(weight.dtype, weight.device) for weight in parameters.values()}
     if len(kinds) > 1:
-        raise ValueError(f"parameters of different types or devices in one model: {kinds}")
-    dtype, device = kinds.pop()
-    sizes = [weight.numel() for weight in parameters]
-    buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    parts = zip(parameters, buffer.split(sizes), strict=True)
-    views = [
-        part.as_strided(weight.size(), weight.stride(), part.storage_offset())
+        raise ValueError(f"parameters of different types or devices in one group: {kinds}")
+    own_dtype, device = kinds.pop()
+    sizes = [weight.numel() for weight in parameters.values()]
+    buffer = torch.zeros(sum(sizes), dtype=own_dtype, device=device)
+    parts = zip(parameters.items(), buffer.split(sizes), strict=True)
+    views = {
+        name: part.as_strided(weight.size(), weight.stride(), part.storage_offset())
         if torch.ops.aten.is_non_overlapping_and_dense(weight)
         else part.view_as(weight)
-        for weight, part in parts
-    ]
-    for weight, view in zip(parameters, views, strict=True):
-        weight.grad = view
-    return _Group(names, parameters, buffer, views)
+        for (name, weight), part in parts
+    }
+    sent = buffer if dtype in {None, own_dtype} else torch.zeros_like(buffer, dtype=dtype)
+    return _Group(parameters, buffer, views, sent)
+
+
+def _not_ours(name: str) -> ValueError:
+    return ValueError(
+        f"the gradient of {name} is no longer the reducer's; use Reducer.zero, not "
+        "zero_grad(set_to_none=True)"
+    )

@@ -1,9 +1,13 @@
 """One worker: every collective operation is the identity."""
 
+from collections.abc import Sequence
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from largebatch.backends.devices import pick_device
+from largebatch.backends.parts import own_part
 
 
 class _Done:
@@ -35,6 +39,15 @@ class Serial:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return 1 x tensor.shape."""
         return tensor.unsqueeze(0)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the only row."""
+        return tensor.squeeze(0).clone()
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Self:
+        """Return the group of the only worker: this one."""
+        own_part(parts, rank=self.rank, world_size=self.world_size)
+        return self
 
     def barrier(self) -> None:
         """Return at once."""

@@ -6,6 +6,8 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from largebatch.backends.devices import pick_device
+from largebatch.backends.parts import own_part
 from largebatch.errors import BackendError, PeerLostError
 
 TIMEOUT = timedelta(minutes=30)
@@ -27,19 +30,52 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class _Pending:
     """An operation under way."""
 
-    def __init__(self, work: dist.Work, rank: int) -> None:
+    def __init__(self, work: dist.Work, worker: int) -> None:
         self._work = work
-        self._rank = rank
+        self._worker = worker
 
     def wait(self) -> None:
         """Block until the result is there."""
-        try:
+        with _speaking_to_peers(self._worker):
             self._work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(_lost(self._rank, error)) from error
 
 
-class TorchDistributed:
+class TorchGroup:
+    """Some of the workers, over a process group of torch.distributed; None is the default one."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._worker = dist.get_rank()  # its number among all, which error messages use
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor) -> _Pending:
+        """Start to sum `tensor` over the group, in place."""
+        with _speaking_to_peers(self._worker):
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+        return _Pending(work, self._worker)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return world_size x tensor.shape."""
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        with _speaking_to_peers(self._worker):
+            dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group)
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Return this worker's row of the sum of world_size x ... tensors.
+
+        Every worker sends each row to its owner, who adds them up: as many bytes as a ring sends.
+        Gloo's own reduce-scatter is an all-reduce of a copy, twice as many.
+        """
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        with _speaking_to_peers(self._worker):
+            dist.all_to_all_single(received, tensor.contiguous(), group=self._group)
+        return received.sum(0, dtype=tensor.dtype)
+
+
+class TorchDistributed(TorchGroup):
     """A Backend over the default process group of torch.distributed, which it opens and closes."""
 
     name = "torch"
@@ -56,42 +92,39 @@ class TorchDistributed:
         self.device = pick_device(self.local_rank, self.local_size)
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(kind, timeout=TIMEOUT)
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-
-    def all_reduce(self, tensor: Tensor) -> _Pending:
-        """Start to sum `tensor` over all workers, in place."""
-        try:
-            work = dist.all_reduce(tensor, async_op=True)
-        except RuntimeError as error:
-            raise PeerLostError(_lost(self.rank, error)) from error
-        assert work is not None
-        return _Pending(work, self.rank)
+        super().__init__(None)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by worker 0's, in place."""
-        try:
+        with _speaking_to_peers(self._worker):
             dist.broadcast(tensor, src=0)
-        except RuntimeError as error:
-            raise PeerLostError(_lost(self.rank, error)) from error
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return world_size x tensor.shape."""
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        try:
-            dist.all_gather(gathered, tensor.contiguous())
-        except RuntimeError as error:
-            raise PeerLostError(_lost(self.rank, error)) from error
-        return torch.stack(gathered)
+    def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
+        """Make a process group of every part; return the one this worker is in."""
+        own = own_part(parts, rank=self.rank, world_size=self.world_size)
+        with _speaking_to_peers(self._worker):  # every worker makes all of them, in this order
+            groups = [dist.new_group(list(part), timeout=TIMEOUT) for part in parts]
+        group = groups[[list(part) for part in parts].index(own)]
+        assert isinstance(group, dist.ProcessGroup)
+        return TorchGroup(group)
 
     def barrier(self) -> None:
         """Wait for every worker."""
         self.all_reduce(torch.zeros(1, device=self.device)).wait()
 
     def close(self) -> None:
-        """Destroy the process group."""
+        """Destroy the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _speaking_to_peers(worker: int) -> Iterator[None]:
+    """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(_lost(worker, error)) from error
 
 
 def _lost(rank: int, error: RuntimeError) -> str:

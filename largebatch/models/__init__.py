@@ -1,16 +1,21 @@
 """Models by name, and which of their parameters are decayed and adapted."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from largebatch.errors import MissingPackageError, RecipeError
+from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
 from largebatch.models.lenet5 import LeNet5
 from largebatch.vision import require_torchvision
 
+_OURS: dict[str, Callable[[int], nn.Module]] = {"lenet5": LeNet5} | {
+    f"cifar_resnet{depth}": partial(CifarResNet, depth=depth) for depth in DEPTHS
+}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
@@ -21,15 +26,15 @@ def build(
     arguments: Mapping[str, Any] | None = None,
     head_std: float | None = None,
 ) -> nn.Module:
-    """Build `lenet5` or a timm model with fresh weights; it maps N x 3 x H x W to N x num_classes.
+    """Build one of our models or timm's, with fresh weights: N x 3 x H x W to N x num_classes.
 
     `arguments` go to timm.create_model; `head_std` draws the classifier from N(0, head_std) with
     zero bias. Raises RecipeError for a name or an argument that timm does not know.
     """
-    if name == "lenet5":
+    if name in _OURS:
         if arguments:
-            raise RecipeError(f"model.arguments: lenet5 takes none, got {', '.join(arguments)}")
-        model: nn.Module = LeNet5(num_classes)
+            raise RecipeError(f"model.arguments: {name} takes none, got {', '.join(arguments)}")
+        model = _OURS[name](num_classes)
     else:
         model = _build_timm(name, num_classes=num_classes, arguments=arguments or {})
     if head_std is not None:
@@ -45,12 +50,7 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
     Normalisation layers and biases are neither (MLPerf's rule for LARS). They are told by the type
     of the layer and by being vectors, not by name: ResNet's `downsample.1.weight` is a BatchNorm's.
     """
-    norms = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, _NORMS)
-        for parameter in module.parameters(recurse=False)
-    }
+    norms = norm_parameters(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = [p for p in trained if p in norms or p.ndim <= 1]
     adapted = [p for p in trained if p not in norms and p.ndim > 1]
@@ -58,6 +58,16 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         {"params": adapted, "weight_decay": weight_decay, "adapt": True},
         {"params": plain, "weight_decay": 0.0, "adapt": False},
     ]
+
+
+def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the scales and shifts of the normalisation layers, told by the type of the layer."""
+    return {
+        parameter
+        for module in model.modules()
+        if isinstance(module, _NORMS)
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def _build_timm(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
@@ -68,7 +78,7 @@ def _build_timm(name: str, *, num_classes: int, arguments: Mapping[str, Any]) ->
         raise MissingPackageError(
             "timm", purpose=f"model.name: {name}", install="pip install 'timm>=1,<2'"
         ) from None
-    known = ["lenet5", *timm.list_models()]
+    known = [*_OURS, *timm.list_models()]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
