@@ -1,31 +1,39 @@
 """BatchNorm with a span: how many samples share statistics is part of the recipe.
 
 Plain BatchNorm normalises over whatever a device holds, so the same recipe trains another network
-on another machine. Here a device batch is split into contiguous groups of `span` samples ("ghost
-batches", Hoffer et al. 2017, arXiv:1705.08741, section 4), each normalised by itself.
+on another machine. Here the global batch is divided into contiguous groups of `span` samples, each
+normalised by itself: several groups in a device batch ("ghost batches", Hoffer et al. 2017,
+arXiv:1705.08741, section 4), or one over several workers, who then train with common statistics.
 
 The running statistics move once per optimizer step, towards the mean over all spans of the global
 batch: over groups, micro-batches and workers. PyTorch moves them once per forward pass, so that
 accumulation changes them and every worker keeps its own.
+
+Only training communicates. Where a layer normalises by its batch without keeping statistics, as
+Final Polishing makes it do, workers may hold different numbers of samples or none, and each
+normalises the spans it holds by itself.
 """
 
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.contracts import Backend, Work
+from largebatch.contracts import Backend, Group, Work
+from largebatch.norm_functions import normalise
 
 M = TypeVar("M", bound=nn.Module)
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SpanBatchNorm(_BatchNorm):
     """BatchNorm over contiguous groups of `span` samples; 1d, 2d and 3d inputs (N x C x ...).
 
     In training mode the running buffers stay as they are; each group's mean, unbiased variance and
-    a one are added to `moments` (C + C + 1) until `Spans` moves the buffers.
+    a one are added to `moments` (C + C + 1) until `Spans` moves the buffers. Children of the layer
+    it stands for (an activation) are kept under their names and come after it, in their order.
     """
 
     running_mean: Tensor
@@ -37,27 +45,34 @@ class SpanBatchNorm(_BatchNorm):
             like.num_features, eps=like.eps, momentum=like.momentum, affine=like.affine
         )
         self.weight, self.bias = like.weight, like.bias
-        for name, buffer in like.named_buffers():
+        for name, buffer in like.named_buffers(recurse=False):
             setattr(self, name, buffer)
-        self.train(like.training)
+        for name, child in like.named_children():
+            self.add_module(name, child)
+        self.training = like.training
         self.span = span
+        self.group: Group | None = None
+        """The workers that share each span while training, or None: this one holds whole spans."""
+
         self.moments = self.running_mean.new_zeros(2 * like.num_features + 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalise N x C x ..., N a multiple of the span while training or a smaller last part."""
-        if not self.training:
-            return super().forward(images)
-        parts = [self._normalise(part) for part in images.split(self.span)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""
+        out = self._normalise(images) if self.training else super().forward(images)
+        for child in self.children():
+            out = child(out)
+        return out
 
-    def _normalise(self, part: Tensor) -> Tensor:
-        # Momentum 1 makes PyTorch's own kernel hand out the moments it normalises with.
-        mean, var = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
-        out = F.batch_norm(
-            part, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+    def _normalise(self, images: Tensor) -> Tensor:
+        self._check_input_dim(images)
+        group = self.group if self.track_running_stats else None
+        out, moments = normalise(
+            images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
         )
-        if self.track_running_stats:
-            self.moments += torch.cat([mean, var, mean.new_ones(1)])
+        # A span over several workers counts once: for the first of them.
+        if self.track_running_stats and (group is None or group.rank == 0):
+            self.moments[:-1] += moments.sum(0).flatten()
+            self.moments[-1] += len(moments)
         return out
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- PyTorch's signature
@@ -69,16 +84,16 @@ def with_span(model: M, span: int) -> M:
     """Replace every BatchNorm of the model, in place, by one with a span; return the model.
 
     Parameters and buffers keep their names and values. Raises ValueError for a kind of BatchNorm
-    that does more than normalise, naming the layer.
+    that does more than normalise and then apply its children in turn, naming the layer.
     """
     replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may stand in a model under two names
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, _BatchNorm) or isinstance(layer, SpanBatchNorm):
             continue
-        if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        if type(layer) not in _PLAIN and not _is_timms_with_activation(layer):
             raise ValueError(
-                f"layer {name} is a {type(layer).__name__}; only nn.BatchNorm1d, 2d and 3d can be "
-                "given a span"
+                f"layer {name} is a {type(layer).__name__}; only nn.BatchNorm1d, 2d and 3d and "
+                "timm's BatchNormAct2d can be given a span"
             )
         if not layer.track_running_stats:
             raise ValueError(f"layer {name} keeps no running statistics; it cannot be given a span")
@@ -89,17 +104,28 @@ def with_span(model: M, span: int) -> M:
     return model
 
 
-class Spans:
-    """The moments of every BatchNorm layer in one flat tensor, averaged with one all-reduce."""
+def _is_timms_with_activation(layer: _BatchNorm) -> bool:
+    """Tell timm's BatchNorm with `drop` and `act` after it, by name: timm may not be installed."""
+    kind = type(layer)
+    return kind.__name__ == "BatchNormAct2d" and kind.__module__.partition(".")[0] == "timm"
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
+
+class Spans:
+    """The moments of every BatchNorm layer in one flat tensor, averaged with one all-reduce.
+
+    With `sync_workers` > 1, so many workers side by side share each span from now on.
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
         sizes = [layer.moments.numel() for layer in self._layers]
         dtypes = {layer.moments.dtype for layer in self._layers} or {torch.float32}
         assert len(dtypes) == 1, dtypes
         self._moments = torch.zeros(sum(sizes), dtype=dtypes.pop(), device=backend.device)
+        group = _neighbours(backend, sync_workers) if self._layers else None
         for layer, part in zip(self._layers, self._moments.split(sizes), strict=True):
             layer.moments = part
+            layer.group = group
         self._backend = backend
         self._work: Work | None = None
 
@@ -130,3 +156,23 @@ class Spans:
             layer.running_mean.lerp_(mean, weight)
             layer.running_var.lerp_(var, weight)
         self._moments.zero_()
+
+    def discard(self) -> None:
+        """Forget the step's moments; the running buffers stay as they are."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._moments.zero_()
+
+
+def _neighbours(backend: Backend, num: int) -> Group | None:
+    """Return the group of `num` workers side by side that this one is in; None if it is alone."""
+    if backend.world_size % num:
+        raise ValueError(
+            f"{backend.world_size} workers cannot be divided into groups of {num} that share "
+            "BatchNorm statistics"
+        )
+    if num == 1:
+        return None
+    firsts = range(0, backend.world_size, num)
+    return backend.split([range(first, first + num) for first in firsts])

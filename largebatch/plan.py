@@ -9,10 +9,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from largebatch import schedules
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe import Constant, Cosine, Polynomial, Recipe, Span, Steps
-from largebatch.schedules import Schedule
+from largebatch.recipe import Recipe
+from largebatch.section import Span
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""
@@ -29,6 +28,11 @@ class Plan:
     """Device batches each worker goes through for one update."""
 
     bn_span: int | None
+    """Samples that share BatchNorm statistics."""
+
+    sync_workers: int = 1
+    """How many workers side by side share each span while training; 1: each holds whole spans."""
+
     train_samples: int
     val_samples: int
     steps: int
@@ -43,6 +47,16 @@ class Plan:
     def train_steps(self) -> int:
         """Updates on augmented pictures; the clean ones follow."""
         return self.steps - self.clean_steps
+
+    @property
+    def statistics_batch(self) -> int:
+        """Samples a worker shows the model at a time to measure BatchNorm statistics.
+
+        The fewest whole spans that hold a device batch: workers do not communicate there, because
+        their shares may be unequal, and forward passes alone need little memory.
+        """
+        span = self.bn_span or 1
+        return math.ceil(self.device_batch / span) * span
 
     @property
     def steps_per_epoch(self) -> float:
@@ -67,6 +81,9 @@ class Plan:
 def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) -> Plan:
     """Divide a recipe over workers; `device_batch` None chooses the largest that fits the limit.
 
+    Whole BatchNorm spans in a device batch are preferred; where a worker's share has none, several
+    workers share each span.
+
     Raises PlanError where the global batch cannot be divided so, RecipeError where the recipe's
     own lengths contradict each other.
     """
@@ -75,14 +92,21 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
     if workers < 1 or batch.global_batch % workers:
         raise PlanError(
             f"the global batch of {batch.global_batch} cannot be divided over {workers} workers; "
-            f"possible numbers of workers: {_some_divisors(batch.global_batch // span)}"
+            f"possible numbers of workers: {_some(_divisors(batch.global_batch))}"
         )
     per_worker = batch.global_batch // workers
+    possible = _device_batches(per_worker, workers=workers, span=span)
     if device_batch is None:
-        device_batch = _choose_device_batch(per_worker, span=span)
-    _check_device_batch(device_batch, per_worker=per_worker, span=span)
+        device_batch = _choose_device_batch(possible, span=span)
+    if device_batch not in possible:
+        spans = f" into whole BatchNorm spans of {span}" if batch.bn_span else ""
+        shared = ", nor a span evenly over some of the workers" if spans and workers > 1 else ""
+        raise PlanError(
+            f"a device batch of {device_batch} does not divide each worker's share of "
+            f"{per_worker} samples{spans}{shared}; possible device batches: {_some(possible)}"
+        )
 
-    steps_in = _converter(recipe)
+    steps_in = converter(recipe)
     steps = steps_in(recipe.duration, math.ceil)
     warmup = recipe.schedule.warmup
     clean = recipe.polish.clean if recipe.polish else None
@@ -92,6 +116,7 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
         device_batch=device_batch,
         accumulation=per_worker // device_batch,
         bn_span=batch.bn_span,
+        sync_workers=max(1, span // device_batch),
         train_samples=recipe.data.train_samples,
         val_samples=recipe.data.val_samples,
         steps=steps,
@@ -112,53 +137,32 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
 
 
 def measuring_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) -> Plan:
-    """Plan to evaluate or polish on any number of workers, with any batch of whole spans.
+    """Plan to evaluate or polish on any number of workers, with any device batch.
 
     Its positions are no updates of the recipe; only forward passes may use it.
     """
     alone = make_plan(recipe, workers=1)
-    size = device_batch or alone.device_batch
-    if alone.bn_span and size % alone.bn_span:
-        raise PlanError(
-            f"a device batch of {size} does not hold whole BatchNorm spans of {alone.bn_span}; "
-            f"choose a multiple"
-        )
-    return replace(alone, workers=workers, device_batch=size)
+    return replace(alone, workers=workers, device_batch=device_batch or alone.device_batch)
 
 
-def build_schedule(recipe: Recipe) -> Schedule:
-    """Return the rate of every update of this recipe, whatever machine runs it."""
-    section = recipe.schedule
-    steps_in = _converter(recipe)
-    warmup_steps = steps_in(section.warmup) if section.warmup else 0
-    rest = steps_in(recipe.duration, math.ceil) + section.first_step - warmup_steps
-    after: Schedule
-    match section.decay:
-        case Constant():
-            after = schedules.constant(peak=section.peak_lr)
-        case Polynomial(power=power, end_lr=end, over=over):
-            after = schedules.polynomial(
-                peak=section.peak_lr, steps=steps_in(over) if over else rest, power=power, end=end
-            )
-        case Cosine(end_lr=end, over=over):
-            after = schedules.cosine(
-                peak=section.peak_lr, steps=steps_in(over) if over else rest, end=end
-            )
-        case Steps(at=at, gamma=gamma):
-            points = [steps_in(point) for point in at]
-            if points != sorted(set(points)) or points[0] <= warmup_steps:
-                raise RecipeError(
-                    f"schedule.decay.at: the points must come one after the other and after the "
-                    f"warm-up ({warmup_steps} steps), got steps {', '.join(map(str, points))}"
-                )
-            boundaries = [point - warmup_steps for point in points]
-            after = schedules.multistep(peak=section.peak_lr, boundaries=boundaries, gamma=gamma)
-    ramp = schedules.warmup(after, steps=warmup_steps, start=section.start_lr)
-    return schedules.skip(ramp, steps=section.first_step)
+def describe_spans(plan: Plan) -> str:
+    """Say where the BatchNorm spans of a plan lie, and why workers share them if they do."""
+    if plan.bn_span is None:
+        return "no BatchNorm"
+    if plan.sync_workers == 1:
+        return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
+    share = plan.device_batch * plan.accumulation
+    reason = "as the device batch asks for"
+    if share % plan.bn_span:
+        reason = f"a worker's {share} samples of the global batch are no whole spans"
+    return (
+        f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, who exchange "
+        f"statistics ({reason})"
+    )
 
 
-def _converter(recipe: Recipe) -> Callable[..., int]:
-    """Return the one place where epochs become steps: the nearest, but at least one."""
+def converter(recipe: Recipe) -> Callable[..., int]:
+    """Return what turns epochs into steps: the nearest number, but at least one."""
     steps_per_epoch = recipe.data.train_samples / recipe.batch.global_batch
 
     def steps_in(span: Span, rounding: Callable[[float], int] = round) -> int:
@@ -174,32 +178,38 @@ def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
     every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
     if every is None:
         return ()
-    steps_in = _converter(recipe)
+    steps_in = converter(recipe)
     last_epoch = steps * recipe.batch.global_batch / recipe.data.train_samples
     epochs = [offset + k * every for k in range(math.ceil(last_epoch / every) + 1)]
     points = {steps_in(Span(epochs=epoch)) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
 
 
-def _choose_device_batch(per_worker: int, *, span: int) -> int:
-    """Return the largest batch within the limit that divides the share into whole spans."""
-    fitting = [size for size in _divisors(per_worker) if size % span == 0]
-    if not fitting:
-        raise PlanError(
-            f"each worker's share of {per_worker} samples is not a multiple of batch.bn_span "
-            f"({span}); use fewer workers"
-        )
-    return max([size for size in fitting if size <= DEVICE_BATCH_LIMIT], default=min(fitting))
+def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
+    """Return the divisors of a worker's share that keep every span whole, smallest first.
+
+    Either a device batch holds whole spans, or a group of workers holds one. There always is one:
+    the greatest common divisor of share and span, because the global batch is a multiple of both.
+
+    >>> _device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
+    [12, 24]
+    >>> _device_batches(32, workers=1024, span=128)
+    [1, 2, 4, 8, 16, 32]
+    >>> _device_batches(96, workers=1, span=48)
+    [48, 96]
+    """
+    return [
+        size
+        for size in _divisors(per_worker)
+        if size % span == 0 or (span % size == 0 and workers % (span // size) == 0)
+    ]
 
 
-def _check_device_batch(device_batch: int, *, per_worker: int, span: int) -> None:
-    if device_batch < 1 or per_worker % device_batch or device_batch % span:
-        possible = [size for size in _divisors(per_worker) if size % span == 0]
-        raise PlanError(
-            f"a device batch of {device_batch} does not divide each worker's share of "
-            f"{per_worker} samples into whole BatchNorm spans of {span}; possible device batches: "
-            f"{', '.join(map(str, possible)) or 'none, use fewer workers'}"
-        )
+def _choose_device_batch(possible: list[int], *, span: int) -> int:
+    """Return the largest within the limit, if it can be one of whole spans."""
+    whole = [size for size in possible if size % span == 0]
+    fitting = [size for size in whole or possible if size <= DEVICE_BATCH_LIMIT]
+    return max(fitting, default=min(whole or possible))
 
 
 def _divisors(number: int) -> list[int]:
@@ -207,7 +217,6 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _some_divisors(number: int) -> str:
-    divisors = _divisors(number)
-    shown = ", ".join(map(str, divisors[:12]))
-    return shown if len(divisors) <= 12 else f"{shown}, ... {number}"
+def _some(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:12]))
+    return shown if len(numbers) <= 12 else f"{shown}, ... {numbers[-1]}"

@@ -104,7 +104,7 @@ def _measuring(model: nn.Module, layers: dict[str, _BatchNorm]) -> Iterator[dict
             zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)  # type: ignore[arg-type]  # not None: see polish
             moments[name] = _Moments(0.0, zeros, zeros.clone())
             hooks.append(layer.register_forward_pre_hook(_measure(moments[name])))
-            layer.train()
+            layer.training = True  # not train(): a dropout inside the layer stays off
             layer.track_running_stats = False
         yield moments
     finally:

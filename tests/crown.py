@@ -1,21 +1,25 @@
 """The problem of the crown test, solved by largebatch on whatever backend it is started on.
 
 Run as a program it solves every case and writes the results:  python crown.py BACKEND FILE
+With a device batch, the BatchNorm cases at that size:         python crown.py BACKEND FILE SIZE
 """
 
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from largebatch.backends import Name, open_backend
 from largebatch.backends.reducer import Reducer
 from largebatch.contracts import Backend, Batch
+from largebatch.evaluate import Metrics, evaluate
 from largebatch.lars import LARS
 from largebatch.loss import cross_entropy
 from largebatch.models import param_groups
@@ -24,8 +28,8 @@ from largebatch.plan import Plan
 from largebatch.train import step_seeds, train
 
 STEPS = 5
-GLOBAL_BATCH = 16
-SPAN = 4
+GLOBAL_BATCH = 64
+SPAN = 8
 PEAK = 0.8
 MOMENTUM, WEIGHT_DECAY, ETA, EPS = 0.9, 0.05, 0.02, 1e-9
 SMOOTHING = 0.1
@@ -43,10 +47,11 @@ def rate(step: int) -> float:
 def net(kind: str) -> nn.Module:
     """Build a small float64 network, the same each time."""
     torch.manual_seed(1)
-    norm = nn.BatchNorm2d(6) if kind == "batchnorm" else nn.Identity()
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(16, 5)
-    ).double()
+    first, second = (
+        nn.BatchNorm2d(channels) if kind == "batchnorm" else nn.Identity() for channels in (6, 4)
+    )
+    body = [nn.Conv2d(3, 6, 3), first, nn.ReLU(), nn.Conv2d(6, 4, 3), second, nn.ReLU()]
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(16, 5)).double()
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -68,8 +73,8 @@ def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
     return LARS(groups, lr=PEAK, momentum=MOMENTUM, eta=ETA, eps=EPS, convention=convention)
 
 
-def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int) -> State:
-    """Train with everything largebatch has, and return the model's state."""
+def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int) -> nn.Module:
+    """Train with everything largebatch has, and return the model."""
     device_batch = GLOBAL_BATCH // backend.world_size // accumulation
     plan = Plan(
         workers=backend.world_size,
@@ -77,6 +82,7 @@ def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation:
         device_batch=device_batch,
         accumulation=accumulation,
         bn_span=SPAN,
+        sync_workers=max(1, SPAN // device_batch),
         train_samples=STEPS * GLOBAL_BATCH,
         val_samples=1,
         steps=STEPS,
@@ -101,14 +107,23 @@ def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation:
             rate,
             cross_entropy(smoothing=SMOOTHING, off_target="all"),
             reducer,
-            Spans(model, backend),
+            Spans(model, backend, sync_workers=plan.sync_workers),
+            GradScaler("cpu", enabled=False),
             steps=range(STEPS),
             accumulation=accumulation,
             global_batch=GLOBAL_BATCH,
             seed=step_seeds(0, backend.rank),
         ):
             pass
-    return model.state_dict()
+    return model
+
+
+def evaluate_each(model: nn.Module, backend: Backend) -> Metrics:
+    """Evaluate the data of the first step, dealt out to the workers in threes."""
+    images, labels = (part[:GLOBAL_BATCH].split(3) for part in data())
+    share = slice(backend.rank, None, backend.world_size)
+    batches = map(Batch, images[share], labels[share])
+    return evaluate(model, batches, backend, expected=GLOBAL_BATCH)
 
 
 def solve_all(backend_name: Name, path: Path) -> None:
@@ -116,7 +131,7 @@ def solve_all(backend_name: Name, path: Path) -> None:
     backend = open_backend(backend_name)
     accumulation = 4 // backend.world_size
     results = {
-        f"{net_kind} {kind}": solve(backend, net_kind, kind, accumulation=accumulation)
+        f"{net_kind} {kind}": solve(backend, net_kind, kind, accumulation=accumulation).state_dict()
         for net_kind, kind in product(NETS, OPTIMIZERS)
     }
     if backend.rank == 0:
@@ -124,6 +139,24 @@ def solve_all(backend_name: Name, path: Path) -> None:
     backend.close()
 
 
+def solve_spans(backend_name: Name, path: Path, device_batch: int) -> None:
+    """Solve the BatchNorm cases at this device batch and evaluate; worker 0 writes the results."""
+    backend = open_backend(backend_name)
+    accumulation = GLOBAL_BATCH // backend.world_size // device_batch
+    results = {}
+    for kind in OPTIMIZERS:
+        model = solve(backend, "batchnorm", kind, accumulation=accumulation)
+        metrics = evaluate_each(model, backend)
+        results[kind] = {"state": model.state_dict(), "evaluation": asdict(metrics)}
+    if backend.rank == 0:
+        torch.save(results, path)
+    backend.close()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    solve_all(sys.argv[1], Path(sys.argv[2]))  # type: ignore[arg-type]  # one of Name
+    name: Any = sys.argv[1]
+    if len(sys.argv) == 3:
+        solve_all(name, Path(sys.argv[2]))
+    else:
+        solve_spans(name, Path(sys.argv[2]), int(sys.argv[3]))

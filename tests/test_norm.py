@@ -1,9 +1,14 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from largebatch import norm_functions
 from largebatch.backends.serial import Serial
+from largebatch.models import build
 from largebatch.norm import SpanBatchNorm, Spans, with_span
+from largebatch.norm_functions import normalise
 
 CPU = Serial(torch.device("cpu"))
 
@@ -37,6 +42,125 @@ def test_each_group_is_normalised_as_batchnorm_would(
     (plain * weights).sum().backward()
     torch.testing.assert_close(ghost(x), plain)
     torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("cached", [1, 100, 10**6], ids=["one by one", "in parts", "at once"])
+@pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"]
+)
+def test_layout_and_parts_of_the_backward_pass_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, cached: int, layout: torch.memory_format
+) -> None:
+    monkeypatch.setattr(norm_functions, "_CACHED", cached)
+    norm = nn.BatchNorm2d(5).double()
+    nn.init.uniform_(norm.weight)
+    ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 4)
+    x = images(12, 5, 6, 3).to(memory_format=layout).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    weights = images(12, 5, seed=1)
+    out = ghost(x)
+    plain = torch.cat([norm(part) for part in y.split(4)])
+    for result in (out, plain):
+        (result.square().mean((2, 3)) * weights).sum().backward()
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(x.grad, y.grad)
+    assert x.grad is not None
+    for result in (out, x.grad):
+        assert result.is_contiguous(memory_format=layout)
+    for name, parameter in norm.named_parameters():
+        torch.testing.assert_close(ghost[0].get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("num", [8, 6], ids=["whole groups", "a smaller last one"])
+def test_the_gradients_are_those_of_the_function(num: int, affine: bool) -> None:
+    def function(
+        x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return normalise(x, weight, bias, eps=1e-5, span=4, group=None)[0]
+
+    parameters = [images(3, seed=seed).requires_grad_() for seed in (1, 2)] if affine else []
+    assert torch.autograd.gradcheck(function, [images(num, 3, 2).requires_grad_(), *parameters])
+
+
+def test_a_gradient_that_is_the_same_everywhere_is_taken_too() -> None:
+    """Means over pixels hand back one stored value for all of them."""
+    x = images(8, 3, 4, 4).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    weights = images(8, 3, seed=1)
+    norm = nn.BatchNorm2d(3).double()
+    ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 4)
+    (ghost(x).mean((2, 3)) * weights).sum().backward()
+    (torch.cat([norm(part) for part in y.split(4)]).mean((2, 3)) * weights).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_halves_are_normalised_by_float32_moments(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5))
+    ghost = with_span(copy.deepcopy(plain), 4)
+    x = (images(8, 3, 8, 8) + 20).float()
+    weights = images(8, 5, 6, 6, seed=1).to(dtype)
+    with torch.autocast("cpu", dtype):
+        ours, theirs = ghost(x), torch.cat([plain(part) for part in x.split(4)])
+        features = plain[0](x).double()
+        (ours * weights).sum().backward()
+        (theirs * weights).sum().backward()
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, theirs)
+    for name, parameter in plain.named_parameters():
+        gradient = ghost.get_parameter(name).grad
+        assert gradient is not None
+        assert parameter.grad is not None
+        rounding = torch.finfo(dtype).eps * parameter.grad.abs().max().item()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=4 * rounding)
+    assert isinstance(ghost[1], SpanBatchNorm)
+    assert ghost[1].moments.dtype == torch.float32
+    mean = torch.stack([part.mean((0, 2, 3)) for part in features.split(4)]).sum(0)
+    torch.testing.assert_close(ghost[1].moments[:5].double(), mean, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mean_ten_thousand_times_the_deviation_is_right_in_float32() -> None:
+    x = (images(12, 3, 8, 8) / 3 + 1e4).float().requires_grad_()
+    weights = images(12, 3, 8, 8, seed=1).float()
+    ghost = with_span(nn.Sequential(nn.BatchNorm2d(3)), 4)
+    out = ghost(x)
+    (out * weights).sum().backward()
+    y = x.detach().double().requires_grad_()
+    norm = nn.BatchNorm2d(3).double()
+    exact = torch.cat([norm(part) for part in y.split(4)])
+    (exact * weights).sum().backward()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=5e-3)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=5e-3)
+
+
+def test_a_layer_used_twice_has_the_gradients_of_both_uses() -> None:
+    norm = nn.BatchNorm2d(3).double()
+    twice = with_span(nn.Sequential(copy.deepcopy(norm), nn.ReLU(), nn.Identity()), 4)
+    twice[2] = twice[0]
+    x = images(8, 3, 2, 2).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    twice(x).pow(3).sum().backward()
+    parts = [norm(norm(part).relu()) for part in y.split(4)]
+    torch.cat(parts).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(twice[0].get_parameter("weight").grad, norm.weight.grad)
+
+
+def test_differentiating_twice_is_refused() -> None:
+    x = images(4, 3).requires_grad_()
+    out = with_span(nn.Sequential(nn.BatchNorm1d(3).double()), 4)(x)
+    (gradient,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_one_value_per_channel_is_refused() -> None:
+    model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 4)
+    with pytest.raises(ValueError, match=r"no variance: a group of 1 samples of shape \(3,\)"):
+        model(torch.zeros(5, 3))
 
 
 def test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans() -> None:
@@ -122,12 +246,29 @@ def test_evaluation_and_polishing_do_not_count_as_training() -> None:
     assert not model[0].moments.any()
 
 
-def test_a_batchnorm_that_does_more_is_refused_by_name() -> None:
-    class BatchNormAct(nn.BatchNorm2d):
-        pass
+def test_timms_batchnorm_with_activation_keeps_what_comes_after_it() -> None:
+    """EfficientNet's layers normalise, drop and activate under the names of the plain ones."""
+    torch.manual_seed(0)
+    plain = build("efficientnet_b0", num_classes=7, arguments={"drop_rate": 0.0}).double()
+    ghost = with_span(copy.deepcopy(plain), 4)
+    assert ghost.state_dict().keys() == plain.state_dict().keys()
+    assert sum(isinstance(module, SpanBatchNorm) for module in ghost.modules()) == 49
+    x = images(8, 3, 32, 32)
+    weights = images(8, 7, seed=1)
+    (ghost(x) * weights).sum().backward()
+    (torch.cat([plain(part) for part in x.split(4)]) * weights).sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(ghost.get_parameter(name).grad, parameter.grad)
+    ghost.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(ghost.eval()(x), plain.eval()(x))
 
-    with pytest.raises(ValueError, match="layer 0.1 is a BatchNormAct; only nn.BatchNorm1d"):
-        with_span(nn.Sequential(nn.Sequential(nn.ReLU(), BatchNormAct(3))), 2)
+
+def test_a_batchnorm_that_does_more_is_refused_by_name() -> None:
+    class BatchNormAct2d(nn.BatchNorm2d):
+        """Has the name of timm's, and could do anything."""
+
+    with pytest.raises(ValueError, match="layer 0.1 is a BatchNormAct2d; only nn.BatchNorm1d"):
+        with_span(nn.Sequential(nn.Sequential(nn.ReLU(), BatchNormAct2d(3))), 2)
     with pytest.raises(ValueError, match="layer 0 keeps no running statistics"):
         with_span(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)), 2)
 

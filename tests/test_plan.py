@@ -1,11 +1,14 @@
+import math
 from itertools import product
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.loading import load_recipe
-from largebatch.plan import build_schedule, make_plan
+from largebatch.plan import describe_spans, make_plan, measuring_plan
 from largebatch.recipe import Recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -20,21 +23,12 @@ def test_fujitsus_run_has_its_published_shape() -> None:
     plan = make_plan(recipe, workers=2048)
     assert (plan.device_batch, plan.accumulation, plan.bn_span) == (42, 1, 42)
     assert (plan.steps, plan.warmup_steps, plan.clean_steps) == (1350, 540, 75)
-    rate = build_schedule(recipe)
-    assert rate(540) == 13.0
-    assert rate(1275) == pytest.approx(0.057, abs=5e-4)  # FACTS: 0.057 -> 0.0325 while polishing
-    assert rate(1349) == pytest.approx(0.0325)
 
 
-def test_mlperfs_run_follows_the_rule() -> None:
+def test_mlperfs_run_has_the_shape_of_the_rule() -> None:
     recipe = load_recipe(FOLDER / "resnet50_32768_mlperf.yaml")
     plan = make_plan(recipe, workers=64)
     assert (plan.steps, plan.warmup_steps, plan.accumulation) == (2268, 626, 2)
-    rate = build_schedule(recipe)
-    assert rate(0) == pytest.approx(21.2 / 626)
-    assert rate(625) == pytest.approx(21.2)
-    decay = 2268 - 626 + 1
-    assert rate(2267) == pytest.approx(1e-4 + (21.2 - 1e-4) * (1 - (2268 - 626) / decay) ** 2)
     assert [round(plan.epoch(step)) for step in plan.evaluate_after[:3]] == [3, 7, 11]
 
 
@@ -72,16 +66,22 @@ def test_the_device_batch_is_the_largest_that_holds_whole_spans() -> None:
 @pytest.mark.parametrize(
     ("workers", "device_batch", "message"),
     [
-        (5, None, "96 cannot be divided over 5 workers; possible numbers of workers: 1, 2$"),
+        (
+            *(5, None),
+            "96 cannot be divided over 5 workers; possible numbers of workers: 1, 2, 3, 4, .* 96$",
+        ),
         (0, None, "cannot be divided over 0 workers"),
-        (4, None, "share of 24 samples is not a multiple of batch.bn_span .48.; use fewer workers"),
         (
             1,
             32,
             "device batch of 32 does not divide .* spans of 48; possible device batches: 48, 96",
         ),
         (1, 0, "device batch of 0 does not divide"),
-        (4, 24, "possible device batches: none, use fewer workers"),
+        (
+            *(2, 16),  # three workers would have to share a span
+            "48 samples into whole .* spans of 48, nor a span evenly .*; possible .*: 24, 48$",
+        ),
+        (4, 8, "possible device batches: 12, 24$"),
     ],
 )
 def test_a_batch_that_cannot_be_divided_is_refused(
@@ -89,6 +89,44 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         make_plan(digits(), workers=workers, device_batch=device_batch)
+
+
+def test_workers_share_spans_where_a_worker_can_hold_no_whole_one() -> None:
+    recipe = load_recipe(FOLDER / "resnet50_32768_mlperf.yaml")
+    plan = make_plan(recipe, workers=1024)
+    assert (plan.device_batch, plan.accumulation, plan.sync_workers) == (32, 1, 4)
+    assert plan.statistics_batch == 128
+    words = describe_spans(plan)
+    assert words.startswith("128 samples = 4 workers x 32, who exchange statistics (a worker's 32")
+    assert make_plan(recipe, workers=256).sync_workers == 1
+    asked = make_plan(recipe, workers=256, device_batch=64)
+    assert (asked.accumulation, asked.sync_workers) == (2, 2)
+    assert describe_spans(asked).endswith("(as the device batch asks for)")
+    assert make_plan(digits(), workers=96).sync_workers == 48
+    plain = digits("model={name: lenet5}", "batch.bn_span=null", "polish=null")
+    assert make_plan(plain, workers=96).sync_workers == 1
+    assert describe_spans(make_plan(plain, workers=96)) == "no BatchNorm"
+
+
+@given(st.integers(1, 24), st.integers(2, 24), st.integers(1, 24))
+def test_every_division_of_the_global_batch_has_a_plan_with_whole_spans(
+    workers: int, span: int, factor: int
+) -> None:
+    global_batch = math.lcm(workers, span) * factor
+    recipe = digits(f"batch.global_batch={global_batch}", f"batch.bn_span={span}", "polish=null",
+                    "schedule.warmup=null", "data.train_samples=14400")  # fmt: skip
+    plan = make_plan(recipe, workers=workers)
+    assert plan.workers * plan.device_batch * plan.accumulation == global_batch
+    assert plan.workers % plan.sync_workers == 0
+    together = plan.sync_workers * plan.device_batch
+    assert together == span if plan.sync_workers > 1 else together % span == 0
+
+
+def test_measuring_takes_any_device_batch_and_whole_spans_for_statistics() -> None:
+    for device_batch, whole in ((None, 96), (5, 48), (48, 48), (60, 96)):
+        plan = measuring_plan(digits(), workers=5, device_batch=device_batch)
+        assert (plan.workers, plan.device_batch) == (5, device_batch or 96)
+        assert (plan.statistics_batch, plan.sync_workers) == (whole, 1)
 
 
 @pytest.mark.parametrize(
@@ -103,39 +141,9 @@ def test_lengths_that_contradict_each_other_are_refused(override: str, message: 
         make_plan(digits(override), workers=1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["schedule.decay={kind: constant}"], {0: 0.0, 75: 1.0, 598: 1.0}),
-        (["schedule.decay={kind: cosine}", "schedule.warmup=null"], {0: 1.0, 599: 0.0}),
-        (
-            ["schedule.decay={kind: cosine, end_lr: 0.5, over: {steps: 10}}"],
-            {75: 1.0, 80: 0.75, 85: 0.5, 300: 0.5},
-        ),
-        (
-            ["schedule.decay={kind: steps, at: [{epochs: 10}, {steps: 400}], gamma: 0.5}"],
-            {75: 1.0, 149: 1.0, 150: 0.5, 399: 0.5, 400: 0.25},
-        ),
-        (["schedule.start_lr=0.5", "schedule.first_step=1"], {0: 0.5 + 0.5 / 75, 74: 1.0}),
-    ],
-)
-def test_the_recipes_schedule_has_these_rates(
-    overrides: list[str], expected: dict[int, float]
-) -> None:
-    rate = build_schedule(digits("schedule.peak_lr=1", *overrides))
-    assert {step: rate(step) for step in expected} == pytest.approx(expected)
-
-
 def test_accuracy_is_measured_every_so_many_epochs() -> None:
     plan = make_plan(
         digits("evaluation={every_epochs: 4, offset_epochs: 1}", "duration.epochs=12"), workers=1
     )
     assert plan.evaluate_after == (15, 75, 135)
     assert make_plan(digits("evaluation={}"), workers=1).evaluate_after == ()
-
-
-@pytest.mark.parametrize("at", ["[{epochs: 2}]", "[{epochs: 20}, {epochs: 10}]"])
-def test_step_decay_points_out_of_order_are_refused(at: str) -> None:
-    recipe = digits(f"schedule.decay={{kind: steps, at: {at}}}")
-    with pytest.raises(RecipeError, match="one after the other and after the warm-up .75 steps"):
-        build_schedule(recipe)

@@ -8,6 +8,7 @@ from largebatch.backends.serial import Serial
 from largebatch.errors import DataError
 from largebatch.norm import SpanBatchNorm, with_span
 from largebatch.polish import polish
+from largebatch.vision import require_torchvision
 from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))
@@ -80,6 +81,18 @@ def test_only_the_running_statistics_change() -> None:
     assert torch.get_rng_state().equal(generator)
     assert not model[0]._forward_pre_hooks
     assert model[0].track_running_stats
+
+
+def test_dropout_inside_a_layer_stays_off() -> None:
+    require_torchvision()
+    from timm.layers.norm_act import BatchNormAct2d
+
+    norm = BatchNormAct2d(3, drop_layer=nn.Dropout)
+    model = with_span(nn.Sequential(norm, nn.BatchNorm2d(3)).double(), 4)
+    generator = torch.get_rng_state()
+    polish(model, batches(8), CPU)
+    assert torch.get_rng_state().equal(generator)
+    assert model.get_submodule("0.drop").training
 
 
 def test_a_failure_in_the_middle_leaves_the_model_untouched() -> None:

@@ -1,0 +1,125 @@
+"""What BatchNorm spans cost: forward and backward of a network with ghost groups and without.
+
+    python benchmarks/norm.py [--model resnet50] [--batch 64] [--spans 64 32 16 8] [--size 224]
+
+In every round each kind of normalisation goes once, in turn, after one round that is not counted;
+the ratios are of the same round. The `joined` rows split the batch and join it again with
+torch.cat around nn.BatchNorm2d's own kernel, the obvious way, at the span named.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from measuring import paired_ratio, spread, write
+from torch import Tensor, nn
+
+from largebatch.models import build
+from largebatch.norm import with_span
+
+TARGET = 1.10
+
+
+class Joined(nn.Module):
+    """The obvious ghost BatchNorm: split, normalise, concatenate."""
+
+    def __init__(self, norm: nn.BatchNorm2d, span: int) -> None:
+        super().__init__()
+        self.norm, self.span = norm, span
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalise each group by itself."""
+        return torch.cat([self.norm(part) for part in images.split(self.span)])
+
+
+def joined(model: nn.Module, span: int) -> nn.Module:
+    """Replace every nn.BatchNorm2d by the obvious ghost BatchNorm."""
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.BatchNorm2d:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, Joined(layer, span))
+    return model
+
+
+def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
+    """Return one forward and backward pass that waits for the device."""
+
+    def once() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        F.cross_entropy(model(images), labels).backward()
+        if images.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return once
+
+
+def measure(rivals: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each rival in every round but the first."""
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    names = list(rivals)
+    for turn in range(rounds + 1):
+        first = turn % len(names)  # nobody always follows the same rival
+        for name in names[first:] + names[:first]:
+            begun = time.perf_counter()
+            rivals[name]()
+            seconds[name].append(time.perf_counter() - begun)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--spans", type=int, nargs="+", default=[64, 32, 16, 8])
+    parser.add_argument("--joined", type=int, nargs="*", default=[32], metavar="SPAN")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--channels-last", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print a table and write the result."""
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    plain = build(args.model, num_classes=1000).to(device)
+    plain.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
+    images = torch.randn(args.batch, 3, args.size, args.size, device=device)
+    images = images.to(memory_format=layout)
+    labels = torch.randint(1000, (args.batch,), device=device)
+    models = {"nn.BatchNorm2d": plain}
+    models |= {f"span {span}": with_span(copy.deepcopy(plain), span) for span in args.spans}
+    models |= {f"joined {span}": joined(copy.deepcopy(plain), span) for span in args.joined}
+    rivals = {name: passes(model, images, labels) for name, model in models.items()}
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        seconds = measure(rivals, rounds=args.rounds)
+
+    baseline = seconds.pop("nn.BatchNorm2d")
+    result = {
+        "settings": {**vars(args), "device": str(device)},
+        "target": f"span / nn.BatchNorm2d at most {TARGET}",
+        "nn.BatchNorm2d": {"seconds": spread(baseline)},
+    }
+    print(f"{'nn.BatchNorm2d':>15}  {spread(baseline)['median']:.3f} s")
+    for name, times in seconds.items():
+        ratio = paired_ratio(times, baseline)
+        result[name] = {"seconds": spread(times), "to nn.BatchNorm2d": ratio}
+        print(
+            f"{name:>15}  {spread(times)['median']:.3f} s  x {ratio['median']:.3f} "
+            f"({ratio['low']:.3f} to {ratio['high']:.3f}, n = {ratio['n']})"
+        )
+    print(write("norm", " ".join(["python", *sys.argv]), result))
+
+
+if __name__ == "__main__":
+    main()
