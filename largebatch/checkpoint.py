@@ -1,9 +1,9 @@
 """Checkpoints: everything a run needs to go on, written whole or not at all.
 
-A file holds the weights, BatchNorm statistics, the optimizer, how many updates were made, the
-recipe and what was measured so far. The sample order, crops, dropout and rates are functions of the
-step, so nothing else has a state. A file appears under its name only when it is complete; the
-newest one that can be read is loaded, so a run survives being killed while it saves.
+A file holds the weights, BatchNorm statistics, the optimizer, the loss scale, how many updates were
+made, the recipe and what was measured so far. The sample order, crops, dropout and rates are
+functions of the step, so nothing else has a state. A file appears under its name only when it is
+complete; the newest one that can be read is loaded, so a run survives being killed while it saves.
 """
 
 import io
@@ -40,6 +40,12 @@ class Checkpoint:
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Of the loss, in fp16; empty otherwise."""
+
+    skipped: int = 0
+    """Updates whose gradients overflowed."""
+
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that have ended, as in summary.json."""
 

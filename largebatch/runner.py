@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.amp import GradScaler
 
 from largebatch.backends import Name, open_backend
-from largebatch.backends.reducer import Reducer
-from largebatch.build import build_model, build_optimizer
+from largebatch.build import build_model, build_optimizer, build_reducer
 from largebatch.contracts import Tracker
 from largebatch.data.pipeline import open_pipeline
 from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
-from largebatch.plan import Plan, build_schedule, make_plan
+from largebatch.plan import Plan, make_plan
+from largebatch.rates import build_schedule
 from largebatch.recipe import Recipe
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
@@ -139,7 +140,7 @@ def open_session(
     model = build_model(recipe, backend)
     with (
         _stop_requests() as wants_stop,
-        closing(Reducer(model.named_parameters(), backend)) as reducer,
+        closing(build_reducer(recipe, model, backend)) as reducer,
     ):
         yield (
             Session(
@@ -154,7 +155,8 @@ def open_session(
                 ),
                 schedule=build_schedule(recipe),
                 reducer=reducer,
-                spans=Spans(model, backend),
+                spans=Spans(model, backend, sync_workers=plan.sync_workers),
+                scaler=GradScaler(backend.device.type, enabled=recipe.precision == "fp16"),
                 emit=emit,
                 log=StepLog(plan, backend, emit, wants_stop),
                 checkpoints=options.out / "checkpoints",
@@ -206,6 +208,7 @@ def summarize(session: Session, status: Status) -> Summary:
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
         steps=session.step,
+        skipped_steps=log.skipped,
         samples=session.step * plan.global_batch,
         seconds=session.seconds,
         images_per_second=log.images / log.seconds if log.images else None,

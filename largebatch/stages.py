@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch import checkpoint
@@ -50,6 +51,7 @@ class StepLog:
         self.stopped = False
         self.images = 0
         self.seconds = 0.0
+        self.skipped = 0
 
     def resume_clock(self) -> None:
         """Leave out the time since the last update, which went to something else."""
@@ -65,19 +67,25 @@ class StepLog:
         self._begun += seconds
         self.seconds += seconds
         self.images += self._plan.global_batch
+        self.skipped += update.skipped
         record = {
             "event": "step",
             "stage": stage,
             "step": update.step,
             "epoch": self._plan.epoch(update.step + 1),
             "lr": update.lr,
+            "loss_scale": update.loss_scale,
+            "skipped": update.skipped,
             "step_seconds": seconds,
             "images_per_second": self._plan.global_batch / seconds,
         }
         self._pending = (record, sums, work)
 
     def flush(self) -> None:
-        """Emit the record that is still open. Raises DivergedError if its loss is no number."""
+        """Emit the record that is still open.
+
+        Raises DivergedError if its loss is no number, or if fp16 fails without loss scaling too.
+        """
         if self._pending is None:
             return
         record, sums, work = self._pending
@@ -86,7 +94,12 @@ class StepLog:
         loss, wishes = sums.tolist()  # sync: of the update before; this one is queued already
         self.stopped = self.stopped or wishes > 0
         self._emit({**record, "loss": loss})
-        if not math.isfinite(loss):
+        if record["skipped"] and record["loss_scale"] < 1:
+            raise DivergedError(
+                f"the gradients of step {record['step']} overflow in fp16 even without loss "
+                "scaling; use precision: bf16 or fp32, or lower schedule.peak_lr"
+            )
+        if not math.isfinite(loss) and not record["skipped"]:
             raise DivergedError(
                 f"the training loss became {loss} at step {record['step']} (rate "
                 f"{record['lr']:.4g}); lower schedule.peak_lr or lengthen schedule.warmup"
@@ -107,6 +120,7 @@ class Session:
     schedule: Schedule
     reducer: Reducer
     spans: Spans
+    scaler: GradScaler
     emit: Emit
     log: StepLog
     checkpoints: Path
@@ -130,9 +144,11 @@ class Session:
         """Go on where a checkpoint stopped."""
         self.model.load_state_dict(state.model)
         self.optimizer.load_state_dict(state.optimizer)
+        self.scaler.load_state_dict(state.scaler)
         self.step, self.stages = state.step, state.stages
         self.seconds_before = state.seconds
         self.log.images, self.log.seconds = state.images, state.train_seconds
+        self.log.skipped = state.skipped
 
 
 def run_stages(session: Session, *, until: int) -> bool:
@@ -187,6 +203,7 @@ def _train_stage(session: Session, name: str, *, end: int, until: int) -> None:
         session.criterion,
         session.reducer,
         session.spans,
+        session.scaler,
         steps=steps,
         accumulation=plan.accumulation,
         global_batch=plan.global_batch,
@@ -259,6 +276,8 @@ def _save(session: Session) -> None:
             train_seconds=session.log.seconds,
             model=session.model.state_dict(),
             optimizer=session.optimizer.state_dict(),
+            scaler=session.scaler.state_dict(),
+            skipped=session.log.skipped,
             stages=session.stages,
         ),
     )

@@ -40,7 +40,10 @@ class Summary:
     device_batch: int
     accumulation: int
     steps: int
-    """Optimizer updates made."""
+    """Optimizer updates made, skipped ones included."""
+
+    skipped_steps: int
+    """Those whose gradients overflowed in fp16; nothing changed in them."""
 
     samples: int
     """Training samples they took, over all workers."""

@@ -117,6 +117,7 @@ class FakeRun:
             "backend": "torch",
             **plan,
             "steps": steps,
+            "skipped_steps": 0,
             "samples": steps * self.plan["global_batch"],
             "seconds": 74.7,
             "images_per_second": 806.3 if steps else None,

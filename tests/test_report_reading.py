@@ -120,9 +120,9 @@ def test_what_a_run_writes_can_be_read(tmp_path: Path) -> None:
     tracker.finish({})
     Summary(
         recipe="digits-96", commit=None, versions=versions(), backend="serial", workers=2,
-        global_batch=96, device_batch=48, accumulation=1, steps=0, samples=0, seconds=0.1,
-        images_per_second=None, peak_memory_bytes=1, top1=None, top5=None, loss=None, stages=[],
-        status="failed",
+        global_batch=96, device_batch=48, accumulation=1, steps=0, skipped_steps=0, samples=0,
+        seconds=0.1, images_per_second=None, peak_memory_bytes=1, top1=None, top5=None, loss=None,
+        stages=[], status="failed",
     ).write(tmp_path / "summary.json")  # fmt: skip
     run = read_run(tmp_path)
     assert (run.plan.steps, run.plan.device_batch) == (plan.steps, plan.device_batch)

@@ -46,7 +46,13 @@ EVALUATION = {
 }
 LAYER = {"name": "bn1", "channels": 4, "mean_shift": 0.5, "log_variance_ratio": 0.25}
 DRIFT = {"event": "drift", "stage": "statistics", "step": 2, "samples": 9, "layers": [LAYER]}
-SUMMARY = {"status": "finished", "seconds": 1.25, "top1": 0.975, "stages": [{"name": "train"}]}
+SUMMARY = {
+    "status": "finished",
+    "seconds": 1.25,
+    "skipped_steps": 0,
+    "top1": 0.975,
+    "stages": [{"name": "train"}],
+}
 
 
 def test_log_jsonl_holds_every_record_at_once_and_a_resumed_run_appends(tmp_path: Path) -> None:

@@ -51,12 +51,18 @@ def headlines(run: Run) -> tuple[Headline, ...]:
             "Updates",
             f"{run.num_steps:,}",
             "step" if run.num_steps == 1 else "steps",
-            f"{run.num_steps / plan.steps_per_epoch:,.1f} epochs",
+            f"{run.num_steps / plan.steps_per_epoch:,.1f} epochs{_skipped(run)}",
         ),
         Headline(
             "Wall time", time, unit, f"{duration(polishing)} of it polishing" if polishing else ""
         ),
     )
+
+
+def _skipped(run: Run) -> str:
+    """Say how many updates fp16 lost."""
+    skipped = run.summary.skipped_steps if run.summary else 0
+    return f", {skipped:,} skipped: fp16 overflow" if skipped else ""
 
 
 def _accuracy(run: Run) -> Headline:

@@ -98,6 +98,7 @@ class Summary:
     versions: dict[str, str]
     backend: str
     steps: int
+    skipped_steps: int
     seconds: float
     images_per_second: float | None
     peak_memory_bytes: int | None

@@ -30,6 +30,7 @@ class Console:
             f"[bold]{config['name']}[/]: {plan['steps']} steps of {plan['global_batch']} samples = "
             f"{plan['workers']} workers x {plan['accumulation']} x {plan['device_batch']}, "
             f"{plan['steps_per_epoch']:.2f} steps an epoch"
+            + (f"; {config['left_out']} bad pictures left out" if "left_out" in config else "")
             + (f"; resumed at step {resume_step}" if resume_step else "")
         )
         if self._console.is_terminal:
@@ -63,7 +64,11 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
         seconds: Any = summary["seconds"]
-        self._console.print(f"{summary['status']} after {seconds:.1f} s")
+        skipped = summary["skipped_steps"]
+        self._console.print(
+            f"{summary['status']} after {seconds:.1f} s"
+            + (f", {skipped} updates skipped because fp16 overflowed" if skipped else "")
+        )
 
     def _show_step(self, fields: Mapping[str, Any]) -> None:
         done = fields["step"] + 1
