@@ -1,5 +1,8 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
 # make test         install with everything optional, build Horovod, run every check and test
+# make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
+# make bench-gpu    on a CUDA GPU: its tests, then the measurements that need one; with a Python of
+#                   your own: make bench-gpu BENCH_PYTHON=python3
 # Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler.
 
 PYTHON ?= python3
@@ -11,7 +14,11 @@ SHELL := /bin/bash
 TORCH := torch==2.13.0 torchvision==0.28.0
 PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: quickstart test lint clean
+BENCH_PYTHON ?= $(BIN)/python
+GPU_TESTS := tests/test_cuda.py tests/test_lars.py tests/test_lars_fast.py tests/test_lars_referees.py \
+    tests/test_lars_state.py tests/test_norm.py tests/test_reducer.py tests/test_precision.py
+
+.PHONY: quickstart test lint bench bench-gpu clean
 
 quickstart: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
@@ -24,6 +31,22 @@ lint: $(VENV)/.installed-for-tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-for-tests
+	$(BENCH_PYTHON) benchmarks/lars.py
+	$(BENCH_PYTHON) benchmarks/loop.py
+	$(BENCH_PYTHON) benchmarks/reduction.py
+	$(BENCH_PYTHON) benchmarks/norm.py
+	$(BENCH_PYTHON) benchmarks/table.py
+
+bench-gpu:
+	@$(BENCH_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	    { echo "torch sees no CUDA GPU; the GPU column stays \"not measured\""; exit 1; }
+	$(BENCH_PYTHON) -m pytest -q $(GPU_TESTS)
+	$(BENCH_PYTHON) benchmarks/lars.py
+	$(BENCH_PYTHON) benchmarks/loop.py
+	$(BENCH_PYTHON) benchmarks/norm.py --channels-last --precision bf16
+	$(BENCH_PYTHON) benchmarks/table.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,105 @@
+"""What train() adds to a training loop written out in plain PyTorch, on one worker.
+
+    python benchmarks/loop.py [--rounds 40] [--steps 3] [--threads 2]
+
+Both make the same steps of SGD on a batch that lies in memory, on two copies of a model, in turns:
+a model with steps as long as in practice, where the ratio counts, and LeNet-5 on one picture, where
+the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. Writes
+benchmarks/results/loop_<hardware>_<date>.json.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import statistics
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import Step, paired_ratio, spread, take_turns, write
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import SGD
+
+from largebatch.backends.reducer import Reducer
+from largebatch.backends.serial import Serial
+from largebatch.contracts import Batch
+from largebatch.loss import cross_entropy
+from largebatch.models import build
+from largebatch.norm import Spans
+from largebatch.train import step_seeds, train
+
+RATE = 1e-3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each loop in a round")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    large = ("resnet50", 64, 224) if torch.cuda.is_available() else ("resnet18", 16, 96)
+    result: dict[str, Any] = {
+        "settings": vars(args),
+        "large": compare(*large, rounds=args.rounds, steps=args.steps),
+        "small": compare("lenet5", 1, 28, rounds=10 * args.rounds, steps=args.steps),
+    }
+    path = write("loop", " ".join(["python", *sys.argv]), result)
+    print(json.dumps(result, indent=1))
+    print(path)
+
+
+def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> dict[str, Any]:
+    """Let train() and a bare loop take turns."""
+    backend = Serial()
+    model = build(name, num_classes=10).to(backend.device)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(backend.device)
+    labels = torch.randint(10, (batch,), generator=generator).to(backend.device)
+    bare = bare_loop(copy.deepcopy(model), images, labels)
+    updates = train(
+        model,
+        SGD(model.parameters(), lr=RATE),
+        itertools.repeat(Batch(images, labels)),
+        lambda _: RATE,
+        cross_entropy(smoothing=0.0, off_target="all"),
+        Reducer(model.named_parameters(), backend),
+        Spans(model, backend),
+        GradScaler(backend.device.type, enabled=False),
+        steps=range(10**9),
+        accumulation=1,
+        global_batch=batch,
+        seed=step_seeds(0, 0),
+    )
+
+    def ours() -> None:
+        next(updates)
+
+    times = take_turns({"train()": ours, "bare loop": bare}, rounds=rounds, steps=steps)
+    added = [one - other for one, other in zip(times["train()"], times["bare loop"], strict=True)]
+    return {
+        "model": f"{name}, {batch} pictures of {pixels} pixels",
+        "seconds a step": {name: spread(values) for name, values in times.items()},
+        "ratio": paired_ratio(times["train()"], times["bare loop"]),
+        "seconds added": statistics.median(added),
+    }
+
+
+def bare_loop(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Step:
+    """The training step of any PyTorch tutorial."""
+    optimizer = SGD(model.parameters(), lr=RATE)
+
+    def step() -> None:
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What was measured, in one table: benchmarks/README.md, from the newest file of each benchmark.
+
+    python benchmarks/table.py
+
+A cell says the median of the paired ratio, its 95 % interval and n; a benchmark that no file in
+benchmarks/results/ holds for a kind of machine is "not measured" there.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import RESULTS
+
+PAGE = Path(__file__).parent / "README.md"
+MACHINES = ("CPU", "GPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One ratio: where it lies in the results of a benchmark, and what it should be."""
+
+    what: str
+    target: str
+    benchmark: str
+    path: tuple[str, ...]
+
+
+ROWS = (
+    Row("LARS on ResNet-50 / timm `Lars`", "<= 0.6", "lars", ("ratios", "ours / timm")),
+    Row("LARS on ResNet-50 / `SGD(fused=True)`", "<= 1.4", "lars", ("ratios", "ours / sgd")),
+    Row(
+        "ResNet-50, BatchNorm span 32 in a batch of 64 / `nn.BatchNorm2d`",
+        "<= 1.10",
+        "norm",
+        ("span 32", "to nn.BatchNorm2d"),
+    ),
+    Row(
+        "step of two workers / `DistributedDataParallel`",
+        "1.0 in the interval",
+        "reduction",
+        ("two workers", "ratios", "ours, torch / DDP"),
+    ),
+    Row(
+        "step of two workers / `hvd.DistributedOptimizer`",
+        "<= 0.9",
+        "reduction",
+        ("two workers, Horovod loaded", "ratios", "ours, Horovod / Horovod's optimizer"),
+    ),
+    Row(
+        "`train()` / bare loop (CPU: ResNet-18, GPU: ResNet-50)",
+        "<= 1.02",
+        "loop",
+        ("large", "ratio"),
+    ),
+)
+
+HEAD = """# Measurements
+
+Written by `python benchmarks/table.py` from the files in `results/`, which hold the command, the
+machine, versions, commit, n and spread. Ratios are of times, ours first, paired round by round:
+median (95 % bootstrap interval, n).
+
+"""
+
+
+def main() -> None:
+    newest = {kind: _newest(kind) for kind in MACHINES}
+    lines = ["| what | target | CPU | GPU |", "|---|---|---|---|"]
+    for row in ROWS:
+        cells = [_cell(newest[kind].get(row.benchmark), row.path) for kind in MACHINES]
+        lines.append(f"| {row.what} | {row.target} | {' | '.join(cells)} |")
+    lines.append("")
+    for kind in MACHINES:
+        for name, result in sorted(newest[kind].items()):
+            lines.append(f"- {name}, {kind}: {result['machine']}, {result['date']}, ")
+            lines[-1] += f"torch {result['versions']['torch']}: `{result['command']}`"
+        if not newest[kind]:
+            lines.append(f"- {kind}: not measured")
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    print(PAGE)
+
+
+def _newest(kind: str) -> dict[str, Any]:
+    """Return the newest result of each benchmark on one kind of machine."""
+    found: dict[str, Any] = {}
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.rpartition("_")[2]):
+        name, hardware, _ = path.stem.rsplit("_", 2)
+        if hardware.startswith("cpu") == (kind == "CPU"):
+            found[name] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _cell(result: Any, path: tuple[str, ...]) -> str:  # noqa: ANN401 -- JSON
+    for key in path:
+        if result is None:
+            return "not measured"
+        result = result.get(key)
+    if result is None:
+        return "not measured"
+    return "{median:.3f} ({low:.3f} to {high:.3f}, {n})".format(**result)
+
+
+if __name__ == "__main__":
+    main()
