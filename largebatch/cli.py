@@ -1,7 +1,7 @@
-"""The command line: parse, call, print, exit code. The only module that prints.
+"""The command line: parse, call, print, exit code. Only it and its two parts print.
 
-Nothing here imports PyTorch before a command needs it, so `check`, `plan` and `explain` answer at
-once and run where there is no GPU.
+Nothing here imports PyTorch before a command needs it, so `check` and `explain` answer at once, and
+`plan` has printed all but its last row by then.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted, `--resume`
 goes on; 1 anything else.
@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from largebatch import cli_data, cli_recipe
+from largebatch.cli_recipe import add_set, count
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -24,10 +26,9 @@ from largebatch.errors import (
     RecipeError,
     WorkerFailedError,
 )
-from largebatch.explain import explain
 from largebatch.folder import check_folder, default_folder
 from largebatch.loading import load_recipe
-from largebatch.plan import build_schedule, make_plan
+from largebatch.plan import make_plan
 from largebatch.workers import launched_rank
 
 if TYPE_CHECKING:
@@ -141,69 +142,6 @@ def _options(args: argparse.Namespace, *, out: Path) -> "Options":
     )
 
 
-def _plan(args: argparse.Namespace) -> int:
-    recipe = load_recipe(args.recipe, args.set)
-    plan = make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
-    rates = list(map(build_schedule(recipe), range(plan.steps)))
-    peak = max(range(plan.steps), key=rates.__getitem__)
-    polish = recipe.polish
-    samples = polish.statistics_samples if polish else None
-    spans = "no BatchNorm"
-    if plan.bn_span:
-        spans = f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
-    rows = {
-        "recipe": recipe.name,
-        "global batch": f"{plan.global_batch:,} = {plan.workers} workers x {plan.accumulation} "
-        f"micro-batches x {plan.device_batch}",
-        "BatchNorm span": spans,
-        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
-        "an epoch": f"{plan.steps_per_epoch:.2f} steps",
-        "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
-        "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
-        "rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
-        f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
-        "warm-up": f"{plan.warmup_steps:,} steps",
-        "statistics": f"{samples:,} clean samples" if samples else "none",
-        "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
-    }
-    for name, value in rows.items():
-        print(f"{name:>15}  {value}")
-    return DONE
-
-
-def _check(args: argparse.Namespace) -> int:
-    problems = []
-    for path in args.recipes:
-        try:
-            recipe = load_recipe(path, args.set)
-            make_plan(recipe, workers=1)
-            build_schedule(recipe)
-        except LargebatchError as error:
-            problems.append(str(error))
-        else:
-            print(f"{path}: ok")
-    if problems:
-        raise LargebatchError("\n".join(problems))
-    return DONE
-
-
-def _explain(args: argparse.Namespace) -> int:
-    print(explain(args.key))
-    return DONE
-
-
-def _index(args: argparse.Namespace) -> int:
-    from largebatch.data.index import check_same_classes, load_or_read
-
-    train, val = (load_or_read(args.folder, split) for split in ("train", "val"))
-    check_same_classes(train, val)
-    print(
-        f"{args.folder}: {len(train.classes)} classes, {len(train)} training and {len(val)} "
-        "validation pictures, all readable"
-    )
-    return DONE
-
-
 def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
@@ -236,12 +174,12 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "train, polish and evaluate as a recipe says")
     train.add_argument("recipe", type=Path)
-    _add_set(train)
-    train.add_argument("--workers", type=_count, default=1, metavar="N", help="local processes")
+    add_set(train)
+    train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     _add_machine(train)
     train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
     train.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    train.add_argument("--max-steps", type=_count, metavar="N", help="stop after N updates in all")
+    train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
     evaluate.add_argument("checkpoint", type=Path)
@@ -250,25 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     polish = command("polish", _polish, "do the statistics pass on a checkpoint of any run")
     polish.add_argument("checkpoint", type=Path)
     polish.add_argument("--out", type=Path, required=True, metavar="DIR", help="new run folder")
-    polish.add_argument("--samples", type=_count, metavar="N", help="pictures to measure (all)")
+    polish.add_argument("--samples", type=count, metavar="N", help="pictures to measure (all)")
     _add_machine(polish)
 
-    plan = command("plan", _plan, "print the arithmetic of a run")
-    plan.add_argument("recipe", type=Path)
-    _add_set(plan)
-    plan.add_argument("--workers", type=_count, default=1, metavar="N")
-    plan.add_argument("--device-batch", type=_count, metavar="N")
+    cli_recipe.add_commands(command)
 
-    check = command("check", _check, "validate recipes without running them")
-    check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
-    _add_set(check)
-
-    explained = command("explain", _explain, "say what a key of a recipe means")
-    explained.add_argument("key", nargs="?", default="", help="such as optimizer.eta")
-
-    data = command("data", _index, "prepare data sets").add_subparsers(required=True)
-    index = data.add_parser("index", help="read and verify every picture of DIR/{train,val}")
-    index.add_argument("folder", type=Path, metavar="DIR")
+    data = commands.add_parser("data", help="prepare and look at data sets")
+    cli_data.add_commands(data)
 
     report = command("report", _report, "draw a run folder again")
     report.add_argument("runs", type=Path, nargs="+", metavar="run")
@@ -277,27 +203,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    """Read a number of things: 1 or more."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
-    return number
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override the recipe"
-    )
-
-
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
     parser.add_argument("--backend", choices=["auto", "serial", "torch", "horovod"], default="auto")
     parser.add_argument(
-        "--device-batch", type=_count, metavar="N", help="samples a worker holds at a time"
+        "--device-batch", type=count, metavar="N", help="samples a worker holds at a time"
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/*")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"
+    )
     parser.add_argument(
         "--decoder", choices=["dali", "torchvision"], help="instead of the recipe's"
     )

@@ -10,7 +10,7 @@ import torch
 
 from largebatch import models
 from largebatch.backends import horovod
-from largebatch.contracts import Request
+from largebatch.contracts import Request, View
 from largebatch.data import dali, digits, index, torchvision
 from largebatch.errors import LargebatchError
 from largebatch.tracking.wandb import Wandb
@@ -52,12 +52,17 @@ def _decode_one(decode: Callable[..., Iterator[object]]) -> None:
         found = index.read_folder(Path(folder), "train")
         box = np.array([[0, 0, 8, 8]])
         request = Request(samples=np.array([0]), boxes=box, flips=np.array([False]))
-        batches = decode(
-            found,
-            iter([request]),
+        view = View(
             image_size=8,
             mean=(0.0, 0.0, 0.0),
             std=(1.0, 1.0, 1.0),
+            interpolation="bilinear",
+            antialias=True,
+        )
+        batches = decode(
+            found,
+            iter([request]),
+            view,
             device=torch.device("cpu"),
             threads=1,
             batch_size=1,

@@ -8,97 +8,20 @@ no default, except where the literature agrees on one.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-Triple = tuple[float, float, float]
-PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are not coerced, nothing mutates."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-class Data(Section):
-    """The pictures, and how they are shown to the model."""
-
-    source: Literal["folder", "digits", "synthetic"]
-    """`folder`: train/<class>/* and val/<class>/* under --data. `digits`: scikit-learn's 1,797
-    handwritten digits, embedded. `synthetic`: made up, for trying a recipe without its data."""
-
-    classes: Annotated[int, Field(ge=2)]
-    """Number of classes; the folder must have exactly these."""
-
-    train_samples: PositiveInt
-    """Number of training pictures; the folder must have exactly these."""
-
-    val_samples: PositiveInt
-    """Number of validation pictures; the folder must have exactly these."""
-
-    image_size: PositiveInt
-    """Side of the square the model sees, in pixels."""
-
-    mean: Triple = (0.485, 0.456, 0.406)
-    """Subtracted from red, green and blue on the scale 0 .. 1."""
-
-    std: PositiveTriple = (0.229, 0.224, 0.225)
-    """Red, green and blue are divided by these after the mean is subtracted."""
-
-    crop_area: tuple[Fraction, Fraction] | None
-    """Random crop while training: smallest and largest part of the picture's area
-    (Inception crop, arXiv:1409.4842); null shows the whole picture."""
-
-    crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
-    """Random crop while training: narrowest and widest shape, width over height."""
-
-    flip: bool
-    """Mirror half of the training pictures left to right."""
-
-    eval_resize: PositiveInt | None
-    """Clean pictures (validation, polishing): the short side is resized to this, then the centre
-    of image_size is cut out; null shows the whole picture."""
-
-    decoder: Literal["dali", "torchvision"] = "dali"
-    """What decodes and resizes the pictures; --decoder overrides it."""
-
-    @model_validator(mode="after")
-    def _ranges_are_ordered(self) -> Self:
-        for key in ("crop_area", "crop_aspect"):
-            bounds = getattr(self, key)
-            if bounds is not None and bounds[0] > bounds[1]:
-                raise ValueError(f"{key}: the first bound must not exceed the second, got {bounds}")
-        if self.eval_resize is not None and self.eval_resize < self.image_size:
-            raise ValueError(
-                f"eval_resize ({self.eval_resize}) must be at least image_size ({self.image_size})"
-            )
-        return self
+from largebatch.pictures import Data
+from largebatch.policy import Schedule
+from largebatch.section import Momentum, Section, Span
 
 
 class Model(Section):
     """The network."""
 
     name: str
-    """`lenet5`, or the name of any timm model."""
+    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), or the name of any timm model."""
 
-    arguments: dict[str, JsonValue] = {}
+    arguments: dict[str, JsonValue] = Field(default={})
     """Passed to timm.create_model as they are."""
 
     head_std: PositiveFloat | None = None
@@ -127,6 +50,9 @@ class LARS(Section):
     eps: NonNegativeFloat = 0.0
     """Added to the denominator of the trust ratio."""
 
+    kernels: Literal["torch", "apex"] = "torch"
+    """What computes the update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
+
 
 class SGD(Section):
     """Stochastic gradient descent with momentum, as torch.optim.SGD."""
@@ -139,81 +65,6 @@ class SGD(Section):
     """Applied to weights; biases and normalisation layers get none."""
 
     nesterov: bool = False
-
-
-class Span(Section):
-    """A stretch of training, in epochs or in steps."""
-
-    epochs: PositiveFloat | None = None
-    steps: PositiveInt | None = None
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> Self:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
-        return self
-
-
-class Constant(Section):
-    """Stay at the peak."""
-
-    kind: Literal["constant"]
-
-
-class Fall(Section):
-    """Base of the decays that end at a rate."""
-
-    end_lr: NonNegativeFloat = 0.0
-
-    over: Span | None = None
-    """How long the fall takes, from the end of the warm-up; null: until the run ends."""
-
-
-class Polynomial(Fall):
-    """Fall to end_lr along (1 - t)**power."""
-
-    kind: Literal["polynomial"]
-    power: PositiveFloat = 2.0
-
-
-class Cosine(Fall):
-    """Fall to end_lr along half a cosine."""
-
-    kind: Literal["cosine"]
-
-
-class Steps(Section):
-    """Multiply the rate by gamma at given points."""
-
-    kind: Literal["steps"]
-
-    at: Annotated[tuple[Span, ...], Field(min_length=1)]
-    """The points, counted from the start of the run, warm-up included."""
-
-    gamma: Fraction = 0.1
-
-
-class Schedule(Section):
-    """The learning rate: a linear warm-up to the peak, then a decay."""
-
-    peak_lr: PositiveFloat
-
-    warmup: Span | None
-    """How long the linear rise to the peak takes; null: none."""
-
-    start_lr: NonNegativeFloat = 0.0
-    """The rate at which the warm-up starts."""
-
-    decay: Annotated[Constant | Polynomial | Cosine | Steps, Field(discriminator="kind")]
-
-    first_step: Literal[0, 1] = 0
-    """The number of the first update; MLPerf's reference counts from 1."""
-
-    @model_validator(mode="after")
-    def _start_lr_is_used(self) -> Self:
-        if self.warmup is None and self.start_lr:
-            raise ValueError("start_lr is the start of the warm-up: give warmup too")
-        return self
 
 
 class Loss(Section):
@@ -243,6 +94,56 @@ class BatchSizes(Section):
                 f"global_batch ({self.global_batch}) must be a multiple of bn_span ({self.bn_span})"
             )
         return self
+
+
+class Groups(Section):
+    """Base of the ways to put gradients into groups; each group is sent as one tensor."""
+
+
+class CubicGroups(Groups):
+    """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
+
+    kind: Literal["cubic"]
+
+
+class QuadraticGroups(Groups):
+    """3 (k+1)^2 - 3 k^2 tensors: 3, 9, 15, 21 ..."""
+
+    kind: Literal["quadratic"]
+
+
+class ConstantGroups(Groups):
+    """The same number of tensors in each."""
+
+    kind: Literal["constant"]
+
+    tensors: PositiveInt
+    """How many."""
+
+
+class GroupsByBytes(Groups):
+    """As many tensors as fill a number of bytes, at least one."""
+
+    kind: Literal["bytes"]
+
+    megabytes: PositiveFloat
+    """A group is complete when it has at least this many million bytes of gradients."""
+
+
+class Reduction(Section):
+    """How gradients are summed over the workers while the backward pass is running."""
+
+    groups: Annotated[
+        CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
+    ] = CubicGroups(kind="cubic")
+    """What is sent together, counted from the last layer."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Sent in this type. In bf16 and fp16 each worker divides by their number first, so that no sum
+    overflows; gradients of normalisation layers stay in fp32, in one last group."""
+
+    hierarchical: bool = False
+    """Sum inside each machine first, then across machines, each worker a part of every group."""
 
 
 class Polish(Section):
@@ -297,13 +198,16 @@ class Recipe(Section):
     optimizer: Annotated[LARS | SGD, Field(discriminator="kind")]
     schedule: Schedule
     loss: Loss = Loss()
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward and backward pass; weights and updates are always fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the forward and backward pass; weights and updates are always fp32. fp16 scales
+    the loss and skips updates whose gradients overflow."""
+
+    reduction: Reduction = Reduction()
 
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
     tracking: tuple[Literal["wandb"], ...] = ()
-    """Besides the console and log.jsonl, which every run has."""
+    """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
 
     @model_validator(mode="after")
     def _statistics_fit_the_data(self) -> Self:

@@ -34,6 +34,10 @@ def open_folder(session: Session, folder: Path) -> list[Tracker]:
         **recipe.model_dump(mode="json"),
         "plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch},
     }
+    pipeline = session.pipeline
+    left_out = len(pipeline.train_index.bad) + len(pipeline.val_index.bad)
+    if left_out:
+        config["left_out"] = left_out  # pictures that cannot be used, by `data index --drop-bad`
     for tracker in trackers:
         tracker.start(config, resume_step=session.step)
     return trackers

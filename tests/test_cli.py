@@ -268,11 +268,22 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
 def test_light_commands_never_import_torch() -> None:
     program = (
         "import sys; from largebatch.cli import main; "
-        f"main(['plan', {FUJITSU!r}, '--workers', '2048']); main(['check', {DIGITS!r}]); "
-        "main(['explain', 'optimizer']); "
+        f"main(['check', {DIGITS!r}]); main(['explain', 'optimizer']); "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_plan_has_printed_all_but_its_last_row_before_it_imports_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from largebatch.cli import main; "
+        f"main(['plan', {FUJITSU!r}, '--workers', '2048'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "import of torch halted" in done.stderr
+    assert done.stdout.splitlines()[-1].split()[0] == "evaluations"
 
 
 def test_explain_answers_and_corrects(capsys: pytest.CaptureFixture[str]) -> None:

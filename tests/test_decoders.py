@@ -6,14 +6,11 @@ where a shrinking filter hangs over the edge of the box, Pillow weighs the pixel
 DALI repeats the outermost one: up to 24 steps in the outermost pixels of real photographs.
 """
 
-import dataclasses
-import gc
-import importlib.util
+import io
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,37 +18,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from decoding import (
+    Decode,
+    augmented,
+    both_decoders,
+    needs_dali,
+    photograph,
+    run,
+)
 from PIL import Image
 from torch import Tensor
 
-from largebatch.contracts import Batches, Request
-from largebatch.data import clean_request, dali, torchvision, train_request
+from largebatch.contracts import Request
+from largebatch.data import clean_request, dali, torchvision
 from largebatch.data.digits import write_digits
 from largebatch.data.index import Index, read_folder
-from largebatch.errors import MissingPackageError
-
-Decode = Callable[..., Batches]
+from largebatch.errors import DataError, MissingPackageError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
-needs_dali = pytest.mark.skipif(not has_dali, reason="NVIDIA DALI is not installed")
-both_decoders = pytest.mark.parametrize(
-    "decode",
-    [
-        pytest.param(dali.decode, id="dali", marks=needs_dali),
-        pytest.param(torchvision.decode, id="torchvision"),
-    ],
-)
-
-
-def photograph(height: int, width: int) -> np.ndarray:
-    """Smooth colours, a hard edge and some noise."""
-    y, x = np.mgrid[:height, :width]
-    waves = [127 + 90 * np.sin(x / (9 + c) + c) * np.cos(y / (13 - c)) for c in range(3)]
-    pixels = np.stack(waves, axis=-1) + np.random.default_rng(0).normal(0, 6, (height, width, 3))
-    pixels[height // 3 : height // 2, width // 4 :] = 250
-    return pixels.clip(0, 255).round().astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +73,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
     return read_folder(root, "train")
 
 
-def run(decode: Decode, index: Index, requests: Iterable[Request], **changes: object) -> Batches:
-    arguments: dict[str, Any] = {
-        "image_size": 128,
-        "mean": (0.0, 0.0, 0.0),
-        "std": (1 / 255, 1 / 255, 1 / 255),
-        "device": torch.device("cpu"),
-        "threads": 2,
-        "batch_size": 64,
-    }
-    return decode(index, iter(requests), **(arguments | changes))
-
-
-def augmented(index: Index, size: int, number: int) -> list[Request]:
-    request = partial(train_request, seed=0, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), flip=True)
-    return [request(index, range(n * size, (n + 1) * size)) for n in range(number)]
-
-
 def one_by_one(index: Index, box: tuple[int, int, int, int]) -> list[Request]:
     no_flip = np.zeros(1, dtype=np.bool_)
     return [Request(np.array([n]), np.array([box]), no_flip) for n in range(len(index))]
@@ -115,7 +83,7 @@ def by_hand(index: Index, request: Request, image_size: int) -> Tensor:
     for sample, (top, left, height, width), flip in zip(
         request.samples, request.boxes.tolist(), request.flips, strict=True
     ):
-        with Image.open(index.root / index.paths[sample]) as image:
+        with Image.open(index.locate(int(sample)).path) as image:
             part = image.convert("RGB").crop((left, top, left + width, top + height))
         pixels = np.asarray(part.resize((image_size, image_size), Image.Resampling.BILINEAR))
         pictures.append(pixels[:, ::-1] if flip else pixels)
@@ -139,7 +107,7 @@ def test_pixels_that_are_not_resized_are_exact_for_every_kind_of_picture(
     """The box is away from the edges and of odd offset, so JPEG chroma is cut between samples."""
     requests = one_by_one(folder, (101, 53, 128, 128))
     for sample, batch in enumerate(run(decode, folder, requests)):
-        with Image.open(folder.root / folder.paths[sample]) as image:
+        with Image.open(folder.locate(sample).path) as image:
             expected = np.asarray(image.convert("RGB"))[101:229, 53:181]
         found = batch.images[0].permute(1, 2, 0).round().to(torch.uint8).numpy()
         assert (found == expected).all(), folder.paths[sample]
@@ -189,16 +157,63 @@ def test_the_decoders_agree_on_pictures_of_every_kind(folder: Index) -> None:
     assert_alike(folder, augmented(folder, 17, 4))
 
 
-@needs_dali
-def test_the_decoders_agree_on_real_photographs(real_data: Path, tmp_path: Path) -> None:
-    (tmp_path / "train/any").mkdir(parents=True)
+@pytest.fixture(scope="module")
+def photographs(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """The 100 full-size ImageNet JPEGs."""
+    root = tmp_path_factory.mktemp("photographs")
+    (root / "train/any").mkdir(parents=True)
     with zipfile.ZipFile(real_data / "imagenet_samples/samples.zip") as samples:
-        for name in samples.namelist()[::5]:
-            (tmp_path / "train/any" / Path(name).name).write_bytes(samples.read(name))
-    index = read_folder(tmp_path, "train")
-    assert len(index) == 20
-    clean = clean_request(index, np.arange(20), image_size=224, resize=256)
-    assert_alike(index, [*augmented(index, 20, 2), clean], image_size=224)
+        for name in samples.namelist():
+            (root / "train/any" / Path(name).name).write_bytes(samples.read(name))
+    index = read_folder(root, "train")
+    assert len(index) == 100
+    return index
+
+
+@needs_dali
+def test_the_decoders_agree_on_real_photographs(photographs: Index) -> None:
+    clean = clean_request(photographs, np.arange(100), image_size=224, resize=256)
+    assert_alike(photographs, [*augmented(photographs, 100, 1), clean], image_size=224)
+
+
+@needs_dali
+def test_the_decoders_nearly_agree_on_bicubic_photographs(photographs: Index) -> None:
+    """Where the cubic swings over 0 or 255, Pillow cuts it off between its two passes."""
+    clean = clean_request(photographs, np.arange(100), image_size=224, resize=256)
+    requests = [*augmented(photographs, 100, 1), clean]
+    both = [
+        run(decode, photographs, requests, image_size=224, interpolation="bicubic")
+        for decode in (dali.decode, torchvision.decode)
+    ]
+    bilinear = run(torchvision.decode, photographs, requests, image_size=224)
+    for a, b, other in zip(*both, bilinear, strict=True):
+        difference = (a.images - b.images).abs()
+        assert difference.max() <= 32
+        assert (difference > 1.01).float().mean() <= 0.002
+        assert difference.mean() <= 0.25
+        assert (b.images - other.images).abs().mean() > 0.5
+
+
+@needs_dali
+def test_without_antialias_a_smaller_picture_is_made_of_the_nearest_pixels_alone(
+    folder: Index,
+) -> None:
+    (request,) = augmented(folder, 17, 1)
+    (batch,) = run(dali.decode, folder, [request], image_size=40, antialias=False)
+    for image, sample, box, flip in zip(
+        batch.images, request.samples.tolist(), request.boxes.tolist(), request.flips, strict=True
+    ):
+        top, left, height, width = box
+        with Image.open(folder.locate(sample).path) as picture:
+            part = np.array(picture.convert("RGB"))[top : top + height, left : left + width]
+        planes = torch.from_numpy(part).permute(2, 0, 1)[None].float()
+        expected = F.interpolate(planes, size=(40, 40), mode="bilinear", antialias=False)[0]
+        assert (image - (expected.flip(2) if flip else expected)).abs().max() <= 1.01
+
+
+def test_torchvision_refuses_what_pillow_cannot_do(folder: Index) -> None:
+    with pytest.raises(DataError, match="antialias: false cannot be done by decoder torchvision"):
+        run(torchvision.decode, folder, [], antialias=False)
 
 
 def assert_alike(
@@ -214,10 +229,6 @@ def assert_alike(
         assert difference.mean() <= 0.25
 
 
-def open_threads_and_files() -> list[int]:
-    return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd")]
-
-
 @both_decoders
 def test_the_next_batches_are_asked_for_while_one_is_used(decode: Decode, folder: Index) -> None:
     asked = 0
@@ -230,28 +241,8 @@ def test_the_next_batches_are_asked_for_while_one_is_used(decode: Decode, folder
 
     batches = run(decode, folder, requests())
     next(batches)
-    assert 2 <= asked <= 4
+    assert 2 <= asked <= 5
     batches.close()
-
-
-@both_decoders
-def test_threads_and_files_are_given_back_each_time(decode: Decode, folder: Index) -> None:
-    """Whether the batches are closed early, used up, or never begun."""
-    list(run(decode, folder, augmented(folder, 4, 3)))  # what stays for good is there after this
-    gc.collect()
-    before = open_threads_and_files()
-    gc.disable()  # it must not depend on the collector
-    try:
-        for number in range(20):
-            batches = run(decode, folder, augmented(folder, 4, 3))
-            for _ in range(number % 5):
-                next(batches, None)
-            batches.close()
-            deadline = time.monotonic() + 5  # a joined thread takes a moment to leave /proc
-            while open_threads_and_files() != before:
-                assert time.monotonic() < deadline, open_threads_and_files()
-    finally:
-        gc.enable()
 
 
 def test_what_nobody_will_use_is_not_decoded(
@@ -259,9 +250,9 @@ def test_what_nobody_will_use_is_not_decoded(
 ) -> None:
     opened = []
 
-    def count(path: Path) -> Image.Image:
-        opened.append(path)
-        return Image.open(path)
+    def count(file: io.BytesIO) -> Image.Image:
+        opened.append(file)
+        return Image.open(file)
 
     monkeypatch.setattr(torchvision, "Image", SimpleNamespace(open=count))
     batches = run(torchvision.decode, folder, augmented(folder, 40, 3))
@@ -281,13 +272,6 @@ def test_an_error_in_the_requests_reaches_the_caller(decode: Decode, folder: Ind
 
     with pytest.raises(ZeroDivisionError):
         list(run(decode, folder, requests()))
-
-
-@both_decoders
-def test_a_picture_that_went_away_is_named(decode: Decode, folder: Index, tmp_path: Path) -> None:
-    gone = dataclasses.replace(folder, root=tmp_path)
-    with pytest.raises((FileNotFoundError, RuntimeError), match=gone.paths[0]):
-        next(run(decode, gone, one_by_one(gone, (0, 0, 8, 8))))
 
 
 def test_without_dali_the_way_to_get_it_and_to_do_without_is_named(

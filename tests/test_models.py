@@ -107,10 +107,6 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
     [
         (["polish=null", "batch.bn_span=null"], "batch.bn_span: resnet18 has BatchNorm; say how"),
         (["model={name: lenet5}"], "batch.bn_span: lenet5 has no BatchNorm; make it null"),
-        (
-            ["model={name: efficientnet_b0}"],
-            "model.name: efficientnet_b0: layer bn1 is a BatchNormAct2d; only nn.BatchNorm1d",
-        ),
     ],
 )
 def test_a_span_and_a_model_that_do_not_fit_are_refused(overrides: list[str], message: str) -> None:

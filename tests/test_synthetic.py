@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Request
+from largebatch.contracts import Batch, Request, View
 from largebatch.data import clean_request, synthetic
 from largebatch.data.index import Index
 
@@ -16,11 +16,11 @@ def decode(index: Index, requests: list[Request], **changes: object) -> Iterator
         "image_size": int(index.heights[0]),
         "mean": (0.0, 0.0, 0.0),
         "std": (1 / 255, 1 / 255, 1 / 255),
-        "device": torch.device("cpu"),
-        "threads": 1,
-        "batch_size": 512,
+        "interpolation": "bilinear",
+        "antialias": True,
     }
-    return synthetic.decode(index, requests, **(arguments | changes))
+    view, cpu = View(**(arguments | changes)), torch.device("cpu")
+    return synthetic.decode(index, requests, view, device=cpu, threads=1, batch_size=512)
 
 
 def whole(index: Index, samples: np.ndarray) -> Request:

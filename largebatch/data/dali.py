@@ -1,127 +1,186 @@
 """NVIDIA DALI as the decoder: on the processor, or on the GPU where the worker has one.
 
-DALI does what it is fast at and decides nothing: paths, boxes and flips come in from outside, which
-measured as fast as its own reader, and its shards, seeds, shuffling and last-batch policies are
-not used.
+DALI does what it is fast at and decides nothing: bytes, boxes and flips come in from outside, and
+its readers, shards, seeds, shuffling and last-batch policies are not used.
 """
 
 import importlib
-import os
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils import dlpack
 
-from largebatch.contracts import Batch, Batches, Request
+from largebatch.contracts import Batch, Batches, Request, View
 from largebatch.data.index import Index
-from largebatch.errors import MissingPackageError
-from largebatch.recipe import Triple
+from largebatch.data.reading import name_of, open_reader, read_ahead
+from largebatch.errors import DataError, MissingPackageError
 
 AHEAD = 2
 """How many batches are finished or under way when one is asked for."""
 
+_Inputs = tuple[
+    list[npt.NDArray[np.uint8]], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]
+]
+_UnderWay = tuple[Request, _Inputs]
 
-def decode(  # noqa: PLR0913 -- every decoder is called alike
+
+def decode(
     index: Index,
     requests: Iterable[Request],
+    view: View,
     *,
-    image_size: int,
-    mean: Triple,
-    std: Triple,
     device: torch.device,
     threads: int,
     batch_size: int,
 ) -> Batches:
     """Return one batch of at most `batch_size` for each request, in order.
 
-    A box is cut out, resized with antialiased bilinear interpolation, then mirrored if asked for.
-    DALI's threads and memory are given back when the batches end or are closed.
+    A box is cut out, resized, then mirrored if asked for. DALI's threads and memory are given back
+    when the batches end or are closed.
     """
     dali = _require_dali()
-    on_gpu = device.type == "cuda"
-    if on_gpu and device.index is None:
+    if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    pipeline = dali.Pipeline(
-        batch_size=batch_size,
-        num_threads=threads,
-        device_id=device.index if on_gpu else None,
-        prefetch_queue_depth=AHEAD,
-    )
-    with pipeline:
-        inputs = _inputs(index, requests)
-        graph = _graph(dali, inputs, image_size=image_size, mean=mean, std=std, on_gpu=on_gpu)
-        pipeline.set_outputs(*graph)
-    return _run(pipeline, device)
+    graph = _Graph(dali=dali, index=index, view=view, device=device)
+    return _run(graph, requests, batch_size=batch_size, threads=threads)
 
 
-def _run(pipeline: Any, device: torch.device) -> Batches:  # noqa: ANN401 -- DALI is optional
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """What becomes of the pictures, and how to build pipelines that do it."""
+
+    dali: ModuleType
+    index: Index
+    view: View
+    device: torch.device
+
+    def build(self, inputs: Iterator[_Inputs], *, batch_size: int, threads: int, ahead: int) -> Any:  # noqa: ANN401 -- DALI is optional
+        """Return a pipeline that keeps `ahead` batches finished or under way."""
+        at_once = ahead > 1
+        pipeline = self.dali.Pipeline(
+            batch_size=batch_size,
+            num_threads=threads,
+            device_id=self.device.index if self.device.type == "cuda" else None,
+            prefetch_queue_depth=ahead,
+            exec_pipelined=at_once,
+            exec_async=at_once,
+        )
+        with pipeline:
+            pipeline.set_outputs(self._images(inputs))
+        return pipeline
+
+    def _images(self, inputs: Iterator[_Inputs]) -> Any:  # noqa: ANN401 -- DALI is optional
+        """Describe the pipeline: decode the box, resize, mirror and normalise."""
+        fn, types, view = self.dali.fn, self.dali.types, self.view
+        on_gpu = self.device.type == "cuda"
+        pictures, corners, shapes, flips = fn.external_source(
+            source=inputs,
+            num_outputs=4,
+            dtype=[types.UINT8, types.INT32, types.INT32, types.INT32],
+            ndim=[1, 1, 1, 0],
+            no_copy=not on_gpu,  # a GPU may still be reading when a batch is handed out
+        )
+        images = fn.decoders.image_slice(
+            pictures,
+            device="mixed" if on_gpu else "cpu",
+            start=corners,
+            shape=shapes,
+            axis_names="HW",
+            adjust_orientation=False,
+            jpeg_fancy_upsampling=True,  # so that the GPU's colours are the processor's
+        )
+        bicubic = view.interpolation == "bicubic"
+        images = fn.resize(
+            images,
+            size=[view.image_size, view.image_size],
+            interp_type=types.INTERP_CUBIC if bicubic else types.INTERP_LINEAR,
+            antialias=view.antialias,  # makes it Pillow's filter, but for the outermost pixels
+        )
+        return fn.crop_mirror_normalize(
+            images,
+            mirror=flips,
+            mean=[255 * value for value in view.mean],
+            std=[255 * value for value in view.std],
+            dtype=types.FLOAT,
+            output_layout="CHW",
+        )
+
+
+def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads: int) -> Batches:
     """Hand the outputs over to torch, without a copy; the last reference ends the pipeline."""
+    index, device = graph.index, graph.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    while True:
-        try:
-            images, labels = pipeline.run(stream)
-        except StopIteration:
-            return
-        yield Batch(dlpack.from_dlpack(images.as_tensor()), dlpack.from_dlpack(labels.as_tensor()))
+    under_way: deque[_UnderWay] = deque()
+    with open_reader() as reader:
+        inputs = _inputs(read_ahead(index, requests, reader), under_way)
+        pipeline = graph.build(inputs, batch_size=batch_size, threads=threads, ahead=AHEAD)
+        while True:
+            try:
+                (images,) = pipeline.run(stream)
+            except StopIteration:
+                return
+            except RuntimeError:
+                _name_culprit(graph, [request for request, _ in under_way])
+                raise
+            request, _ = under_way.popleft()
+            labels = torch.from_numpy(index.labels[request.samples])
+            yield Batch(
+                dlpack.from_dlpack(images.as_tensor()), labels.to(device, non_blocking=True)
+            )
 
 
-def _graph(
-    dali: ModuleType,
-    inputs: Iterator[tuple[Any, ...]],
-    *,
-    image_size: int,
-    mean: Triple,
-    std: Triple,
-    on_gpu: bool,
-) -> tuple[Any, Any]:
-    """Describe the pipeline: read, decode the box, resize, mirror and normalise."""
-    fn, types = dali.fn, dali.types
-    paths, corners, shapes, flips, labels = fn.external_source(
-        source=inputs,
-        num_outputs=5,
-        dtype=[types.UINT8, types.INT32, types.INT32, types.INT32, types.INT64],
-        ndim=[1, 1, 1, 0, 0],
-    )
-    images = fn.decoders.image_slice(
-        fn.io.file.read(paths),
-        device="mixed" if on_gpu else "cpu",
-        start=corners,
-        shape=shapes,
-        axis_names="HW",
-        adjust_orientation=False,
-        jpeg_fancy_upsampling=True,  # so that the GPU's colours are the processor's
-    )
-    images = fn.resize(
-        images,
-        size=[image_size, image_size],
-        interp_type=types.INTERP_LINEAR,
-        antialias=True,  # what makes it Pillow's bilinear, but for the outermost pixels
-    )
-    images = fn.crop_mirror_normalize(
-        images,
-        mirror=flips,
-        mean=[255 * value for value in mean],
-        std=[255 * value for value in std],
-        dtype=types.FLOAT,
-        output_layout="CHW",
-    )
-    return images, labels.gpu() if on_gpu else labels
+def _inputs(
+    read: Iterable[tuple[Request, list[bytes]]], under_way: deque[_UnderWay]
+) -> Iterator[_Inputs]:
+    """Turn requests into the pipeline's inputs: pictures, corners, shapes and flips.
 
-
-def _inputs(index: Index, requests: Iterable[Request]) -> Iterator[tuple[Any, ...]]:
-    """Turn requests into the pipeline's inputs: paths, corners, shapes, flips and labels."""
-    for request in requests:
-        paths = [os.fsencode(index.root / index.paths[sample]) for sample in request.samples]
-        yield (
-            [np.frombuffer(path, dtype=np.uint8) for path in paths],
+    DALI reads them where they are, so `under_way` holds them until their batch is finished.
+    """
+    for request, pictures in read:
+        inputs = (
+            [np.frombuffer(picture, dtype=np.uint8) for picture in pictures],
             np.ascontiguousarray(request.boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(request.boxes[:, 2:], dtype=np.int32),
             request.flips.astype(np.int32),
-            index.labels[request.samples],
         )
+        under_way.append((request, inputs))
+        yield inputs
+
+
+def _name_culprit(graph: _Graph, under_way: Iterable[Request]) -> None:
+    """Raise DataError with the path of the picture over which a pipeline failed.
+
+    DALI does not say which it was, so those under way are decoded again one by one. If every one
+    can be, the fault lies elsewhere and this returns.
+    """
+    singles = [
+        Request(one.samples[k : k + 1], one.boxes[k : k + 1], one.flips[k : k + 1])
+        for one in under_way
+        for k in range(len(one.samples))
+    ]
+    with open_reader() as reader:
+        held: deque[_UnderWay] = deque()
+        inputs = _inputs(read_ahead(graph.index, singles, reader), held)
+        pipeline = graph.build(inputs, batch_size=1, threads=1, ahead=1)
+        for single in singles:
+            try:
+                pipeline.run()
+            except RuntimeError as error:
+                name = name_of(graph.index.locate(int(single.samples[0])))
+                raise DataError(
+                    f"{name}: DALI cannot decode this picture: {_gist(error)}"
+                ) from error
+
+
+def _gist(error: RuntimeError) -> str:
+    """Return the one line of DALI's report that says what happened."""
+    return str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
 
 
 def _require_dali() -> ModuleType:

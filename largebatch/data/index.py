@@ -1,40 +1,35 @@
-"""What pictures exist: path, label, height and width, read and checked once.
+"""What pictures exist: where, label, height and width, read and checked once.
 
 A broken picture must be reported before a run starts, with its path, and never in the middle of
-it, so every picture is decoded once. The result is kept beside the pictures and used for as long
-as the folder has not changed; worker 0 hands the same bytes to the other workers.
+it. What was found is kept in one file beside the pictures, which every worker of a machine maps
+into memory, and refused once the folder is another than it was.
 """
 
 import contextlib
 import hashlib
-import io
 import os
-import uuid
-import zipfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from largebatch.contracts import IntArray
+from largebatch.data.building import FORMAT, Bad, Content, Progress, build
+from largebatch.data.changes import difference
+from largebatch.data.mapped import open_mapped, pack, write_whole
+from largebatch.data.places import paths
+from largebatch.data.scan import SHOWN, listed, scan
 from largebatch.errors import DataError
-from largebatch.workers import available_cores
 
-EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""What both decoders read. Other files, and names that begin with a dot, are ignored."""
 
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
-"""Pillow's names for the kinds of pixels that both decoders turn into the same RGB."""
+class Location(NamedTuple):
+    """The bytes of one encoded picture."""
 
-FORMAT = 1
-"""Of a kept index; one of another format is not used."""
-
-SHOWN = 10
-"""How many broken pictures or class names a message lists."""
+    path: Path
+    offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +42,48 @@ class Index:
     classes: tuple[str, ...]
     """Names, by label."""
 
-    paths: tuple[str, ...]
+    paths: Sequence[str]
+    """Of the files that hold the samples: one each, or the same shard for many."""
+
     labels: IntArray
     heights: IntArray
     widths: IntArray
     """In pixels as stored: no decoder applies EXIF orientation, so it is not applied here."""
 
-    signature: str = ""
-    """Of the folder when it was read; equal as long as the folder has not changed."""
+    num_bytes: IntArray | None = None
+    """Lengths of the encoded pictures; None where there are none to read."""
+
+    offsets: IntArray | None = None
+    """Where they begin in their files; None: each is a whole file."""
+
+    bad: tuple[Bad, ...] = ()
+    """Pictures that cannot be used and were left out."""
+
+    digest: str = ""
+    """Of the content: two indexes with one digest list the same pictures."""
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.labels)
+
+    def locate(self, sample: int) -> Location:
+        """Return the file that holds a sample, and which bytes of it are the encoded picture."""
+        assert self.num_bytes is not None, "these pictures are made up, not read"
+        offset = 0 if self.offsets is None else int(self.offsets[sample])
+        return Location(self.root / self.paths[sample], offset, int(self.num_bytes[sample]))
+
+
+class BadPicturesError(DataError):
+    """Some pictures cannot be used; `bad` lists all of them, the message the first ones."""
+
+    def __init__(self, root: Path, split: str, content: Content) -> None:
+        self.bad = content.bad
+        lines = [f"{path}: {reason}" for path, reason, *_ in self.bad[:SHOWN]]
+        total = len(self.bad) + len(content.arrays["labels"])
+        super().__init__(
+            f"{root}: {len(self.bad)} of {total} pictures in {split} cannot be used; replace or "
+            f"remove them, or leave them out with: largebatch data index {root} --drop-bad\n  "
+            + "\n  ".join(lines + ["..."] * (len(self.bad) > SHOWN))
+        )
 
 
 def user_cache() -> Path:
@@ -65,44 +91,92 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
 
 
-class _ClassFolder(NamedTuple):
-    """The pictures of one class; anything that changes them changes at least one field."""
-
-    name: str
-    pictures: list[str]
-    total_bytes: int
-    newest: int
-
-
 def load_or_read(root: Path, split: str) -> Index:
-    """Return the index kept in `root` if the folder is as it was then, else read it and keep it.
-
-    Where that folder cannot be written to, the index is kept in the user's cache.
-    """
-    folders = _scan(root, split)
-    number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
-    places = (root / f".largebatch-{split}.npz", user_cache() / "index" / f"{number}-{split}.npz")
-    for place in places:
-        with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
-            kept = from_bytes(place.read_bytes())
-            if kept.signature == _signature(folders):
-                return replace(kept, root=root)  # the folder may have been moved
-    index = _read(root, split, folders)
-    for place in places:
-        with contextlib.suppress(OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _write(place, to_bytes(index))
-            break
-    return index
+    """Return the index of a split as `open_content` finds or makes it."""
+    return index_of(open_content(root, split), root)
 
 
 def read_folder(root: Path, split: str) -> Index:
-    """List `root/split/<class>/*` and decode every picture once.
+    """Read the header of every picture of a split and return the index, without keeping it.
 
-    Labels number the class folders, sorted bytewise like the pictures in them. Raises one DataError
-    that names the broken pictures, or says what is wrong with the folder.
+    Labels number the class folders, sorted bytewise like the pictures in them; samples in shards
+    stay in their order. Raises DataError that says what is wrong with the folder or the pictures.
     """
-    return _read(root, split, _scan(root, split))
+    return index_of(_read(root, split), root)
+
+
+def open_content(root: Path, split: str) -> Content:
+    """Return the index kept for this folder; where there is none, read the folder and keep one.
+
+    Raises DataError where the folder is no longer what its index says.
+    """
+    kept = load(root, split)
+    if kept is None:
+        return make(root, split)
+    changed = difference(kept, root, every_file=False)
+    if changed:
+        raise DataError(
+            f"{root}: the folder is not what its index was made from: {changed}. Make the index "
+            f"anew with: largebatch data index {root}"
+        )
+    return kept
+
+
+def load(root: Path, split: str) -> Content | None:
+    """Return the index kept for this folder, which may have changed; None where there is none."""
+    for place in _places(root, split):
+        with contextlib.suppress(OSError, ValueError):
+            return load_file(place)
+    return None
+
+
+def load_file(file: Path) -> Content:
+    """Map a kept index; raise OSError or ValueError where there is none of this format."""
+    content = Content(*open_mapped(file), file)
+    if content.header["format"] != FORMAT:
+        raise ValueError(f"index format {content.header['format']}, expected {FORMAT}")
+    return content
+
+
+def make(
+    root: Path, split: str, *, drop_bad: bool = False, progress: Progress | None = None
+) -> Content:
+    """Read the header of every picture of a split and keep the index; refuse or drop bad ones.
+
+    It is kept beside the pictures, in the user's cache where that folder cannot be written to, and
+    nowhere if that cannot be written to either.
+    """
+    content = _read(root, split, drop_bad=drop_bad, progress=progress)
+    for place in _places(root, split):
+        with contextlib.suppress(OSError):
+            write_whole(place, pack(content.header, content.arrays))
+            return load_file(place)
+    return content
+
+
+def refresh(root: Path, split: str, *, drop_bad: bool, progress: Progress) -> Content:
+    """Return the kept index if every file is as it says, else make it anew."""
+    kept = load(root, split)
+    if kept is not None and difference(kept, root, every_file=True) is None:
+        return kept
+    return make(root, split, drop_bad=drop_bad, progress=progress)
+
+
+def index_of(content: Content, root: Path) -> Index:
+    """Return the index whose content this is, of the pictures in `root`."""
+    header, arrays, _ = content
+    return Index(
+        root=root,
+        classes=tuple(header["classes"]),
+        paths=paths(header, arrays),
+        labels=arrays["labels"],
+        heights=arrays["heights"],
+        widths=arrays["widths"],
+        num_bytes=arrays["num_bytes"],
+        offsets=arrays.get("offsets"),
+        bad=content.bad,
+        digest=header["digest"],
+    )
 
 
 def check_same_classes(train: Index, val: Index) -> None:
@@ -113,150 +187,31 @@ def check_same_classes(train: Index, val: Index) -> None:
     only_val = sorted(set(val.classes) - set(train.classes))
     raise DataError(
         f"{train.root}: the splits must have the same classes; only in train: "
-        f"{_list(only_train)}; only in val: {_list(only_val)}"
+        f"{listed(only_train)}; only in val: {listed(only_val)}"
     )
 
 
-def to_bytes(index: Index) -> bytes:
-    """Return the index as the content of an npz file, without pickle."""
-    buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        format=np.array(FORMAT),
-        root=np.array(os.fsencode(index.root)),
-        classes=np.array([os.fsencode(name) for name in index.classes]),
-        paths=np.array([os.fsencode(path) for path in index.paths]),
-        labels=index.labels,
-        heights=index.heights,
-        widths=index.widths,
-        signature=np.array(index.signature),
-    )
-    return buffer.getvalue()
-
-
-def from_bytes(content: bytes) -> Index:
-    """Return the index that `to_bytes` was given."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        if arrays["format"] != FORMAT:
-            raise ValueError(f"index format {arrays['format']}, expected {FORMAT}")
-        return Index(
-            root=Path(os.fsdecode(arrays["root"].item())),
-            classes=tuple(os.fsdecode(name) for name in arrays["classes"].tolist()),
-            paths=tuple(os.fsdecode(path) for path in arrays["paths"].tolist()),
-            labels=arrays["labels"],
-            heights=arrays["heights"],
-            widths=arrays["widths"],
-            signature=str(arrays["signature"]),
-        )
-
-
-def _scan(root: Path, split: str) -> list[_ClassFolder]:
-    """List the pictures of every class without opening any; raise DataError if there are none."""
-    folder = root / split
-    layout = f"expected the layout {root}/{split}/<class>/*.jpg"
-    if not root.is_dir():
-        raise DataError(f"{root}: there is no such folder; {layout}")
-    if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; {layout}; found {_found(root)}")
-    names = [entry.name for entry in os.scandir(folder) if entry.is_dir() and _visible(entry)]
-    if not names:
-        raise DataError(f"{folder}: there are no class folders; {layout}; found {_found(folder)}")
-    folders = [_scan_class(folder, name) for name in sorted(names, key=os.fsencode)]
-    empty = [scanned.name for scanned in folders if not scanned.pictures]
-    if empty:
-        raise DataError(
-            f"{folder}: {len(empty)} of {len(names)} class folders hold no pictures "
-            f"({' '.join(EXTENSIONS)}): {_list(empty)}; add pictures or remove the folders"
-        )
-    return folders
-
-
-def _scan_class(folder: Path, name: str) -> _ClassFolder:
-    with os.scandir(folder / name) as entries:
-        found = {
-            entry.name: entry.stat(follow_symlinks=entry.is_file())  # a dangling link is broken
-            for entry in entries
-            if _visible(entry) and entry.name.lower().endswith(EXTENSIONS) and not entry.is_dir()
-        }
-    times = [stat.st_mtime_ns for stat in found.values()]
-    return _ClassFolder(
-        name=name,
-        pictures=sorted(found, key=os.fsencode),
-        total_bytes=sum(stat.st_size for stat in found.values()),
-        newest=max([(folder / name).stat().st_mtime_ns, *times]),
-    )
-
-
-def _signature(folders: Sequence[_ClassFolder]) -> str:
-    digest = hashlib.sha256()
-    for name, pictures, total_bytes, newest in folders:
-        digest.update(os.fsencode(f"{name}/{len(pictures)}/{total_bytes}/{newest}/"))
-    return digest.hexdigest()
-
-
-def _read(root: Path, split: str, folders: Sequence[_ClassFolder]) -> Index:
-    paths: list[str] = []
-    results: list[tuple[int, int] | str] = []
-    with ThreadPoolExecutor(available_cores()) as pool:
-        for folder in folders:  # one class at a time keeps the queue short
-            names = [f"{split}/{folder.name}/{picture}" for picture in folder.pictures]
-            results.extend(pool.map(_measure, [root / name for name in names]))
-            paths.extend(names)
-    broken = [
-        f"{p}: {reason}"
-        for p, reason in zip(paths, results, strict=True)
-        if isinstance(reason, str)
-    ]
-    if broken:
-        raise DataError(
-            f"{root}: {len(broken)} of {len(paths)} pictures in {split} cannot be used; replace or "
-            f"remove them:\n  " + "\n  ".join(broken[:SHOWN] + ["..."] * (len(broken) > SHOWN))
-        )
-    sizes = np.array(results, dtype=np.int64)
-    counts = [len(folder.pictures) for folder in folders]
-    return Index(
-        root=root,
-        classes=tuple(folder.name for folder in folders),
-        paths=tuple(paths),
-        labels=np.repeat(np.arange(len(folders), dtype=np.int64), counts),
-        heights=sizes[:, 0],
-        widths=sizes[:, 1],
-        signature=_signature(folders),
-    )
-
-
-def _measure(path: Path) -> tuple[int, int] | str:
-    """Decode a picture and return its height and width, or why it cannot be used."""
+def _read(
+    root: Path, split: str, *, drop_bad: bool = False, progress: Progress | None = None
+) -> Content:
     try:
-        with Image.open(path) as image:
-            image.load()
-            if image.mode not in MODES:
-                return f"its pixels are {image.mode}, expected 8 bits per channel"
-            return image.height, image.width
-    except UnidentifiedImageError:
-        return "no readable picture"
-    except Exception as error:  # Pillow raises all kinds over a damaged file
-        return str(error) or type(error).__name__
+        content = build(scan(root, split), progress=progress)
+    except OSError as error:
+        raise DataError(f"{root}: cannot be read: {error}") from error
+    if content.bad and not drop_bad:
+        raise BadPicturesError(root, split, content)
+    classes = content.header["classes"]
+    counts = np.bincount(content.arrays["labels"], minlength=len(classes))
+    missing = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if missing:
+        raise DataError(
+            f"{root / split}: {len(missing)} of {len(classes)} classes have no picture that can be "
+            f"used: {listed(missing)}"
+        )
+    return content
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _visible(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".")
-
-
-def _found(folder: Path) -> str:
-    return _list(sorted(path.name for path in folder.iterdir()))
-
-
-def _list(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:SHOWN]) or "nothing"
-    return f"{shown}, ..." if len(names) > SHOWN else shown
+def _places(root: Path, split: str) -> tuple[Path, Path]:
+    """Return where the index of a split may be kept, the best first."""
+    number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+    return root / f".largebatch-{split}.index", user_cache() / "index" / f"{number}-{split}.index"

@@ -11,14 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.backends import broadcast_bytes
-from largebatch.contracts import Backend, Batches, Request
-from largebatch.data import clean_request, dali, digits, synthetic, torchvision, train_request
-from largebatch.data.index import Index, check_same_classes, from_bytes, load_or_read, to_bytes
+from largebatch.contracts import Backend, Batches, Request, View
+from largebatch.data import (
+    cached,
+    clean_request,
+    dali,
+    digits,
+    on_device,
+    synthetic,
+    torchvision,
+    train_request,
+)
+from largebatch.data.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.order import sample_ids
+from largebatch.data.sharing import share_index
 from largebatch.errors import DataError
+from largebatch.pictures import Data
 from largebatch.plan import Plan
-from largebatch.recipe import Data, Recipe
+from largebatch.recipe import Recipe
 from largebatch.workers import available_cores
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
@@ -34,56 +44,63 @@ class Pipeline:
     train_index: Index
     val_index: Index
     decode: Decode
+    decode_clean: Decode
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.
 
         Clean pictures are prepared like validation pictures, in the same order of samples.
         """
-        return self.decode(self.train_index, self._training_requests(steps, clean=clean))
+        decode = self.decode_clean if clean else self.decode
+        return decode(self.train_index, self._training_requests(steps, clean=clean))
 
     def validation(self) -> Batches:
         """Return this worker's share of the validation pictures, which may be none."""
-        return self.decode(self.val_index, self._clean(self.val_index, np.arange(self._val_size)))
+        samples = np.arange(len(self.val_index))
+        requests = self._clean(self.val_index, samples, size=self.plan.device_batch)
+        return self.decode_clean(self.val_index, requests)
 
     def statistics(self, num_samples: int) -> Batches:
-        """Return this worker's share of the first `num_samples` of the training order, clean."""
+        """Return this worker's share of the first `num_samples` of the training order, clean.
+
+        Every batch holds whole BatchNorm spans, also where several workers share one in training.
+        """
         samples = sample_ids(
             range(num_samples), seed=self.recipe.seed, num_samples=self.plan.train_samples
         )
-        return self.decode(self.train_index, self._clean(self.train_index, samples))
+        requests = self._clean(self.train_index, samples, size=self.plan.statistics_batch)
+        return self.decode_clean(self.train_index, requests)
 
-    @property
-    def _val_size(self) -> int:
-        return len(self.val_index)
+    def training_request(self, positions: range, *, clean: bool) -> Request:
+        """Ask for what training shows at these positions of the run."""
+        data, seed = self.recipe.data, self.recipe.seed
+        if clean:
+            samples = sample_ids(positions, seed=seed, num_samples=self.plan.train_samples)
+            return self.clean_request(self.train_index, samples)
+        return train_request(
+            self.train_index,
+            positions,
+            seed=seed,
+            area=data.crop_area,
+            aspect=data.crop_aspect,
+            flip=data.flip,
+        )
+
+    def clean_request(self, index: Index, samples: np.ndarray) -> Request:
+        """Ask for these samples as validation shows them."""
+        data = self.recipe.data
+        return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
 
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
-        data, seed = self.recipe.data, self.recipe.seed
         for step in steps:
             for micro in range(self.plan.accumulation):
                 positions = self.plan.positions(step, micro, self.rank)
-                if clean:
-                    samples = sample_ids(positions, seed=seed, num_samples=self.plan.train_samples)
-                    yield self._clean_request(self.train_index, samples)
-                else:
-                    yield train_request(
-                        self.train_index,
-                        positions,
-                        seed=seed,
-                        area=data.crop_area,
-                        aspect=data.crop_aspect,
-                        flip=data.flip,
-                    )
+                yield self.training_request(positions, clean=clean)
 
-    def _clean(self, index: Index, samples: np.ndarray) -> Iterator[Request]:
-        """Deal device batches out to the workers in turn; only the very last may be smaller."""
-        size = self.plan.device_batch
+    def _clean(self, index: Index, samples: np.ndarray, *, size: int) -> Iterator[Request]:
+        """Deal batches of `size` out to the workers in turn; only the very last may be smaller."""
         for start in range(self.rank * size, len(samples), self.plan.workers * size):
-            yield self._clean_request(index, samples[start : start + size])
-
-    def _clean_request(self, index: Index, samples: np.ndarray) -> Request:
-        data = self.recipe.data
-        return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
+            yield self.clean_request(index, samples[start : start + size])
 
 
 def open_pipeline(
@@ -97,16 +114,23 @@ def open_pipeline(
     data = recipe.data
     _refuse_unused(data, folder, decoder)
     train, val = _open_indexes(data, backend, folder)
-    decode = partial(
-        _choose_decode(data, decoder),
-        image_size=data.image_size,
-        mean=data.mean,
-        std=data.std,
-        device=backend.device,
-        threads=max(1, available_cores() // backend.local_size),
-        batch_size=plan.device_batch,
-    )
-    decode(train, iter(())).close()  # a missing decoder is found out here, not in the run
+    threads = max(1, available_cores() // backend.local_size)
+    if data.cache is not None:
+        decode = decode_clean = _open_cache(data, train, val, backend=backend, threads=threads)
+    else:
+        opened: list[Decode] = [
+            partial(
+                _choose_decode(data, decoder or name),
+                view=_view(data),
+                device=backend.device,
+                threads=threads,
+                batch_size=plan.statistics_batch,  # the largest of any stage
+            )
+            for name in data.decoders
+        ]
+        for one in opened:
+            one(train, iter(())).close()  # what cannot decode is found out here, not in the run
+        decode, decode_clean = opened
     return Pipeline(
         recipe=recipe,
         plan=plan,
@@ -114,13 +138,40 @@ def open_pipeline(
         train_index=train,
         val_index=val,
         decode=decode,
+        decode_clean=decode_clean,
     )
 
 
-def _choose_decode(data: Data, decoder: str | None) -> Callable[..., Batches]:
+def _choose_decode(data: Data, name: str) -> Callable[..., Batches]:
     if data.source == "synthetic":
         return synthetic.decode
-    return dali.decode if (decoder or data.decoder) == "dali" else torchvision.decode
+    return dali.decode if name == "dali" else torchvision.decode
+
+
+def _open_cache(data: Data, *indexes: Index, backend: Backend, threads: int) -> Decode:
+    """Keep the decoded pictures of the indexes; return what cuts and resizes from them."""
+    view, device = _view(data), backend.device
+    in_memory = {one.digest: cached.keep(one, backend=backend, threads=threads) for one in indexes}
+    if data.cache == "memory" or device.type == "cpu":  # where the device's memory is the same
+
+        def decode(index: Index, requests: Iterator[Request]) -> Batches:
+            pictures = in_memory[index.digest]
+            return cached.decode(pictures, requests, view, device=device, threads=threads)
+
+        return decode
+
+    uploaded = {key: on_device.upload(pictures, device) for key, pictures in in_memory.items()}
+    return lambda index, requests: on_device.decode(uploaded[index.digest], requests, view)
+
+
+def _view(data: Data) -> View:
+    return View(
+        image_size=data.image_size,
+        mean=data.mean,
+        std=data.std,
+        interpolation=data.interpolation,
+        antialias=data.antialias,
+    )
 
 
 def _refuse_unused(data: Data, folder: Path | None, decoder: str | None) -> None:
@@ -130,6 +181,11 @@ def _refuse_unused(data: Data, folder: Path | None, decoder: str | None) -> None
         )
     if decoder is not None and data.source == "synthetic":
         raise DataError(f"--decoder {decoder} would not be used: the pictures are synthetic")
+    if decoder is not None and data.cache is not None:
+        raise DataError(
+            f"--decoder {decoder} would not be used: data.cache is {data.cache}, so all pictures "
+            "are decoded once; leave it out, or add --set data.cache=null"
+        )
 
 
 def _open_indexes(data: Data, backend: Backend, folder: Path | None) -> tuple[Index, Index]:
@@ -137,13 +193,12 @@ def _open_indexes(data: Data, backend: Backend, folder: Path | None) -> tuple[In
         sizes = (data.train_samples, data.val_samples)
         train, val = (synthetic.synthetic_index(n, data.classes, data.image_size) for n in sizes)
         return train, val
-    contents: list[bytes | None] = [None, None]
-    if backend.rank == 0:
-        root = _root(data, folder)
-        train, val = (load_or_read(root, split) for split in ("train", "val"))
-        _check(data, train, val)
-        contents = [to_bytes(train), to_bytes(val)]
-    train, val = (from_bytes(broadcast_bytes(content, backend)) for content in contents)
+    if backend.rank > 0:
+        return share_index(None, None, backend), share_index(None, None, backend)
+    root = _root(data, folder)
+    contents = [open_content(root, split) for split in ("train", "val")]
+    _check(data, *(index_of(content, root) for content in contents))
+    train, val = (share_index(root, content, backend) for content in contents)
     return train, val
 
 
@@ -153,7 +208,7 @@ def _root(data: Data, folder: Path | None) -> Path:
     if folder is None:
         raise DataError(
             "this recipe reads pictures from a folder: say which with --data DIR "
-            "(DIR/train/<class>/* and DIR/val/<class>/*)"
+            "(DIR/train/<class>/* and DIR/val/<class>/*, or DIR/train/*.tar and DIR/val/*.tar)"
         )
     return folder
 

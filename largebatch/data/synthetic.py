@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.contracts import Batch, Batches, IntArray, Request
+from largebatch.contracts import Batch, Batches, IntArray, Request, View
 from largebatch.data.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
-from largebatch.recipe import Triple
 
 SIDE = 8
 """A picture is SIDE x SIDE colours, interpolated."""
@@ -35,26 +34,24 @@ def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
     )
 
 
-def decode(  # noqa: PLR0913 -- every decoder is called alike
+def decode(
     index: Index,
     requests: Iterable[Request],
+    view: View,
     *,
-    image_size: int,
-    mean: Triple,
-    std: Triple,
     device: torch.device,
     threads: int,  # noqa: ARG001 -- every decoder is called alike
     batch_size: int,  # noqa: ARG001 -- every decoder is called alike
 ) -> Batches:
     """Return one batch for each request, in order."""
-    center = torch.tensor(mean, device=device).view(3, 1, 1)
-    spread = torch.tensor(std, device=device).view(3, 1, 1)
+    center = torch.tensor(view.mean, device=device).view(3, 1, 1)
+    spread = torch.tensor(view.std, device=device).view(3, 1, 1)
     for request in requests:
         labels = index.labels[request.samples]
         noise = _colours(Stream.NOISE, request.samples)
         pattern = _colours(Stream.PATTERN, labels)
         pictures = torch.from_numpy((pattern + noise) / 2).to(device, non_blocking=True)
-        shape = [len(labels), 3, image_size, image_size]
+        shape = [len(labels), 3, view.image_size, view.image_size]
         grid = F.affine_grid(_placement(index, request).to(device), shape, align_corners=False)
         images = F.grid_sample(pictures, grid, padding_mode="border", align_corners=False)
         yield Batch(images.sub_(center).div_(spread), torch.from_numpy(labels).to(device))

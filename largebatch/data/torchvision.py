@@ -1,103 +1,106 @@
 """Pillow and torchvision as the decoder: runs everywhere, and is what DALI is compared with.
 
-Pillow lets go of the interpreter lock while it decodes and resizes, so threads are enough. They
-fill in bytes; turning those into normalised numbers is one operation a batch, on the device.
+Pillow lets go of the interpreter lock while it decodes and resizes, so threads are enough.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import io
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, IntArray, Request
-from largebatch.data.index import Index
-from largebatch.recipe import Triple
+from largebatch.contracts import Batches, IntArray, Request, View
+from largebatch.data.filling import Filling, empty_pixels, fill_ahead, finisher
+from largebatch.data.index import Index, Location
+from largebatch.data.reading import Reader, finish, name_of, open_reader
+from largebatch.errors import DataError
 from largebatch.vision import require_torchvision
 
-AHEAD = 2
-"""How many batches are being decoded while one is used."""
+
+class Picture(NamedTuple):
+    """An encoded picture that is being read, and what the index says of it."""
+
+    location: Location
+    content: Future[bytes]
+    height: int
+    width: int
 
 
-class _Pending(NamedTuple):
-    """A batch whose pictures are being decoded."""
-
-    jobs: list[Future[None]]
-    pixels: Tensor
-    """uint8, N x H x W x 3, which the jobs fill in."""
-
-    labels: IntArray
-
-
-def decode(  # noqa: PLR0913 -- every decoder is called alike
+def decode(
     index: Index,
     requests: Iterable[Request],
+    view: View,
     *,
-    image_size: int,
-    mean: Triple,
-    std: Triple,
     device: torch.device,
     threads: int,
     batch_size: int,  # noqa: ARG001 -- every decoder is called alike
 ) -> Batches:
     """Return one batch for each request, in order; the threads end when it ends or is closed.
 
-    A box is cut out, resized with antialiased bilinear interpolation, then mirrored if asked for.
+    A box is cut out, resized, then mirrored if asked for.
     """
     require_torchvision()
-    center = torch.tensor(mean, device=device).mul_(255).view(3, 1, 1)
-    spread = torch.tensor(std, device=device).mul_(255).view(3, 1, 1)
-
-    def finish(batch: _Pending) -> Batch:
-        for job in batch.jobs:
-            job.result()
-        images = batch.pixels.to(device, non_blocking=True).permute(0, 3, 1, 2)
-        images = images.to(torch.float32, memory_format=torch.contiguous_format)
-        labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
-        return Batch(images.sub_(center).div_(spread), labels)
-
-    def start(pool: ThreadPoolExecutor, request: Request) -> _Pending:
-        size = (len(request.samples), image_size, image_size, 3)
-        pixels = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        paths = [index.root / index.paths[sample] for sample in request.samples]
-        each = zip(paths, request.boxes, request.flips, pixels.numpy(), strict=True)
-        jobs = [pool.submit(_decode_one, *arguments) for arguments in each]
-        return _Pending(jobs, pixels, index.labels[request.samples])
-
-    return _ahead(requests, start, finish, threads=threads)
+    if not view.antialias:
+        raise DataError(
+            "data.antialias: false cannot be done by decoder torchvision: Pillow widens the filter "
+            "wherever it makes a picture smaller; use decoder dali"
+        )
+    return _decode(index, requests, view, device=device, threads=threads)
 
 
-def _ahead(
-    requests: Iterable[Request],
-    start: Callable[[ThreadPoolExecutor, Request], _Pending],
-    finish: Callable[[_Pending], Batch],
-    *,
-    threads: int,
+def _decode(
+    index: Index, requests: Iterable[Request], view: View, *, device: torch.device, threads: int
 ) -> Batches:
-    """Keep AHEAD batches started while one is used."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-    pending: deque[_Pending] = deque()
+    with open_reader() as reader:
+
+        def start(pool: ThreadPoolExecutor, request: Request) -> Filling:
+            pixels = empty_pixels(len(request.samples), view, device)
+            pictures = [start_reading(index, sample, reader) for sample in request.samples.tolist()]
+            each = zip(pictures, request.boxes, request.flips, pixels.numpy(), strict=True)
+            jobs = [pool.submit(_decode_one, view, *arguments) for arguments in each]
+            return Filling(jobs, pixels, index.labels[request.samples])
+
+        yield from fill_ahead(requests, start, finisher(view, device), threads=threads)
+
+
+def start_reading(index: Index, sample: int, reader: Reader) -> Picture:
+    """Have a picture's bytes read."""
+    location = index.locate(sample)
+    height, width = int(index.heights[sample]), int(index.widths[sample])
+    return Picture(location, reader.start(location), height, width)
+
+
+def to_pillow(picture: Picture) -> Image.Image:
+    """Decode a whole picture to RGB; raise DataError with its path where that cannot be done."""
+    content = finish(picture.location, picture.content)
     try:
-        for request in requests:
-            pending.append(start(pool, request))
-            if len(pending) > AHEAD:
-                yield finish(pending.popleft())
-        while pending:
-            yield finish(pending.popleft())
-    finally:
-        pool.shutdown(cancel_futures=True)
+        with Image.open(io.BytesIO(content)) as image:
+            pixels = image.convert("RGB")
+    except Exception as error:  # Pillow raises all kinds over a damaged file
+        name = name_of(picture.location)
+        raise DataError(f"{name}: Pillow cannot decode this picture: {error}") from error
+    if pixels.size != (picture.width, picture.height):
+        raise DataError(
+            f"{name_of(picture.location)}: the picture is {pixels.width} x {pixels.height} pixels, "
+            f"{picture.width} x {picture.height} in the index; run `largebatch data index` again"
+        )
+    return pixels
 
 
-def _decode_one(path: Path, box: IntArray, flip: np.bool_, pixels: npt.NDArray[np.uint8]) -> None:
+def _decode_one(
+    view: View, picture: Picture, box: IntArray, flip: np.bool_, pixels: npt.NDArray[np.uint8]
+) -> None:
     """Write the part of a picture that was asked for into `pixels`, H x W x 3."""
-    from torchvision.transforms import functional
+    from torchvision.transforms import InterpolationMode, functional
 
-    with Image.open(path) as image:
-        part = functional.resized_crop(image.convert("RGB"), *box.tolist(), list(pixels.shape[:2]))
+    part = functional.resized_crop(
+        to_pillow(picture),
+        *box.tolist(),
+        list(pixels.shape[:2]),
+        InterpolationMode(view.interpolation),
+    )
     pixels[:] = functional.hflip(part) if flip else part

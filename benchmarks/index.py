@@ -1,0 +1,212 @@
+"""How fast an index is made, and what it costs to open one of ImageNet's size.
+
+    LARGEBATCH_DATA=DIR python benchmarks/index.py [--rounds N]
+
+Made: headers of small JPEGs (imagenette224, 3,500 of about 10 kB, from a warm page cache), as files
+and as shards, in rounds, beside Pillow opening the same files one after the other. "Per core" is
+per second of processor time, which other jobs on the machine do not lengthen much. Opened: an index
+of 1,281,167 names like ImageNet's, by new processes; memory is what the kernel says they hold
+(VmRSS; and of the file, PSS, in which a page that several processes map counts once in all).
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measuring import paired_ratio, spread, write
+from PIL import Image
+
+from largebatch.data.building import FORMAT, Content, build
+from largebatch.data.changes import difference
+from largebatch.data.index import Index, index_of, load, load_file, make
+from largebatch.data.mapped import pack
+from largebatch.data.packing import pack_folder
+from largebatch.data.scan import scan
+
+SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
+SEED = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        result = {"rounds": rounds, **making(Path(folder), rounds), **opening(Path(folder), rounds)}
+    print(write("index", f"python benchmarks/index.py --rounds {rounds}", result))
+
+
+def making(folder: Path, rounds: int) -> dict[str, Any]:
+    """Time the reading of headers."""
+    source = Path(os.environ["LARGEBATCH_DATA"]) / "imagenette224"
+    for split in ("train", "val"):
+        with zipfile.ZipFile(source / f"{split}.zip") as archive:
+            archive.extractall(folder / "files")
+    shards = folder / "shards"
+    pack_folder(folder / "files", shards, shard_bytes=10**7, progress=lambda _done, _total: None)
+    rivals: dict[str, Callable[[], int]] = {
+        "files": lambda: _build(folder / "files"),
+        "shards": lambda: _build(shards),
+        "pillow": lambda: _pillow(folder / "files"),
+    }
+    wall: dict[str, list[float]] = {name: [] for name in rivals}
+    processor: dict[str, list[float]] = {name: [] for name in rivals}
+    for name, call in [(name, call) for _ in range(1 + rounds) for name, call in rivals.items()]:
+        began, used = time.perf_counter(), time.process_time()
+        number = call()
+        wall[name].append((time.perf_counter() - began) / number)
+        processor[name].append((time.process_time() - used) / number)
+    result: dict[str, Any] = {}
+    for name in rivals:  # the first round warms up
+        result[f"{name}_a_second"] = spread([1 / each for each in wall[name][1:]])
+        result[f"{name}_a_second_per_core"] = spread([1 / each for each in processor[name][1:]])
+    result["pillow_time_over_ours"] = paired_ratio(processor["pillow"][1:], processor["files"][1:])
+    result["check_of_every_file_seconds"] = _check(folder / "files", rounds)
+    return result
+
+
+def _build(root: Path) -> int:
+    contents = [build(scan(root, split)) for split in ("train", "val")]
+    return sum(len(content.arrays["labels"]) for content in contents)
+
+
+def _pillow(root: Path) -> int:
+    paths = list(root.glob("*/*/*.JPEG"))
+    for path in paths:
+        with Image.open(path) as image:
+            assert image.size
+    return len(paths)
+
+
+def _check(root: Path, rounds: int) -> dict[str, float]:
+    """Time the comparison of an index with its folder, of 2,500 files."""
+    make(root, "train")
+    times = []
+    for _ in range(rounds):
+        kept = load(root, "train")
+        assert kept is not None
+        began = time.perf_counter()
+        assert difference(kept, root, every_file=True) is None
+        times.append(time.perf_counter() - began)
+    return spread(times)
+
+
+def opening(folder: Path, rounds: int) -> dict[str, Any]:
+    """Time the opening of a large index in new processes, and weigh several that read all of it."""
+    file = folder / "large.index"
+    file.write_bytes(pack(*imagenet()[:2]))
+    context = multiprocessing.get_context("spawn")
+    results = []
+    for number in [1] * rounds + [PROCESSES]:
+        together = context.Barrier(number)
+        with context.Pool(number, _together, [together]) as pool:
+            results.append(pool.map(_open, [file] * number, chunksize=1))
+    alone, several = [each[0] for each in results[:-1]], results[-1]
+    return {
+        "samples": SAMPLES,
+        "file_mb": file.stat().st_size / 1e6,
+        "open_seconds": spread([each["seconds"] for each in alone]),
+        "open_rss_mb": spread([each["opened_mb"] for each in alone]),
+        "batch_of_256_seconds": spread([each["batch_seconds"] for each in alone]),
+        "all_read_rss_mb": spread([each["read_mb"] for each in alone]),
+        f"all_read_pss_mb_of_{PROCESSES}_processes": sum(each["pss_mb"] for each in several),
+    }
+
+
+def imagenet() -> Content:
+    """Make up the index of a training set like ImageNet's."""
+    random = np.random.default_rng(SEED)
+    labels = np.sort(random.integers(0, CLASSES, SAMPLES))
+    classes = [f"n{10_000_000 + 1234 * label}" for label in range(CLASSES)]
+    numbers = random.integers(0, 40_000, SAMPLES).tolist()
+    names = [f"{classes[n]}_{k}.JPEG".encode() for n, k in zip(labels, numbers, strict=True)]
+    header = {
+        "format": FORMAT,
+        "split": "train",
+        "classes": classes,
+        "folders": [[name, 10**18] for name in classes],
+        "shards": [],
+        "bad": [],
+        "digest": "made up",
+    }
+    return Content(
+        header,
+        {
+            "labels": labels,
+            "heights": random.integers(200, 600, SAMPLES),
+            "widths": random.integers(200, 600, SAMPLES),
+            "num_bytes": random.integers(10_000, 200_000, SAMPLES),
+            "mtimes": np.full(SAMPLES, 10**18),
+            "names": np.frombuffer(b"".join(names), np.uint8),
+            "name_ends": np.cumsum([len(name) for name in names], dtype=np.uint32),
+        },
+    )
+
+
+def _together(barrier: Barrier) -> None:
+    """Tell a new process what it shares with the others."""
+    globals()["_barrier"] = barrier
+
+
+def _open(file: Path) -> dict[str, float]:
+    """Open the index in this process, use it, then read all of it; everyone holds it meanwhile."""
+    before = _resident()
+    began = time.perf_counter()
+    content = load_file(file)
+    index = index_of(content, Path("imagenet"))
+    seconds = time.perf_counter() - began
+    opened = _resident()
+    samples = np.random.default_rng(SEED).integers(0, len(index), 256)
+    began = time.perf_counter()
+    assert len(_use(index, samples)) == 256
+    batch_seconds = time.perf_counter() - began
+    for array in content.arrays.values():
+        int(array.sum())
+    read = _resident()
+    globals()["_barrier"].wait()
+    share = _share(file)
+    globals()["_barrier"].wait()
+    return {
+        "seconds": seconds,
+        "opened_mb": opened - before,
+        "batch_seconds": batch_seconds,
+        "read_mb": read - before,
+        "pss_mb": share,
+    }
+
+
+def _use(index: Index, samples: np.ndarray) -> list[object]:
+    return [index.locate(sample) for sample in samples.tolist()]
+
+
+def _resident() -> float:
+    """Return how much memory this process holds, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    sys.exit("/proc/self/status has no VmRSS")
+
+
+def _share(file: Path) -> float:
+    """Return this process's share of a mapped file, in MB: a page of four processes counts 1/4."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            inside = line.endswith(str(file))
+        elif inside and first == "Pss:":
+            total += int(rest[0])
+    return total * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The `data` commands: index, pack, import and show data sets. It prints, as cli.py does."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli_recipe import add_set, count
+from largebatch.errors import DataError
+from largebatch.loading import load_recipe
+
+if TYPE_CHECKING:
+    from largebatch.data.building import Content, Progress
+
+SPLITS = ("train", "val")
+
+NAMES = ("fashion-mnist", "cifar10", "imagefolder")
+"""What can be imported; known here, so that the parser needs no NumPy."""
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below `data`."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(
+        name: str, call: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(call=call)
+        return added
+
+    index = command("index", _index, "verify the header of every picture of DIR/{train,val}")
+    index.add_argument("folder", type=Path, metavar="DIR")
+    index.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
+
+    pack = command("pack", _pack, "copy the pictures of DIR into WebDataset tar shards")
+    pack.add_argument("folder", type=Path, metavar="DIR")
+    _add_output(pack)
+
+    imported = command("import", _import, "turn an archive on disk into shards")
+    imported.add_argument("name", choices=NAMES)
+    imported.add_argument("source", type=Path, help="the archive, or the folder it lies in")
+    _add_output(imported)
+
+    shown = command("show", _show, "draw what the model sees: training, clean and evaluation")
+    shown.add_argument("recipe", type=Path)
+    shown.add_argument("--data", type=Path, metavar="DIR", help="what `train --data` is given")
+    shown.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-sheet.png")
+    add_set(shown)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--shard-mb", type=count, default=256, metavar="N", help="longest shard, 10^6 bytes"
+    )
+
+
+def _index(args: argparse.Namespace) -> int:
+    _show_index(args.folder, drop_bad=args.drop_bad)
+    return 0
+
+
+def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
+    """Make the indexes of a folder unless they are there, check them and say what they hold."""
+    from largebatch.data.index import BadPicturesError, check_same_classes, index_of, refresh
+
+    contents, bad = [], 0
+    for split in SPLITS:
+        try:
+            with _progress(split) as progress:
+                content = refresh(folder, split, drop_bad=drop_bad, progress=progress)
+        except BadPicturesError as error:
+            print("\n".join(f"{path}: {reason}" for path, reason, *_ in error.bad))
+            bad += len(error.bad)
+        else:
+            print(_describe(content))
+            contents.append(content)
+    if bad:
+        raise DataError(
+            f"{folder}: {bad} pictures, listed above, cannot be used; replace or remove them, or "
+            f"leave them out with: largebatch data index {folder} --drop-bad"
+        )
+    train, val = (index_of(content, folder) for content in contents)
+    check_same_classes(train, val)
+    left_out = len(train.bad) + len(val.bad)
+    print(
+        f"{folder}: {len(train.classes)} classes, {len(train)} training and {len(val)} "
+        f"validation pictures, {f'{left_out} bad ones left out' if left_out else 'all readable'}"
+    )
+
+
+def _describe(content: "Content") -> str:
+    split, bad = content.header["split"], content.bad
+    where = content.file or "kept nowhere: neither the folder nor the user's cache can be written"
+    lines = [f"{split}: {len(content.arrays['labels'])} pictures ({where})"]
+    if bad:
+        lines.append(f"{split}: {len(bad)} left out:")
+        lines += [f"  {path}: {reason}" for path, reason, *_ in bad]
+    return "\n".join(lines)
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from largebatch.data.packing import pack_folder
+
+    with _progress("packing") as progress:
+        pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
+    _show_index(args.out)
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from largebatch.data.imports import import_data
+
+    with _progress("importing") as progress:
+        import_data(
+            args.name,
+            args.source,
+            args.out,
+            shard_bytes=args.shard_mb * 10**6,
+            progress=progress,
+        )
+    _show_index(args.out)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.set)
+    path = args.out or Path(f"{recipe.name}-sheet.png")
+    from largebatch.sheet import write_sheet
+
+    write_sheet(path, recipe, folder=args.data)
+    print(f"sheet: {path}")
+    return 0
+
+
+@contextmanager
+def _progress(text: str) -> Iterator["Progress"]:
+    """Show a bar on the terminal, and nothing where there is none."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

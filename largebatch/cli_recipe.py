@@ -1,0 +1,115 @@
+"""The commands that read a recipe and run nothing: plan, check, explain. They print."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from largebatch.errors import LargebatchError
+from largebatch.explain import explain
+from largebatch.loading import load_recipe
+from largebatch.plan import describe_spans, make_plan
+from largebatch.rates import build_schedule, follow
+
+Call = Callable[[argparse.Namespace], int]
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the commands; `command` makes a parser of a name, what it calls, and a description."""
+    plan = command("plan", _plan, "print the arithmetic of a run")
+    plan.add_argument("recipe", type=Path)
+    add_set(plan)
+    plan.add_argument("--workers", type=count, default=1, metavar="N")
+    plan.add_argument("--device-batch", type=count, metavar="N")
+
+    check = command("check", _check, "validate recipes without running them")
+    check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
+    add_set(check)
+
+    explained = command("explain", _explain, "say what a key of a recipe means, or draw its rates")
+    explained.add_argument("key", nargs="?", default="", help="such as optimizer.eta")
+    explained.add_argument("recipe", nargs="?", type=Path, help="draw this one: explain schedule R")
+    add_set(explained)
+    explained.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-schedule.png")
+
+
+def count(text: str) -> int:
+    """Read a number of things: 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """Let the command override what the recipe says."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override the recipe"
+    )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.set)
+    plan = make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
+    course = follow(recipe)
+    rates, peak = course.rates, course.peak
+    polish = recipe.polish
+    samples = polish.statistics_samples if polish else None
+    rows = {
+        "recipe": recipe.name,
+        "global batch": f"{plan.global_batch:,} = {plan.workers} workers x {plan.accumulation} "
+        f"micro-batches x {plan.device_batch}",
+        "BatchNorm span": describe_spans(plan),
+        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
+        "pictures": recipe.data.who_decodes(),
+        "an epoch": f"{plan.steps_per_epoch:.2f} steps",
+        "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
+        "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
+        "rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
+        f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
+        "warm-up": f"{plan.warmup_steps:,} steps",
+        "statistics": f"{samples:,} clean samples" if samples else "none",
+        "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
+    }
+    for name, value in rows.items():
+        print(f"{name:>15}  {value}", flush=True)
+    from largebatch.build import describe_groups
+
+    print(f"gradient groups  {describe_groups(recipe)}")  # last: building the model takes seconds
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    problems = []
+    for path in args.recipes:
+        try:
+            recipe = load_recipe(path, args.set)
+            make_plan(recipe, workers=1)
+            build_schedule(recipe)
+        except LargebatchError as error:
+            problems.append(str(error))
+        else:
+            print(f"{path}: ok")
+    if problems:
+        raise LargebatchError("\n".join(problems))
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    if args.recipe is None:
+        if args.out or args.set:
+            raise LargebatchError(
+                "--out and --set are for `explain schedule RECIPE`: which recipe?"
+            )
+        print(explain(args.key))
+        return 0
+    if args.key != "schedule":
+        raise LargebatchError(f"`explain {args.key}` takes no recipe, only `explain schedule` does")
+    from largebatch.report.rates import write_rates
+
+    recipe = load_recipe(args.recipe, args.set)
+    course = follow(recipe)
+    picture = args.out or Path(f"{recipe.name}-schedule.png")
+    write_rates(picture, course, name=recipe.name)
+    for name, value in {**course.facts(), "drawn": picture}.items():
+        print(f"{name:>9}  {value}")
+    return 0

@@ -1,0 +1,186 @@
+"""Judge a picture by its head and its tail: how large it is, whether it can be used and is whole.
+
+A data set of a million pictures is checked before a run in seconds because nothing is decoded.
+JPEG and PNG, which large data sets are made of, are read here; Pillow judges the other formats and
+JPEGs whose header is out of the ordinary. The decoder finds data that is broken in the middle.
+"""
+
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from PIL import Image, UnidentifiedImageError
+
+Read = Callable[[int, int], bytes]
+"""Returns `length` bytes from `position` of the encoded picture, fewer where it ends."""
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
+"""Pillow's names for the kinds of pixels that both decoders turn into the same RGB."""
+
+FORMATS = ("BMP", "JPEG", "PPM", "TIFF", "WEBP")
+"""Pillow's names for what it is asked to judge; others are not for both decoders."""
+
+MAX_SIDE = 32_768
+"""Wider or higher pictures are refused: hardware decoders have limits of this order."""
+
+HEAD, TAIL = 4096, 64
+"""How many bytes are read from either end."""
+
+JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
+
+PROCESSES = (0xC0, 0xC1, 0xC2)
+"""JPEG frame headers that both decoders read: baseline, extended and progressive, all Huffman."""
+
+OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+"""Lossless, hierarchical and arithmetic ones."""
+
+ALONE = (0x01, *range(0xD0, 0xD8))
+"""JPEG markers that no length follows."""
+
+PNG_DEPTHS = {0: (1, 2, 4, 8), 2: (8,), 3: (1, 2, 4, 8), 4: (8,), 6: (8,)}
+"""Bits that a channel may have, for each of PNG's colour types."""
+
+
+class BadPictureError(Exception):
+    """A picture cannot be used; the message is the reason."""
+
+
+class Size(NamedTuple):
+    """Of a picture as stored, in pixels; EXIF orientation is not applied."""
+
+    height: int
+    width: int
+
+
+def measure(read: Read, num_bytes: int) -> Size:
+    """Return the size of an encoded picture of this length, or raise BadPictureError."""
+    if num_bytes == 0:
+        raise BadPictureError("the file is empty")
+    head = read(0, HEAD)
+    if head.startswith(JPEG):
+        return _jpeg(read, head, num_bytes)
+    if head.startswith(PNG):
+        return _png(read, head, num_bytes)
+    return _by_pillow(read, num_bytes)
+
+
+def measure_part(file: int, offset: int, num_bytes: int) -> Size:
+    """Measure the picture that lies in these bytes of an open file."""
+
+    def read(position: int, length: int) -> bytes:
+        return os.pread(file, min(length, num_bytes - position), offset + position)
+
+    return measure(read, num_bytes)
+
+
+def measure_bytes(content: bytes) -> Size:
+    """Measure an encoded picture."""
+    return measure(lambda position, length: content[position : position + length], len(content))
+
+
+def _jpeg(read: Read, head: bytes, num_bytes: int) -> Size:
+    """Go from segment to segment up to the data; what is unusual there is for Pillow to judge."""
+    size, position = None, 2
+    while True:
+        segment = head[position : position + 10]
+        if len(segment) < 10:  # beyond the bytes at hand
+            segment = read(position, 10)
+        if len(segment) < 10:
+            raise BadPictureError("it is cut off in the header")
+        marker = segment[1]
+        if segment[0] != 0xFF:
+            return _by_pillow(read, num_bytes)
+        if marker == 0xDA:
+            break
+        size = _frame(marker, segment) or size
+        position += _length(marker, segment)
+    if size is None:
+        raise BadPictureError("its header does not say how large it is")
+    _require_end(read, num_bytes, JPEG_END, after=position)
+    return _sane(*size)
+
+
+def _length(marker: int, segment: bytes) -> int:
+    """Return how far it is to the next marker."""
+    if marker == 0xFF:  # one of several fill bytes
+        return 1
+    return 2 if marker in ALONE else 2 + int.from_bytes(segment[2:4], "big")
+
+
+def _frame(marker: int, segment: bytes) -> Size | None:
+    """Return the size a frame header states, None for another segment."""
+    if marker in OTHER_FRAMES:
+        raise BadPictureError(
+            f"it is a JPEG of process SOF{marker - 0xC0}, expected baseline or progressive"
+        )
+    if marker not in PROCESSES:
+        return None
+    bits, height, width, channels = struct.unpack(">BHHB", segment[4:10])
+    if bits != 8 or channels not in {1, 3, 4}:
+        raise BadPictureError(
+            f"it has {channels} channels of {bits} bits, expected 1, 3 or 4 of 8 bits"
+        )
+    return Size(height, width)
+
+
+def _png(read: Read, head: bytes, num_bytes: int) -> Size:
+    if len(head) < 33:
+        raise BadPictureError("it is cut off in the header")
+    length, kind, width, height, bits, colour, *_ = struct.unpack(">I4sIIBB3B", head[8:29])
+    if (length, kind) != (13, b"IHDR") or zlib.crc32(head[12:29]) != int.from_bytes(
+        head[29:33], "big"
+    ):
+        raise BadPictureError("its header is damaged")
+    if bits not in PNG_DEPTHS.get(colour, ()):
+        raise BadPictureError(
+            f"its pixels are PNG colour type {colour} with {bits} bits, expected at most 8 bits "
+            f"per channel"
+        )
+    size = _sane(height, width)
+    _require_end(read, num_bytes, PNG_END, after=33)
+    return size
+
+
+def _by_pillow(read: Read, num_bytes: int) -> Size:
+    """Open with Pillow; decode what has no mark at its end, which is rare in large data sets."""
+    try:
+        with Image.open(io.BytesIO(read(0, num_bytes)), formats=FORMATS) as image:
+            if image.mode not in MODES:
+                raise BadPictureError(f"its pixels are {image.mode}, expected 8 bits per channel")
+            size = _sane(image.height, image.width)
+            if image.format != "WEBP":  # whose opening has looked for all of its parts
+                image.load()
+    except BadPictureError:
+        raise
+    except UnidentifiedImageError:
+        raise BadPictureError("no readable picture") from None
+    except Exception as error:  # Pillow raises all kinds over a damaged file
+        raise BadPictureError(str(error) or type(error).__name__) from None
+    return size
+
+
+def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None:
+    """Refuse a picture without the mark of its end; other bytes may follow that mark.
+
+    Within the data the mark cannot occur, so where it is not in the last bytes it is looked for
+    everywhere: some cameras and editors leave things behind the picture.
+    """
+    start = max(after, num_bytes - TAIL)
+    if mark not in read(start, TAIL) and mark not in read(after, num_bytes):
+        raise BadPictureError("it is cut off: the mark of its end is missing")
+
+
+def _sane(height: int, width: int) -> Size:
+    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        raise BadPictureError(f"it is {height} x {width} pixels, expected 1 to {MAX_SIDE} a side")
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and height * width > limit:
+        raise BadPictureError(
+            f"it is {height} x {width} pixels, more than the {limit:,} beyond which Pillow "
+            f"suspects an attack (a decompression bomb)"
+        )
+    return Size(height, width)

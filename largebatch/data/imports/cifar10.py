@@ -1,0 +1,174 @@
+"""CIFAR-10: the official Python and binary archives, and lossless mosaics of its pictures.
+
+The Python archive holds pickles, which can run any program when they are read; the reader here
+makes nothing but lists, dicts, strings, numbers and NumPy arrays.
+"""
+
+import io
+import pickle
+import tarfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from largebatch.data.imports.arrays import Pixels, Split, data_set
+from largebatch.data.packing import DataSet
+from largebatch.errors import DataError
+
+URL = "https://www.cs.toronto.edu/~kriz/"
+
+CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+
+SIDE, CHANNELS = 32, 3
+
+BATCHES = {"train": tuple(f"data_batch_{n}" for n in range(1, 6)), "val": ("test_batch",)}
+"""The files of either split."""
+
+ARCHIVES = {
+    "cifar-10-python.tar.gz": "cifar-10-batches-py",
+    "cifar-10-binary.tar.gz": "cifar-10-batches-bin",
+}
+"""The folder that either holds."""
+
+MOSAICS = {"train": "train", "val": "test"}
+"""Our names of the splits and the mosaics'."""
+
+MOSAIC_ROWS, MOSAIC_COLUMNS = 100, 50
+
+
+@contextmanager
+def open_archives(source: Path) -> Iterator[DataSet]:
+    """Read what `source` is or holds: an archive, the folder unpacked from it, or the mosaics."""
+    if (source / "train_labels.npy").is_file():
+        splits = {ours: _mosaics(source, theirs) for ours, theirs in MOSAICS.items()}
+    else:
+        splits = _batches(source, _files(source))
+    yield data_set(source, CLASSES, splits)
+
+
+def _files(source: Path) -> dict[str, bytes]:
+    """Return the official files by name, from the archive or the folder that has them."""
+    places = [source, *(source / name for pair in ARCHIVES.items() for name in pair)]
+    for place in places:
+        if place.is_file():
+            return _from_archive(place)
+        files = {path.name: path for path in place.glob("*_batch*") if path.is_file()}
+        if files:
+            return {name: path.read_bytes() for name, path in files.items()}
+    names = " or ".join(URL + name for name in ARCHIVES)
+    raise DataError(
+        f"{source}: CIFAR-10 not found; expected {names}, what one of them holds, unpacked "
+        f"({' or '.join(ARCHIVES.values())}), or mosaics (train-*.webp and test-*.webp, 5,000 "
+        f"pictures in 100 rows each, with train_labels.npy and test_labels.npy)"
+    )
+
+
+def _from_archive(path: Path) -> dict[str, bytes]:
+    try:
+        with tarfile.open(path, "r:*") as tar:
+            found = {
+                member.name.rpartition("/")[2]: tar.extractfile(member)
+                for member in tar
+                if member.isfile() and "_batch" in member.name.rpartition("/")[2]
+            }
+            return {name: file.read() for name, file in found.items() if file is not None}
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{path}: not a whole archive ({error}); fetch it again") from None
+
+
+def _batches(source: Path, files: Mapping[str, bytes]) -> dict[str, Split]:
+    """Put the batches of either split together."""
+    binary = any(name.endswith(".bin") for name in files)
+    ending, read = (".bin", _read_binary) if binary else ("", _read_pickle)
+    names = {split: [name + ending for name in each] for split, each in BATCHES.items()}
+    missing = [name for each in names.values() for name in each if name not in files]
+    if missing:
+        raise DataError(
+            f"{source}: {', '.join(missing)} not found; expected data_batch_1 to data_batch_5 and "
+            f"test_batch, each{f' with {ending}' if ending else ''}"
+        )
+    return {split: _join(source, each, files, read) for split, each in names.items()}
+
+
+def _join(
+    source: Path, names: list[str], files: Mapping[str, bytes], read: Callable[[bytes], Split]
+) -> Split:
+    parts = []
+    for name in names:
+        try:
+            parts.append(read(files[name]))
+        except (ValueError, KeyError, TypeError, pickle.UnpicklingError, EOFError) as error:
+            raise DataError(f"{source}: {name} cannot be read: {error}; fetch it again") from None
+    return Split(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def _planes(flat: Pixels) -> Pixels:
+    """Turn rows of red, then green, then blue pixels into N x H x W x 3."""
+    return flat.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
+
+
+def _read_binary(content: bytes) -> Split:
+    """Read records of one byte of label and 3,072 bytes of pixels."""
+    records = np.frombuffer(content, np.uint8).reshape(-1, 1 + CHANNELS * SIDE * SIDE)
+    return Split(_planes(records[:, 1:]), records[:, 0])
+
+
+def _read_pickle(content: bytes) -> Split:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of how old pickles state a type
+        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    pixels = batch[b"data"]
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+        raise ValueError("its data is not an array of bytes")
+    return Split(_planes(pixels), np.array(batch[b"labels"], dtype=np.int64))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes NumPy arrays and plain values, and refuses everything else a pickle may ask for."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 -- as pickle declares it
+        """Return what a pickle may call: only what an array is made with."""
+        permitted = {
+            ("numpy.core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
+            ("numpy._core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+        }
+        if (module, name) not in permitted:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which CIFAR-10 does not")
+        return permitted[module, name]
+
+
+def _mosaics(source: Path, split: str) -> Split:
+    """Cut the mosaics of a split, in the order of their names, into pictures row by row."""
+    paths = sorted(source.glob(f"{split}-*.webp"))
+    if not paths:
+        raise DataError(f"{source}: no mosaics {split}-*.webp beside {split}_labels.npy")
+    labels = np.load(source / f"{split}_labels.npy", allow_pickle=False)
+    return Split(np.concatenate([_cut(path) for path in paths]), labels)
+
+
+def _cut(path: Path) -> Pixels:
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    expected = (MOSAIC_ROWS * SIDE, MOSAIC_COLUMNS * SIDE, CHANNELS)
+    if pixels.shape != expected:
+        raise DataError(f"{path}: is {pixels.shape}, expected {expected}")
+    parts = pixels.reshape(MOSAIC_ROWS, SIDE, MOSAIC_COLUMNS, SIDE, CHANNELS)
+    return parts.transpose(0, 2, 1, 3, 4).reshape(-1, SIDE, SIDE, CHANNELS)

@@ -1,0 +1,80 @@
+"""Fashion-MNIST (arXiv:1708.07747): four gzip files of arrays in the idx format.
+
+An idx file is two zero bytes, the kind of number (8: bytes), the number of axes, each axis' length
+as a big-endian uint32, and the numbers.
+"""
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from largebatch.data.imports.arrays import Pixels, Split, data_set
+from largebatch.data.packing import DataSet
+from largebatch.errors import DataError
+
+URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+SPLITS = {"train": "train", "val": "t10k"}
+"""Our names and the archives'."""
+
+
+@contextmanager
+def open_archives(source: Path) -> Iterator[DataSet]:
+    """Read the four files in the folder `source`."""
+    names = [name for split in SPLITS.values() for name in _names(split)]
+    missing = [name for name in names if not (source / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{source}: {len(missing)} of the 4 files of Fashion-MNIST not found; expected in this "
+            f"folder: {', '.join(URL + name for name in missing)}"
+        )
+    splits = {}
+    for ours, theirs in SPLITS.items():
+        pixels, labels = (
+            _read_idx(source / name, axes=axes)
+            for name, axes in zip(_names(theirs), (3, 1), strict=True)
+        )
+        splits[ours] = Split(pixels, labels)
+    yield data_set(source, CLASSES, splits)
+
+
+def _names(split: str) -> tuple[str, str]:
+    return f"{split}-images-idx3-ubyte.gz", f"{split}-labels-idx1-ubyte.gz"
+
+
+def _read_idx(path: Path, *, axes: int) -> Pixels:
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
+    start = 4 + 4 * axes
+    if content[:4] != bytes([0, 0, 8, axes]) or len(content) < start:
+        raise DataError(
+            f"{path}: begins with {content[:4]!r}, expected {bytes([0, 0, 8, axes])!r}: bytes in "
+            f"the idx format with {axes} axes"
+        )
+    shape = struct.unpack(f">{axes}I", content[4:start])
+    if len(content) != start + math.prod(shape):
+        raise DataError(
+            f"{path}: has {len(content) - start} numbers, expected {' x '.join(map(str, shape))}"
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

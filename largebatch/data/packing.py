@@ -1,0 +1,113 @@
+"""Write data sets as WebDataset shards: `out/{train,val}/000000.tar` ... and `out/classes.txt`.
+
+Pictures keep their bytes and their order, so a sample has the same number in the shards as in the
+folder they come from, and a run on either sees the same pictures in the same order. (Who reads
+shards from front to back without this package's index should shuffle: they are sorted by class.)
+"""
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from largebatch.data.building import THREADS, Progress
+from largebatch.data.index import Index, check_same_classes, load_or_read
+from largebatch.data.reading import read
+from largebatch.data.scan import CLASSES
+from largebatch.data.shards import ShardWriter
+from largebatch.errors import DataError
+
+PART = 256
+"""Samples that are prepared at a time, in several threads."""
+
+S = TypeVar("S")
+
+
+class Sample(NamedTuple):
+    """One encoded picture."""
+
+    content: bytes
+    extension: str
+    """Without a dot."""
+
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """What is to be written."""
+
+    classes: Sequence[str]
+    sizes: Mapping[str, int]
+    """Samples of each split, for the progress."""
+
+    samples: Callable[[str], Iterable[Sample]]
+    """Gives those of a split in their order."""
+
+
+def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:
+    """Copy the class folders `root/{train,val}` into shards; what their indexes drop stays out."""
+    train, val = (load_or_read(root, split) for split in ("train", "val"))
+    check_same_classes(train, val)
+    if train.offsets is not None or val.offsets is not None:
+        raise DataError(f"{root}: there are shards already; expected folders of pictures")
+    indexes = {"train": train, "val": val}
+    data_set = DataSet(
+        train.classes,
+        {split: len(index) for split, index in indexes.items()},
+        lambda split: _copies(indexes[split]),
+    )
+    write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
+
+
+def write_shards(data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress) -> None:
+    """Write a data set into a new folder, which is there whole in the end or not at all."""
+    broken = [name for name in data_set.classes if not name or name.splitlines() != [name]]
+    if broken:
+        raise DataError(f"{broken[0]!r} is no name for a class: {CLASSES} has one a line")
+    total, done = sum(data_set.sizes.values()), 0
+    with new_folder(out) as folder:
+        text = "".join(f"{name}\n" for name in data_set.classes)
+        (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
+        for split in data_set.sizes:
+            with ShardWriter(folder / split, shard_bytes=shard_bytes) as writer:
+                for sample in data_set.samples(split):
+                    writer.add(sample.content, extension=sample.extension, label=sample.label)
+                    done += 1
+                    if done % PART == 0 or done == total:
+                        progress(done, total)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill that becomes `out` if all goes well and disappears if not."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise DataError(f"{out}: there is something already; expected a new or an empty folder")
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(out)
+    except OSError as error:
+        raise DataError(f"{out}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
+    """Call `prepare` for 0 .. number - 1 in threads; give the results in order, keep few."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as pool:
+        for start in range(0, number, PART):
+            yield from pool.map(prepare, range(start, min(start + PART, number)))
+
+
+def _copies(index: Index) -> Iterator[Sample]:
+    def copy(row: int) -> Sample:
+        location = index.locate(row)
+        return Sample(read(location), location.path.suffix[1:], int(index.labels[row]))
+
+    return in_parts(copy, len(index))

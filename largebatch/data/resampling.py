@@ -1,0 +1,68 @@
+"""Cut out, resize and mirror a batch of pictures at once, as torchvision would one by one.
+
+Resizing is separable: out = Wy . picture . Wx^T, with a row of weights for each output pixel. Boxes
+differ from picture to picture, so each has weights of its own, and a batch is two batched matrix
+products. Like PyTorch on bytes, and Pillow until version 13, which begins with the height of a tall
+box, it resizes the width first and rounds to whole values between the two.
+"""
+
+import torch
+from torch import Tensor
+
+from largebatch.pictures import Interpolation
+
+
+def resample(
+    pictures: Tensor, boxes: Tensor, flips: Tensor, *, size: int, interpolation: Interpolation
+) -> Tensor:
+    """Resize the boxes of N x H x W x 3 bytes to N x 3 x size x size floats of whole 0 .. 255.
+
+    `boxes` is N x 4: top, left, height, width; `flips` N: mirror left to right. The filter is
+    widened where a box is made smaller, and sees nothing outside of the box.
+    """
+    number, height, width, _ = pictures.shape
+    top, left, box_height, box_width = boxes.to(torch.float32).unbind(dim=1)
+    places = torch.arange(size, device=pictures.device).expand(number, size)
+    across = torch.where(flips[:, None], places.flip(1), places)
+    rows = _weights(top, box_height, places, num_pixels=height, interpolation=interpolation)
+    columns = _weights(left, box_width, across, num_pixels=width, interpolation=interpolation)
+
+    planes = pictures.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    narrow = _whole(torch.bmm(planes.view(number, 3 * height, width), columns.transpose(1, 2)))
+    narrow = narrow.view(number, 3, height, size).transpose(1, 2).reshape(number, height, 3 * size)
+    result = _whole(torch.bmm(rows, narrow))
+    return result.view(number, size, 3, size).transpose(1, 2)
+
+
+def _weights(
+    start: Tensor, length: Tensor, places: Tensor, *, num_pixels: int, interpolation: Interpolation
+) -> Tensor:
+    """Return N x size x num_pixels weights along one axis; every row adds up to 1.
+
+    Output pixel `places` of a box that begins at `start` lies at start + (place + 1/2) * scale.
+    """
+    scale = (length / places.shape[1])[:, None, None]
+    width = scale.clamp(min=1.0)
+    centers = start[:, None, None] + (places[:, :, None] + 0.5) * scale
+    pixels = torch.arange(num_pixels, device=places.device) + 0.5
+    distance = ((pixels - centers) / width).abs_()
+    weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
+    first, end = start[:, None], (start + length)[:, None]
+    weights *= ((pixels > first) & (pixels < end))[:, None, :]
+    return weights / weights.sum(dim=2, keepdim=True)
+
+
+def _triangle(distance: Tensor) -> Tensor:
+    return (1.0 - distance).clamp_(min=0.0)
+
+
+def _cubic(distance: Tensor) -> Tensor:
+    """Catmull and Rom's cubic, a = -1/2 (Keys 1981, doi 10.1109/TASSP.1981.1163711, eq. 4)."""
+    near = (1.5 * distance - 2.5) * distance * distance + 1.0
+    far = ((2.5 - 0.5 * distance) * distance - 4.0) * distance + 2.0
+    return torch.where(distance < 1.0, near, torch.where(distance < 2.0, far, 0.0))
+
+
+def _whole(values: Tensor) -> Tensor:
+    """Round to bytes, in place."""
+    return values.add_(0.5).floor_().clamp_(0.0, 255.0)

@@ -1,0 +1,57 @@
+"""Give worker 0's index to every worker, once in the memory of each machine.
+
+Worker 0 says which file its index is mapped from, and its digest; who finds that file maps it too.
+Where some do not, on machines without a common folder, all get the bytes, the first worker of each
+machine writes them to the user's cache, and the others map that.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+
+from largebatch.backends import broadcast_bytes
+from largebatch.contracts import Backend
+from largebatch.data.building import Content
+from largebatch.data.index import Index, index_of, load_file, user_cache
+from largebatch.data.mapped import pack, unpack, write_whole
+
+
+def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:
+    """Return worker 0's index of the pictures in `root` on every worker; the others pass None."""
+    note = None
+    if content is not None:
+        file = None if content.file is None else str(content.file.resolve())
+        note = json.dumps([str(root), file, content.header["digest"]]).encode("ascii")
+    folder, file, digest = json.loads(broadcast_bytes(note, backend))
+    if content is None and file is not None:
+        content = _find(Path(file), digest)
+    have = torch.tensor([content is not None], dtype=torch.int64, device=backend.device)
+    if not backend.all_gather(have).all().item():  # sync: once, before training
+        content = _send(content, digest, backend)
+    assert content is not None
+    return index_of(content, Path(folder))
+
+
+def _send(content: Content | None, digest: str, backend: Backend) -> Content:
+    """Send worker 0's bytes to all; return what this worker already has, or the index they are."""
+    packed = None
+    if backend.rank == 0:
+        assert content is not None
+        packed = pack(content.header, content.arrays)
+    packed = broadcast_bytes(packed, backend)
+    file = user_cache() / "index" / f"{digest}.index"
+    if backend.local_rank == 0:
+        with contextlib.suppress(OSError):
+            write_whole(file, packed)
+    backend.barrier()
+    return content or _find(file, digest) or Content(*unpack(packed))
+
+
+def _find(file: Path, digest: str) -> Content | None:
+    with contextlib.suppress(OSError, ValueError):
+        content = load_file(file)
+        if content.header["digest"] == digest:
+            return content
+    return None

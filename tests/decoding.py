@@ -1,0 +1,65 @@
+"""What tests of decoders share: pictures, requests, and one way to call every decoder."""
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from largebatch.contracts import Batches, Request, View
+from largebatch.data import dali, torchvision, train_request
+from largebatch.data.index import Index
+
+Decode = Callable[..., Batches]
+
+has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+needs_dali = pytest.mark.skipif(not has_dali, reason="NVIDIA DALI is not installed")
+both_decoders = pytest.mark.parametrize(
+    "decode",
+    [
+        pytest.param(dali.decode, id="dali", marks=needs_dali),
+        pytest.param(torchvision.decode, id="torchvision"),
+    ],
+)
+
+
+def view(**changes: object) -> View:
+    """Values are 0 .. 255 unless `mean` and `std` are changed."""
+    arguments: dict[str, Any] = {
+        "image_size": 128,
+        "mean": (0.0, 0.0, 0.0),
+        "std": (1 / 255, 1 / 255, 1 / 255),
+        "interpolation": "bilinear",
+        "antialias": True,
+    }
+    return View(**(arguments | changes))
+
+
+def photograph(height: int, width: int) -> np.ndarray:
+    """Smooth colours, a hard edge and some noise."""
+    y, x = np.mgrid[:height, :width]
+    waves = [127 + 90 * np.sin(x / (9 + c) + c) * np.cos(y / (13 - c)) for c in range(3)]
+    pixels = np.stack(waves, axis=-1) + np.random.default_rng(0).normal(0, 6, (height, width, 3))
+    pixels[height // 3 : height // 2, width // 4 :] = 250
+    return pixels.clip(0, 255).round().astype(np.uint8)
+
+
+def run(decode: Decode, index: Index, requests: Iterable[Request], **changes: object) -> Batches:
+    """Decode with two threads; `changes` are to the view."""
+    cpu = torch.device("cpu")
+    return decode(index, iter(requests), view(**changes), device=cpu, threads=2, batch_size=100)
+
+
+def augmented(index: Index, size: int, number: int) -> list[Request]:
+    request = partial(train_request, seed=0, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), flip=True)
+    return [request(index, range(n * size, (n + 1) * size)) for n in range(number)]
+
+
+def open_threads_and_files() -> list[int]:
+    """Return how many this process has, and its mappings of shared memory."""
+    shared = Path("/proc/self/maps").read_text(encoding="utf-8").count("/dev/shm/")
+    return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd")] + [shared]

@@ -1,0 +1,211 @@
+"""Pictures that are kept decoded look as if they were decoded each time.
+
+Bilinear is compared with Pillow. Bicubic is compared with torchvision's resizing of byte tensors,
+since Pillow 13 resizes the height of a tall box first, where the order shows.
+"""
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoding import augmented, photograph, run, view
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from largebatch.backends.serial import Serial
+from largebatch.contracts import Batches, Request
+from largebatch.data import cached, clean_request, on_device, torchvision
+from largebatch.data.cached import Bytes, Kept
+from largebatch.data.index import Index, load_or_read
+from largebatch.data.resampling import resample
+from largebatch.errors import DataError
+from largebatch.pictures import Interpolation
+from largebatch.vision import require_torchvision
+
+CPU = torch.device("cpu")
+either_way = pytest.mark.parametrize("way", ["memory", "device"])
+either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+
+
+@pytest.fixture(params=["one size", "many sizes"])
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Index:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(13):
+        height, width = (70, 90) if request.param == "one size" else (70 + 9 * number, 150)
+        place = tmp_path / "train" / str(number % 2)
+        place.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(photograph(height, width))
+        picture.convert(["RGB", "L", "P"][number % 3]).save(place / f"{number:02d}.png")
+    return load_or_read(tmp_path, "train")
+
+
+def keep(index: Index) -> Kept[Bytes]:
+    return cached.keep(index, backend=Serial(CPU), threads=2)
+
+
+def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:
+    if way == "device":
+        return on_device.decode(on_device.upload(keep(index), CPU), requests, view(**changes))
+    return cached.decode(keep(index), requests, view(**changes), device=CPU, threads=2)
+
+
+def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
+    """Resize H x W x 3 as torchvision does byte tensors."""
+    require_torchvision()
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    planes = torch.from_numpy(part.copy()).permute(2, 0, 1)
+    mode = InterpolationMode(interpolation)
+    return functional.resize(planes, [size, size], mode, antialias=True)  # type: ignore[no-any-return]
+
+
+@either_way
+@pytest.mark.parametrize("size", [20, 64, 200])
+def test_kept_pictures_are_what_pillow_would_make(way: str, size: int, folder: Index) -> None:
+    clean = clean_request(folder, np.arange(13), image_size=size, resize=size + 6)
+    requests = [*augmented(folder, 10, 4), clean]
+    theirs = run(torchvision.decode, folder, requests, image_size=size)
+    for ours, other in zip(
+        kept_batches(way, folder, requests, image_size=size), theirs, strict=True
+    ):
+        difference = (ours.images - other.images).abs()
+        assert difference.max() <= 2.01  # two roundings, in another order for a tall box
+        assert (difference > 1.01).float().mean() < 1e-4
+        assert difference.mean() < 0.15
+        assert ours.labels.tolist() == other.labels.tolist()
+        assert (ours.images.dtype, ours.labels.dtype) == (torch.float32, torch.int64)
+        assert ours.images.is_contiguous()
+
+
+@either_way
+def test_bicubic_is_what_torchvision_makes_of_bytes(way: str, folder: Index) -> None:
+    (request,) = augmented(folder, 13, 1)
+    pictures = keep(folder)
+    (batch,) = kept_batches(way, folder, [request], image_size=48, interpolation="bicubic")
+    for image, sample, box, flip in zip(
+        batch.images, request.samples.tolist(), request.boxes.tolist(), request.flips, strict=True
+    ):
+        expected = on_bytes(pictures.part(sample, box), 48, "bicubic")
+        assert (image - (expected.flip(2) if flip else expected)).abs().max() <= 1.01
+
+
+@either_way
+def test_mean_and_spread_are_applied(way: str, folder: Index) -> None:
+    requests = augmented(folder, 5, 2)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 1.0)
+    plain = kept_batches(way, folder, requests)
+    scaled = kept_batches(way, folder, requests, mean=mean, std=std)
+    for a, b in zip(plain, scaled, strict=True):
+        center, spread = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
+        torch.testing.assert_close(b.images, (a.images / 255 - center) / spread)
+
+
+@either_filter
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
+    interpolation: Interpolation, data: st.DataObject
+) -> None:
+    height, width, size = (data.draw(st.integers(1, 60)) for _ in range(3))
+    number = data.draw(st.integers(1, 4))
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    pictures = draw.integers(0, 256, (number, height, width, 3), dtype=np.uint8)
+    tall, wide = draw.integers(1, height + 1, number), draw.integers(1, width + 1, number)
+    top, left = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
+    boxes, flips = np.stack([top, left, tall, wide], axis=1), draw.integers(0, 2, number) > 0
+    found = resample(
+        torch.from_numpy(pictures),
+        torch.from_numpy(boxes),
+        torch.from_numpy(flips),
+        size=size,
+        interpolation=interpolation,
+    )
+    assert found.shape == (number, 3, size, size)
+    for image, picture, box, flip in zip(found, pictures, boxes.tolist(), flips, strict=True):
+        part = picture[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
+        expected = on_bytes(part, size, interpolation)
+        difference = (image - (expected.flip(2) if flip else expected)).abs()
+        assert difference.max() <= 2.01  # noise meets halves, which weights in int16 round away
+        assert (difference > 1.01).sum() <= 0.002 * difference.numel() + 1
+
+
+def test_a_device_resizes_a_few_pictures_at_a_time(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = augmented(folder, 11, 2)
+    whole = [batch.images for batch in kept_batches("device", folder, requests)]
+    monkeypatch.setattr(on_device, "AT_ONCE", 40_000)
+    for a, b in zip(whole, kept_batches("device", folder, requests), strict=True):
+        assert torch.equal(a, b.images)
+
+
+def test_pictures_are_decoded_once_for_all_runs(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = keep(folder)
+    monkeypatch.setattr(cached, "to_pillow", None)  # would fail if it were called
+    assert np.array_equal(keep(folder).pixels, first.pixels)
+    for sample in range(13):
+        box = [0, 0, int(folder.heights[sample]), int(folder.widths[sample])]
+        with Image.open(folder.locate(sample).path) as picture:
+            assert np.array_equal(first.part(sample, box), np.asarray(picture.convert("RGB")))
+
+
+def test_only_the_first_worker_of_a_machine_writes(folder: Index, tmp_path: Path) -> None:
+    def decode_meanwhile() -> None:
+        keep(folder)
+
+    second: Any = SimpleNamespace(local_rank=1, barrier=lambda: None)
+    with pytest.raises(FileNotFoundError):
+        cached.keep(folder, backend=second, threads=1)
+    second.barrier = decode_meanwhile
+    assert len(cached.keep(folder, backend=second, threads=1).pixels) > 0
+
+
+def test_a_file_of_another_length_is_written_again(folder: Index, tmp_path: Path) -> None:
+    expected = keep(folder).pixels.copy()
+    (file,) = (tmp_path / "cache/largebatch/pixels").iterdir()
+    file.write_bytes(b"short")
+    assert np.array_equal(keep(folder).pixels, expected)
+
+
+def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = int((3 * folder.heights * folder.widths).sum())
+    monkeypatch.setattr(cached, "LIMIT", total)
+    keep(folder)
+    monkeypatch.setattr(cached, "LIMIT", total - 1)
+    with pytest.raises(DataError, match="13 decoded pictures are .* keeps at most"):
+        keep(folder)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(DataError, match=r"pixels: decoded .*\(No space left on device\)"):
+        keep(folder)
+    assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []
+
+
+def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:
+    class Full:
+        def to(self, _: object) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    pictures = keep(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "from_numpy", lambda _: Full())
+        with pytest.raises(DataError, match="do not fit on cpu; use data.cache: memory"):
+            on_device.upload(pictures, CPU)

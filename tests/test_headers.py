@@ -1,0 +1,170 @@
+import io
+import struct
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from largebatch.data.headers import MAX_SIDE, BadPictureError, measure_bytes
+
+EXIF = Image.Exif()
+EXIF[0x0112] = 6  # turn by a quarter
+
+
+def encoded(
+    kind: str, *, mode: str = "RGB", size: tuple[int, int] = (48, 31), **options: object
+) -> bytes:
+    """A picture of noise, 48 wide and 31 high, as Pillow writes it."""
+    width, height = size
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    image = Image.fromarray(noise).convert("RGB").convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    return bytes([0xFF, marker]) + struct.pack(">H", 2 + len(body)) + body
+
+
+def after_start(jpeg: bytes, inserted: bytes) -> bytes:
+    return jpeg[:2] + inserted + jpeg[2:]
+
+
+JPEG = encoded("jpeg")
+PNG = encoded("png")
+BMP = encoded("bmp")
+
+GOOD = {
+    "baseline": JPEG,
+    "progressive": encoded("jpeg", progressive=True),
+    "grey": encoded("jpeg", mode="L"),
+    "CMYK": encoded("jpeg", mode="CMYK"),
+    "EXIF-rotated": encoded("jpeg", exif=EXIF),
+    "half colours": encoded("jpeg", subsampling="4:2:0"),
+    "a header longer than what is read at first": encoded("jpeg", comment=b"x" * 60_000),
+    "a thumbnail with an end of its own": after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG)),
+    "fill bytes before a marker": after_start(JPEG, b"\xff\xff\xff"),
+    "something behind the picture": JPEG + b"\0" * 10_000,
+    "PNG": PNG,
+    "grey PNG": encoded("png", mode="L"),
+    "two colours": encoded("png", mode="1"),
+    "a palette": encoded("png", mode="P"),
+    "transparency": encoded("png", mode="RGBA"),
+    "something behind the PNG": PNG + b"\0" * 10_000,
+    "BMP": BMP,
+    "PPM": encoded("ppm"),
+    "PGM": encoded("ppm", mode="L"),
+    "TIFF": encoded("tiff"),
+    "WebP": encoded("webp", lossless=True),
+}
+
+
+@pytest.mark.parametrize("content", [pytest.param(c, id=name) for name, c in GOOD.items()])
+def test_the_size_is_pillows(content: bytes) -> None:
+    with Image.open(io.BytesIO(content)) as image:
+        image.load()
+        assert image.size == (48, 31)
+    assert measure_bytes(content) == (31, 48)
+
+
+@pytest.mark.parametrize(
+    "content", [pytest.param(c, id=name) for name, c in GOOD.items() if "behind" not in name]
+)
+def test_a_picture_without_its_end_is_cut_off(content: bytes) -> None:
+    for length in (len(content) // 2, len(content) - 70, len(content) - 8, 40):
+        with pytest.raises(BadPictureError):
+            measure_bytes(content[:length])
+
+
+def test_a_cut_within_the_thumbnail_is_noticed() -> None:
+    content = after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG))
+    with pytest.raises(BadPictureError, match="cut off in the header"):
+        measure_bytes(content[: len(JPEG) + 60])
+
+
+def frame(**changes: int) -> bytes:
+    """JPEG with other words in its frame header."""
+    at = JPEG.index(b"\xff\xc0")
+    words = {"marker": 0xC0, "bits": 8, "height": 31, "width": 48, "channels": 3} | changes
+    kind = words.pop("marker")
+    length = JPEG[at + 2 : at + 4]
+    header = bytes([0xFF, kind]) + length + struct.pack(">BHHB", *words.values())
+    return JPEG[:at] + header + JPEG[at + 10 :]
+
+
+def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return PNG[:12] + body + struct.pack(">I", zlib.crc32(body)) + PNG[33:]
+
+
+BAD = {
+    "empty": (b"", "the file is empty"),
+    "a web page": (b"<html>not found</html>", "no readable picture"),
+    "a GIF": (encoded("gif", mode="P"), "no readable picture"),
+    "only the start of a JPEG": (JPEG[:4], "cut off in the header"),
+    "12 bits": (frame(bits=12), "3 channels of 12 bits"),
+    "2 channels": (frame(channels=2), "2 channels of 8 bits"),
+    "lossless JPEG": (frame(marker=0xC3), "process SOF3"),
+    "arithmetic JPEG": (frame(marker=0xC9), "process SOF9"),
+    "no height": (frame(height=0), "0 x 48 pixels"),
+    "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} a side"),
+    "no frame": (JPEG.replace(b"\xff\xc0", b"\xff\xe5"), "does not say how large"),
+    "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels, more than the 89,478"),
+    "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} a side"),
+    "no width": (png_header(0, 5, 8, 2), "5 x 0 pixels"),
+    "16 bits": (png_header(48, 31, 16, 2), "colour type 2 with 16 bits"),
+    "unknown colours": (png_header(48, 31, 8, 5), "colour type 5"),
+    "a damaged header": (PNG[:17] + b"\xee" + PNG[18:], "its header is damaged"),
+    "deep grey": (encoded("tiff", mode="I;16"), "its pixels are I;16, expected 8 bits"),
+    "a BMP bomb": (BMP[:18] + struct.pack("<II", 30_000, 30_000) + BMP[26:], "decompression bomb"),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [pytest.param(*each, id=name) for name, each in BAD.items()]
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(content: bytes, reason: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's of bombs, which the index silences for all
+        with pytest.raises(BadPictureError) as caught:
+            measure_bytes(content)
+    assert reason in str(caught.value)
+
+
+@given(st.sampled_from(sorted(GOOD)), st.data())
+def test_whatever_is_damaged_there_is_a_size_or_a_reason(name: str, data: st.DataObject) -> None:
+    """Never another error: one damaged file must not end the check of a million."""
+    content = bytearray(GOOD[name][:2000])
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=8)):
+        content[place] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.integers(0, len(content))) :]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            height, width = measure_bytes(bytes(content))
+        except BadPictureError as error:
+            assert str(error)  # noqa: PT017 -- either outcome is right
+        else:
+            assert 1 <= min(height, width) <= max(height, width) <= MAX_SIDE
+
+
+def test_real_jpegs_have_the_size_pillow_finds(real_data: Path) -> None:
+    number = 0
+    for archive in ("imagenet_samples/samples.zip", "imagenette224/val.zip"):
+        with zipfile.ZipFile(real_data / archive) as file:
+            for name in file.namelist():
+                if name.endswith(".JPEG"):
+                    content = file.read(name)
+                    with Image.open(io.BytesIO(content)) as image:
+                        assert measure_bytes(content) == (image.height, image.width), name
+                    with pytest.raises(BadPictureError):
+                        measure_bytes(content[: len(content) * 3 // 4])
+                    number += 1
+    assert number == 1100

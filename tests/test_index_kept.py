@@ -1,0 +1,267 @@
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from picture_folder import fields, write_folder, write_picture
+
+from largebatch.cli import main
+from largebatch.data import building, changes
+from largebatch.data import index as module
+from largebatch.data.index import index_of, load, load_file, load_or_read, make, read_folder
+from largebatch.data.mapped import Arrays, open_mapped, pack, unpack, write_whole
+from largebatch.errors import DataError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_folder(tmp_path)
+
+
+def test_an_index_is_the_same_after_it_was_kept(root: Path) -> None:
+    (root / "train/cat/x.jpg").rename(
+        os.fsdecode(os.fsencode(root) + b"/train/cat/\xff \xc3\xa9.jpg")
+    )
+    expected = fields(read_folder(root, "train"))
+    make(root, "train")
+    kept = load(root, "train")
+    assert kept is not None
+    assert kept.file == root / ".largebatch-train.index"
+    assert fields(index_of(kept, root)) == expected
+    assert sorted(path.name for path in root.iterdir()) == [".largebatch-train.index", "train"]
+
+
+def test_an_unchanged_folder_is_not_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fields(load_or_read(root, "train"))
+    monkeypatch.setattr(building, "measure_part", None)
+    assert fields(load_or_read(root, "train")) == first
+
+
+def later(path: Path) -> None:
+    """Give a file another time of change, whatever the resolution of the file system."""
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+
+
+def add(root: Path) -> None:
+    write_picture(root / "train/dog/c.png")
+
+
+def remove(root: Path) -> None:
+    (root / "train/dog/b.png").unlink()
+
+
+def rename(root: Path) -> None:
+    (root / "train/dog/b.png").rename(root / "train/dog/c.png")
+
+
+def lengthen(root: Path) -> None:
+    with (root / "train/dog/b.png").open("ab") as file:
+        file.write(b"\0")
+
+
+def overwrite(root: Path) -> None:
+    """Put a picture of other sizes into the same file, as long as before."""
+    path = root / "train/dog/b.png"
+    length = path.stat().st_size
+    write_picture(path, height=8, width=2)
+    with path.open("ab") as file:
+        file.write(b"\0" * (length - path.stat().st_size))
+    assert path.stat().st_size == length
+    later(path)
+
+
+def rename_class(root: Path) -> None:
+    (root / "train/dog").rename(root / "train/wolf")
+
+
+def become_shards(root: Path) -> None:
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+    (root / "train/0.tar").touch()
+
+
+CHANGES: list[tuple[Callable[[Path], None], str]] = [
+    (add, "train/dog holds 3 pictures, it held 2 (new: c.png; gone: nothing)"),
+    (remove, "train/dog holds 1 pictures, it held 2 (new: nothing; gone: b.png)"),
+    (rename, "train/dog holds 2 pictures, it held 2 (new: c.png; gone: b.png)"),
+    (lengthen, "train/dog/b.png has 77 bytes, it had 76"),
+    (overwrite, "train/dog/b.png was changed 20"),
+    (rename_class, "train holds 3 class folders, it held 3 (new: wolf; gone: dog)"),
+    (become_shards, "train holds shards, it held class folders"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES)
+def test_an_index_that_no_longer_matches_is_refused_until_it_is_made_anew(
+    root: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    load_or_read(root, "train")
+    length = (root / "train/dog/b.png").stat().st_size
+    change(root)
+    with pytest.raises(DataError) as caught:
+        load_or_read(root, "train")
+    assert reason.replace("77", str(length + 1)).replace("76", str(length)) in str(caught.value)
+    assert f"largebatch data index {root}" in str(caught.value)
+    if change is not become_shards:
+        make(root, "train")
+        assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
+
+
+def test_other_pictures_have_another_digest(root: Path) -> None:
+    before = {
+        split: read_folder(write_folder(root, split), split).digest for split in ("train", "val")
+    }
+    lengthen(root)
+    assert len({*before.values(), read_folder(root, "train").digest}) == 3
+    assert read_folder(root, "val").digest == before["val"]
+
+
+def test_what_is_no_picture_may_come_and_go(root: Path) -> None:
+    first = fields(load_or_read(root, "train"))
+    (root / "train/dog/notes.txt").touch()
+    later(root / "train/dog")
+    assert fields(load_or_read(root, "train")) == first
+
+
+def test_a_dropped_picture_that_was_mended_is_noticed(root: Path) -> None:
+    (root / "train/dog/c.png").touch()
+    make(root, "train", drop_bad=True)
+    load_or_read(root, "train")
+    write_picture(root / "train/dog/c.png")
+    with pytest.raises(DataError, match=r"train/dog/c.png has \d+ bytes, it had 0"):
+        load_or_read(root, "train")
+
+
+def test_of_very_many_files_a_run_compares_some_and_the_command_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "MOST", 2)
+    make(root, "train")
+    later(root / "train/dog/b.png")  # in place: its folder does not show it
+    kept = load(root, "train")
+    assert kept is not None
+    assert changes.difference(kept, root, every_file=False) is None
+    assert "b.png" in (changes.difference(kept, root, every_file=True) or "")
+    later(root / "train/dog")
+    assert "b.png" in (changes.difference(kept, root, every_file=False) or "")
+    later(root / "train/dog/a.JPEG")
+    assert "a.JPEG" in (changes.difference(kept, root, every_file=False) or "")
+
+
+def test_a_moved_folder_keeps_its_index_and_its_digest(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = load_or_read(root, "train").digest
+    moved = tmp_path_factory.mktemp("elsewhere") / "data"
+    shutil.move(root, moved)
+    monkeypatch.setattr(building, "measure_part", None)
+    index = load_or_read(moved, "train")
+    assert index.root == moved
+    assert index.digest == digest
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"lbarray1", id="cut off"),
+        pytest.param(b"something else" * 100, id="something else"),
+        pytest.param(None, id="its end is missing"),
+    ],
+)
+def test_an_unreadable_kept_index_is_replaced(root: Path, content: bytes | None) -> None:
+    place = root / ".largebatch-train.index"
+    make(root, "train")
+    place.write_bytes(place.read_bytes()[:-64] if content is None else content)
+    assert load(root, "train") is None
+    expected = fields(read_folder(root, "train"))
+    assert fields(load_or_read(root, "train")) == expected
+    assert fields(index_of(load_file(place), root)) == expected
+
+
+def test_a_kept_index_of_another_format_is_replaced(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = root / ".largebatch-train.index"
+    for number in (building.FORMAT + 1, building.FORMAT):
+        for place_of_it in (building, module):
+            monkeypatch.setattr(place_of_it, "FORMAT", number)
+        load_or_read(root, "train")
+        assert open_mapped(place)[0]["format"] == number
+
+
+def test_where_a_folder_cannot_be_written_to_the_users_cache_keeps_the_index(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+    def refuse(path: Path, content: bytes) -> None:
+        if path.parent == root:
+            raise OSError(30, "Read-only file system", str(path))
+        write_whole(path, content)
+
+    monkeypatch.setattr(module, "write_whole", refuse)
+    content = make(root, "train")
+    assert content.file is not None
+    assert content.file.is_relative_to(cache)
+    kept = load(root, "train")
+    assert kept is not None
+    assert kept.file == content.file
+    assert [path.name for path in root.iterdir()] == ["train"]
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_index_is_used_all_the_same(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+    def fail(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    content = make(root, "train")
+    assert content.file is None
+    assert len(content.arrays["labels"]) == 4
+    assert [path.name for path in root.iterdir()] == ["train"]
+
+
+def test_arrays_survive_the_file_and_cannot_be_changed() -> None:
+    arrays: Arrays = {
+        "numbers": np.arange(7, dtype=np.int64),
+        "table": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "nothing": np.zeros(0, dtype=np.uint32),
+    }
+    header, found = unpack(pack({"name": "\udcff \u00e9"}, arrays))
+    assert header == {"name": "\udcff \u00e9"}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+        with pytest.raises(ValueError, match="read-only"):
+            found[name][...] = 1
+        assert found[name].ctypes.data % 8 == 0
+
+
+def test_the_command_makes_shows_and_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path, split)
+    (tmp_path / "val/cat/text.jpg").write_text("no picture")
+    words = ["data", "index", str(tmp_path)]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert "train: 4 pictures" in out
+    assert "val/cat/text.jpg: no readable picture" in out
+    assert "1 pictures, listed above, cannot be used" in err
+    for again in ([*words, "--drop-bad"], words):
+        assert main(again) == 0
+        out, _ = capsys.readouterr()
+        assert "val: 1 left out:\n  val/cat/text.jpg: no readable picture" in out
+        assert "4 training and 4 validation pictures, 1 bad ones left out" in out
+    write_picture(tmp_path / "train/cat/y.jpg")
+    assert main(words) == 0
+    assert "3 classes, 5 training" in capsys.readouterr().out

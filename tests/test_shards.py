@@ -1,0 +1,268 @@
+import io
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from picture_folder import fields, write_folder, write_picture
+from PIL import Image
+
+from largebatch.cli import main
+from largebatch.data.index import BadPicturesError, Index, load_or_read, make, read_folder
+from largebatch.data.packing import pack_folder
+from largebatch.data.shards import ShardWriter
+from largebatch.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "folder"
+    for split in ("train", "val"):
+        write_folder(root, split)
+    return root
+
+
+def pack(root: Path, out: Path, *, shard_bytes: int = 10**6) -> Path:
+    pack_folder(root, out, shard_bytes=shard_bytes, progress=lambda _done, _total: None)
+    return out
+
+
+def contents(index: Index) -> list[bytes]:
+    """Every picture's bytes, cut out of its file by hand."""
+    found = []
+    for sample in range(len(index)):
+        path, offset, num_bytes = index.locate(sample)
+        found.append(path.read_bytes()[offset : offset + num_bytes])
+    return found
+
+
+def jpeg() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(buffer, format="jpeg")
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes], *, mode: str = "w") -> Path:
+    """Write a shard as others do, member by member."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def shards(root: Path, members: dict[str, bytes]) -> Path:
+    write_tar(root / "train/a.tar", members)
+    (root / "classes.txt").write_text("cat\ndog\n")
+    return root
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10_000, 10**6])
+def test_packed_pictures_have_their_bytes_order_and_labels(
+    folder: Path, tmp_path: Path, shard_bytes: int
+) -> None:
+    packed = pack(folder, tmp_path / "packed", shard_bytes=shard_bytes)
+    for split in ("train", "val"):
+        before, after = read_folder(folder, split), read_folder(packed, split)
+        assert contents(after) == [path.read_bytes() for path in map(folder.joinpath, before.paths)]
+        plain, shard = fields(before), fields(after)
+        for key in ("classes", "labels", "heights", "widths", "num_bytes", "bad"):
+            assert shard[key] == plain[key]
+
+
+def test_python_and_the_naming_rules_read_what_was_packed(folder: Path, tmp_path: Path) -> None:
+    """A WebDataset sample is the members in a row that are equal up to the first dot."""
+    packed = pack(folder, tmp_path / "packed")
+    assert (packed / "classes.txt").read_text() == "Zebra\ncat\ndog\n"
+    samples: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(packed / "train/000000.tar") as tar:
+        for member in tar:
+            file = tar.extractfile(member)
+            assert file is not None
+            key, extension = member.name.split(".", 1)
+            samples.setdefault(key, {})[extension] = file.read()
+            assert list(samples)[-1] == key
+    assert [sorted(sample) for sample in samples.values()] == [
+        ["cls", "webp"],
+        ["cls", "jpg"],
+        ["cls", "jpeg"],
+        ["cls", "png"],
+    ]
+    assert [int(sample["cls"]) for sample in samples.values()] == [0, 1, 2, 2]
+    picture = Image.open(io.BytesIO(list(samples.values())[3]["png"]))
+    assert picture.size == (7, 5)
+
+
+def test_the_same_pictures_give_the_same_bytes_whenever_they_are_packed(
+    folder: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied, copy_function=shutil.copyfile)
+    (copied / "train/dog/b.png").chmod(0o600)
+    tars = [
+        (pack(root, tmp_path / name) / "train/000000.tar").read_bytes()
+        for root, name in ((folder, "one"), (copied, "other"))
+    ]
+    assert tars[0] == tars[1]
+
+
+def test_no_shard_is_longer_than_asked_but_for_a_single_picture(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).bytes
+    lengths = [1, 511, 512, 513, 3000, 9000, 30_000, 100, 100]
+    with ShardWriter(tmp_path, shard_bytes=25_000) as writer:
+        for length in lengths:
+            writer.add(noise(length), extension="JPG", label=1)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    assert (writer.num_samples, writer.num_shards) == (9, len(sizes))
+    assert sum(size > 25_000 for size in sizes) == 1
+    assert len(sizes) < 6
+
+
+def test_shards_of_others_are_read(tmp_path: Path) -> None:
+    """Keys with folders, other members, several formats of tar, long names."""
+    long_key = "folder/" + "x" * 150
+    root = shards(
+        tmp_path,
+        {
+            "._a.jpg": b"left behind by a file manager",
+            "a.json": b"{}",
+            "a.JPG": jpeg(),
+            "a.cls": b"1\n",
+            f"{long_key}.cls": b"0",
+            f"{long_key}.seg.png": b"a mask",
+            f"{long_key}.jpg": jpeg(),
+        },
+    )
+    index = read_folder(root, "train")
+    assert index.labels.tolist() == [1, 0]
+    assert contents(index) == [jpeg(), jpeg()]
+    assert list(index.paths) == ["train/a.tar", "train/a.tar"]
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"b.jpg": b""}, "train/a.tar/b.jpg: there is no b.cls with its label"),
+        ({"b.jpg": jpeg(), "b.cls": b"2"}, "b.jpg: its label is '2', expected a number from 0 to"),
+        ({"b.jpg": jpeg(), "b.cls": b"dog"}, "b.jpg: its label is 'dog'"),
+        ({"b.jpg": jpeg(), "b.cls": b"-1"}, "b.jpg: its label is '-1'"),
+        ({"b.cls": b"0"}, "train/a.tar/b: it has 0 pictures, expected 1"),
+        ({"b.jpg": jpeg(), "b.png": b"", "b.cls": b"0"}, "b: it has 2 pictures, expected 1"),
+        ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is cut off"),
+        ({"b.jpg": b"", "b.cls": b"0"}, "train/a.tar/b.jpg: the file is empty"),
+    ],
+)
+def test_bad_samples_are_named_and_can_be_left_out(
+    tmp_path: Path, members: dict[str, bytes], reason: str
+) -> None:
+    before, after = {"a.jpg": jpeg(), "a.cls": b"0"}, {"c.jpg": jpeg(), "c.cls": b"1"}
+    root = shards(tmp_path, {**before, **members, **after})
+    with pytest.raises(BadPicturesError) as caught:
+        read_folder(root, "train")
+    assert reason in str(caught.value)
+    make(root, "train", drop_bad=True)
+    index = load_or_read(root, "train")
+    assert index.labels.tolist() == [0, 1]
+    assert len(index.bad) == 1
+
+
+def cut(root: Path) -> None:
+    path = root / "train/000000.tar"
+    path.write_bytes(path.read_bytes()[:-1024])
+
+
+def lose_the_end(root: Path) -> None:
+    """Cut where a member begins, which Python's tarfile takes for the end."""
+    path = root / "train/000000.tar"
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1].offset
+    path.write_bytes(path.read_bytes()[:last])
+
+
+def compress(root: Path) -> None:
+    write_tar(root / "train/000000.tar", {"a.jpg": jpeg()}, mode="w:gz")
+
+
+def mix(root: Path) -> None:
+    write_picture(root / "train/cat/x.jpg")
+
+
+def lose_classes(root: Path) -> None:
+    (root / "classes.txt").unlink()
+
+
+def repeat_classes(root: Path) -> None:
+    (root / "classes.txt").write_text("cat\ncat\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lose_the_end, "000000.tar: not a whole, uncompressed tar file"),
+        (compress, "000000.tar: not a whole, uncompressed tar file"),
+        (mix, "both class folders (cat) and shards (000000.tar)"),
+        (lose_classes, "classes.txt: No such file or directory; beside shards it gives"),
+        (repeat_classes, "classes.txt: expected one different name a line"),
+    ],
+)
+def test_broken_shards_are_refused(
+    folder: Path, tmp_path: Path, change: object, message: str
+) -> None:
+    packed = pack(folder, tmp_path / "packed")
+    change(packed)  # type: ignore[operator]
+    with pytest.raises(DataError) as caught:
+        read_folder(packed, "train")
+    assert message in str(caught.value)
+
+
+def test_an_index_of_changed_shards_is_refused(folder: Path, tmp_path: Path) -> None:
+    packed = pack(folder, tmp_path / "packed", shard_bytes=1)
+    load_or_read(packed, "train")
+    assert fields(load_or_read(packed, "train")) == fields(read_folder(packed, "train"))
+    (packed / "classes.txt").write_text("a\nb\nc\n")
+    with pytest.raises(DataError, match="classes.txt names other classes"):
+        load_or_read(packed, "train")
+    make(packed, "train")
+    cut(packed)
+    with pytest.raises(DataError, match=r"train/000000.tar has [\d,]+ bytes, it had"):
+        load_or_read(packed, "train")
+    (packed / "train/000000.tar").unlink()
+    with pytest.raises(DataError, match=r"train holds 3 shards, it held 4 \(new: .*gone: 000000"):
+        load_or_read(packed, "train")
+
+
+def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
+    (folder / "val/dog/b.png").write_bytes(b"")
+    with pytest.raises(BadPicturesError):
+        pack(folder, tmp_path / "packed")
+    write_picture(folder / "val/dog/b.png", height=5, width=7)
+    load_or_read(folder, "val")
+    (folder / "val/dog/b.png").write_bytes(b"changed after it was looked at")
+
+    def spoil(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(DataError, match="not what its index was made from"):
+        pack(folder, tmp_path / "packed")
+    write_picture(folder / "val/dog/b.png", height=5, width=7)
+    make(folder, "val")
+    with pytest.raises(KeyboardInterrupt):
+        pack_folder(folder, tmp_path / "packed", shard_bytes=10**6, progress=spoil)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    pack(folder, tmp_path / "packed")
+    with pytest.raises(DataError, match="there is something already"):
+        pack(folder, tmp_path / "packed")
+    with pytest.raises(DataError, match="there are shards already"):
+        pack(tmp_path / "packed", tmp_path / "again")
+
+
+def test_the_command_packs_and_checks(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "packed"
+    assert main(["data", "pack", str(folder), "--out", str(out), "--shard-mb", "1"]) == 0
+    assert "3 classes, 4 training and 4 validation pictures" in capsys.readouterr().out
+    assert (out / ".largebatch-train.index").exists()

@@ -1,0 +1,143 @@
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from picture_folder import fields, write_folder
+from torch import Tensor
+
+from largebatch.backends.serial import Serial
+from largebatch.data import sharing
+from largebatch.data.building import Content
+from largebatch.data.index import Index, load_or_read, make, read_folder
+from largebatch.data.mapped import write_whole
+from largebatch.data.sharing import share_index
+from largebatch.workers import start_workers
+
+
+class Together:
+    """Workers that are threads of one process; `local_ranks` says which share a machine."""
+
+    def __init__(self, local_ranks: list[int]) -> None:
+        self.local_ranks = local_ranks
+        self.meet = threading.Barrier(len(local_ranks), timeout=20)
+        self.sent: list[Tensor] = [torch.zeros(0)] * len(local_ranks)
+
+    def run(self, call: Callable[[Any], Index]) -> list[Index]:
+        number = len(self.local_ranks)
+        with ThreadPoolExecutor(number) as pool:
+            return list(pool.map(call, [Worker(self, rank) for rank in range(number)]))
+
+
+class Worker(Serial):
+    """What sharing asks of a backend."""
+
+    def __init__(self, group: Together, rank: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.group = group
+        self.rank = rank
+        self.local_rank = group.local_ranks[rank]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self._exchange(tensor)[0])
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchange(tensor))
+
+    def barrier(self) -> None:
+        self.group.meet.wait()
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self.group.sent[self.rank] = tensor.clone()
+        self.group.meet.wait()
+        sent = list(self.group.sent)
+        self.group.meet.wait()
+        return sent
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "data")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def share(root: Path, content: Content, local_ranks: list[int]) -> list[Index]:
+    def call(worker: Worker) -> Index:
+        if worker.rank == 0:
+            return share_index(root, content, worker)
+        return share_index(None, None, worker)
+
+    return Together(local_ranks).run(call)
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_who_finds_the_file_maps_it(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "pack", None)  # nothing is sent
+    content = make(root, "train")
+    indexes = share(root, content, [0, 1, 0])
+    assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
+    assert mapped_files().count(".largebatch-train.index") >= 3
+    assert not cache.exists()
+
+
+def test_who_does_not_find_it_gets_the_bytes_once_a_machine(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers 1 and 2 share a machine on which worker 0's file is not."""
+    content = make(root, "train")
+    written = []
+
+    def count(path: Path, packed: bytes) -> None:
+        written.append(path)
+        write_whole(path, packed)
+
+    monkeypatch.setattr(sharing, "write_whole", count)
+    indexes = share(root, content._replace(file=root / "elsewhere"), [0, 0, 1])
+    assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
+    place = cache / f"largebatch/index/{indexes[0].digest}.index"
+    assert written == [place] * 2  # by worker 0, whose machine has others in general, and by 1
+    assert mapped_files().count(str(place)) >= 2
+
+
+def test_a_file_of_another_index_is_not_taken(root: Path, cache: Path) -> None:
+    content = make(root, "train")
+    header = {**content.header, "digest": "another"}
+    indexes = share(root, content._replace(header=header), [0, 1])
+    assert {index.digest for index in indexes} == {"another"}
+
+
+def test_where_nothing_can_be_written_the_bytes_are_used(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    content = make(root, "train")._replace(file=None)
+    indexes = share(root, content, [0, 0, 1])
+    assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
+
+
+def _share_in_a_process(root: Path) -> None:
+    from largebatch.backends.torch_distributed import TorchDistributed
+
+    backend = TorchDistributed()
+    content = make(root, "train")._replace(file=None) if backend.rank == 0 else None
+    index = share_index(root if backend.rank == 0 else None, content, backend)
+    backend.close()
+    assert fields(index) == fields(read_folder(root, "train"))
+
+
+def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
+    start_workers(_share_in_a_process, root, workers=2)

@@ -1,0 +1,52 @@
+"""Groups of workers that are threads of this process, to test what a group exchanges."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Done:
+    """An operation that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Thread:
+    """One worker of a largebatch.contracts.Group, with a place in a table that all can see."""
+
+    def __init__(self, rank: int, table: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(table)
+        self._table, self._barrier = table, barrier
+        self.calls = 0
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Write down one's own, wait for the others, read everybody's."""
+        self.calls += 1
+        self._table[self.rank] = tensor
+        self._barrier.wait()
+        gathered = torch.stack(self._table)
+        self._barrier.wait()
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> Done:
+        """Add everybody's up."""
+        tensor.copy_(self.all_gather(tensor.clone()).sum(0))
+        return Done()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Add everybody's up and take a row."""
+        return self.all_gather(tensor).sum(0)[self.rank]
+
+
+def on_threads(work: Callable[[Thread], T], *, workers: int) -> list[T]:
+    """Do the work on so many workers at a time and return what each returned."""
+    table, barrier = [torch.empty(0)] * workers, threading.Barrier(workers, timeout=30)
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, [Thread(rank, table, barrier) for rank in range(workers)]))
