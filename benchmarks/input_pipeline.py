@@ -11,6 +11,7 @@ decoded against decoded each time.
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -272,24 +273,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _show(result: dict[str, Any], indent: str = "") -> None:
-    """Print medians and ratios."""
-    for name, value in result.items():
-        if not isinstance(value, dict):
-            words = f"{value:.4g}" if isinstance(value, float) else str(value)
-        elif "low" in value:
-            words = f"x {value['median']:.3f} ({value['low']:.3f} to {value['high']:.3f})"
-        elif "median" in value:
-            words = f"{value['median']:.4g} (std {value['std']:.2g})"
-        else:
-            words = ""
-        print(f"{indent}{name}: {words}")
-        if not words:
-            _show(value, indent + "    ")
-
-
 def main() -> None:
-    """Measure, print the medians and write the result."""
+    """Measure, then print and write the result."""
     args = _arguments()
     torch.set_num_threads(1)  # the threads compared are those that decode
     with tempfile.TemporaryDirectory() as scratch:
@@ -304,7 +289,7 @@ def main() -> None:
         result["order and boxes"] = arithmetic(index, args.batch / rate, args)
         result["first batch of 1.28 million"] = first_batch(shards, args)
         result["CIFAR-10"] = cifar(args.data / "cifar10", folder / "cifar10", args)
-    _show(result)
+    print(json.dumps(result, indent=2))
     print(write("input_pipeline", " ".join(["python", *sys.argv]), result))
 
 
