@@ -1,9 +1,11 @@
 """Recipe -> model and optimizer."""
 
+import math
 from typing import assert_never
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from largebatch import recipe as recipes
@@ -15,6 +17,7 @@ from largebatch.errors import RecipeError
 from largebatch.lars import LARS
 from largebatch.models import build, norm_parameters, param_groups
 from largebatch.norm import SpanBatchNorm, with_span
+from largebatch.plan import Plan
 from largebatch.recipe import Recipe
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,8 +90,33 @@ def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer
         in_two_levels(backend) if section.hierarchical else backend,
         grouping=_grouping(section.groups),
         dtype=_SENT_AS[section.dtype],
+        divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=_kept_exact(recipe, model),
     )
+
+
+def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
+    """Build what scales the loss in fp16; disabled in fp32 and bf16.
+
+    The loss is a mean over the global batch, so the first scale is 2^16 for 64 samples, as usual,
+    and grows with the batch: each sample's gradients then are as far from vanishing. A scale that
+    was halved must be able to come back in 1,000 steps, where PyTorch waits for 2,000.
+    """
+    return GradScaler(
+        backend.device.type,
+        enabled=recipe.precision == "fp16",
+        init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
+        growth_interval=max(1, min(2000, plan.steps // 20)),
+    )
+
+
+def portable(recipe: Recipe) -> Recipe:
+    """Return the recipe without what only makes the training machine fast."""
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, recipes.LARS):
+        optimizer = optimizer.model_copy(update={"kernels": "torch"})
+    reduction = recipe.reduction.model_copy(update={"hierarchical": False})
+    return recipe.model_copy(update={"optimizer": optimizer, "reduction": reduction})
 
 
 def describe_groups(recipe: Recipe) -> str:

@@ -240,8 +240,8 @@ def _check_words(group: dict[str, Any]) -> None:
 def _check_numbers(group: dict[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
-    if group["eta"] <= 0:
+    if not group["eta"] > 0:  # nor NaN
         raise ValueError(f"eta must be positive, got {group['eta']}")
-    for key in ("lr", "weight_decay", "eps"):
-        if group[key] < 0:
+    for key in ("lr", "base_lr", "weight_decay", "eps"):
+        if not group[key] >= 0:
             raise ValueError(f"{key} must not be negative, got {group[key]}")

@@ -14,6 +14,7 @@ Final Polishing makes it do, workers may hold different numbers of samples or no
 normalises the spans it holds by itself.
 """
 
+import math
 from typing import TypeVar
 
 import torch
@@ -128,6 +129,7 @@ class Spans:
             layer.group = group
         self._backend = backend
         self._work: Work | None = None
+        self._lay_out()
 
     def reduce(self) -> None:
         """Start to sum the moments over all workers; call it after the step's last forward."""
@@ -144,17 +146,17 @@ class Spans:
             return
         self._work.wait()
         self._work = None
-        for layer in self._layers:
-            spans = layer.moments[-1]
-            used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
-            layer.num_batches_tracked += used.long()
-            mean, var = (layer.moments[:-1] / spans.clamp(min=1)).view(2, -1)
-            if layer.momentum is None:  # the cumulative average of PyTorch
-                weight = used / layer.num_batches_tracked.clamp(min=1)
-            else:
-                weight = used * layer.momentum
-            layer.running_mean.lerp_(mean, weight)
-            layer.running_var.lerp_(var, weight)
+        layers = self._layers
+        spans = self._moments[self._counts]
+        used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
+        tracked = [layer.num_batches_tracked for layer in layers]
+        torch._foreach_add_(tracked, list(used.long().unbind()))
+        average = used / torch.stack(tracked).clamp(min=1)  # PyTorch's, without momentum
+        weights = torch.where(self._momentum.isnan(), average, used * self._momentum)
+        buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
+        means = self._moments[self._values] / spans.clamp(min=1)[self._owners]
+        moved = torch.cat(buffers).lerp(means, weights[self._owners])
+        torch._foreach_copy_(buffers, list(moved.split([len(buffer) for buffer in buffers])))
         self._moments.zero_()
 
     def discard(self) -> None:
@@ -163,6 +165,22 @@ class Spans:
             self._work.wait()
             self._work = None
         self._moments.zero_()
+
+    def _lay_out(self) -> None:
+        """Note where in the flat tensor the counts and the moments of each layer are.
+
+        With these, all running buffers move in a few operations, however many layers there are.
+        """
+        device, dtype = self._moments.device, self._moments.dtype
+        channels = torch.tensor([layer.num_features for layer in self._layers], dtype=torch.int64)
+        counts = (2 * channels + 1).cumsum(0) - 1
+        is_value = torch.ones(len(self._moments), dtype=torch.bool)
+        is_value[counts] = False
+        numbers = [math.nan if m.momentum is None else m.momentum for m in self._layers]
+        self._counts = counts.to(device)
+        self._values = is_value.nonzero().flatten().to(device)
+        self._owners = torch.arange(len(channels)).repeat_interleave(2 * channels).to(device)
+        self._momentum = torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _neighbours(backend: Backend, num: int) -> Group | None:

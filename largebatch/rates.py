@@ -70,8 +70,8 @@ class _Stretch:
         return self.length("over", fall.over, limit=self.steps) if fall.over else self.steps
 
     def rise(self, cycle: policy.HalfCycle) -> int:
-        """Return how many steps a cycle rises."""
-        return self.length("half_cycle", cycle.half_cycle, limit=self.steps)
+        """Return how many steps a cycle rises: the last step is at the peak, or an earlier one."""
+        return self.length("half_cycle", cycle.half_cycle, limit=self.steps - 1)
 
     def points(self, spans: tuple[Span, ...]) -> list[int]:
         """Return the points of `steps`, counted from the start of the policy."""
@@ -121,7 +121,7 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             rise = stretch.rise(decay)
             return schedules.sine_exp(peak=peak, low=low, steps=rise, gamma=gamma)
         case policy.CosineCycles(low_lr=low, cycle=cycle):
-            whole = stretch.length("cycle", cycle, limit=2 * stretch.steps)
+            whole = stretch.length("cycle", cycle, limit=2 * (stretch.steps - 1))
             return schedules.cosine_cycles(peak=peak, low=low, steps=whole)
         case policy.Piecewise(pieces=pieces):
             return _join(pieces, stretch)

@@ -127,7 +127,8 @@ class GroupsByBytes(Groups):
     kind: Literal["bytes"]
 
     megabytes: PositiveFloat
-    """A group is complete when it has at least this many million bytes of gradients."""
+    """A group is complete when it has at least this many million bytes of fp32 gradients, whatever
+    they are sent as."""
 
 
 class Reduction(Section):
@@ -139,8 +140,9 @@ class Reduction(Section):
     """What is sent together, counted from the last layer."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Sent in this type. In bf16 and fp16 each worker divides by their number first, so that no sum
-    overflows; gradients of normalisation layers stay in fp32, in one last group."""
+    """Sent in this type. Gradients are divided by the global batch before they are rounded and
+    summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last group.
+    fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
 
     hierarchical: bool = False
     """Sum inside each machine first, then across machines, each worker a part of every group."""
@@ -223,6 +225,15 @@ class Recipe(Section):
             raise ValueError(
                 f"polish.statistics_samples ({samples}) leaves a single picture for the last "
                 f"BatchNorm span of {self.batch.bn_span}; give one more or one less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _small_gradients_are_sent(self) -> Self:
+        if self.reduction.dtype == "fp16" and self.precision != "fp16":
+            raise ValueError(
+                "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small "
+                "gradients from vanishing; or send in bf16"
             )
         return self
 

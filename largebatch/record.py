@@ -7,6 +7,7 @@ from typing import Any
 
 from largebatch import checkpoint
 from largebatch.backends import broadcast_bytes
+from largebatch.build import portable
 from largebatch.checkpoint import Checkpoint
 from largebatch.contracts import Backend, Tracker
 from largebatch.errors import CheckpointError
@@ -53,8 +54,9 @@ def read_state(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | N
     if not content:
         return None
     state = checkpoint.loads(content, source=str(folder))
-    if state.recipe != recipe:
-        changed = "; ".join(_differences(state.recipe.model_dump(), recipe.model_dump()))
+    there, here = portable(state.recipe), portable(recipe)
+    if there != here:
+        changed = "; ".join(_differences(there.model_dump(), here.model_dump()))
         raise CheckpointError(f"{folder}: the run there has another recipe: {changed}")
     return state
 

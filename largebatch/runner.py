@@ -14,19 +14,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.amp import GradScaler
 
 from largebatch.backends import Name, open_backend
-from largebatch.build import build_model, build_optimizer, build_reducer
+from largebatch.build import (
+    build_model,
+    build_optimizer,
+    build_reducer,
+    build_scaler,
+    portable,
+)
 from largebatch.contracts import Tracker
 from largebatch.data.pipeline import open_pipeline
 from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
-from largebatch.plan import Plan, make_plan
+from largebatch.plan import make_plan, measuring_plan
 from largebatch.rates import build_schedule
-from largebatch.recipe import Recipe
+from largebatch.recipe import Recipe, Reduction
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
 from largebatch.stages import Session, StepLog, run_stages
@@ -119,11 +124,12 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
 
 @contextmanager
 def open_session(
-    recipe: Recipe, options: Options, *, divide: Callable[..., Plan] = make_plan
+    recipe: Recipe, options: Options, *, measuring: bool = False
 ) -> Iterator[tuple[Session, list[Tracker]]]:
     """Join the other workers and build every object of a run; who follows it can join later.
 
-    `divide` is make_plan, or measuring_plan where nothing is to be trained.
+    `measuring` promises that nothing will be trained: any number of workers then fits, and what the
+    training machine had to have is not needed.
     """
     trackers: list[Tracker] = []
 
@@ -135,12 +141,16 @@ def open_session(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // backend.local_size))
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
+    divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
     model = build_model(recipe, backend)
+    here = recipe
+    if measuring:
+        here = portable(recipe).model_copy(update={"reduction": Reduction()})
     with (
         _stop_requests() as wants_stop,
-        closing(build_reducer(recipe, model, backend)) as reducer,
+        closing(build_reducer(here, model, backend)) as reducer,
     ):
         yield (
             Session(
@@ -149,14 +159,14 @@ def open_session(
                 backend=backend,
                 pipeline=pipeline,
                 model=model,
-                optimizer=build_optimizer(recipe, model),
+                optimizer=build_optimizer(here, model),
                 criterion=cross_entropy(
                     smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
                 ),
                 schedule=build_schedule(recipe),
                 reducer=reducer,
                 spans=Spans(model, backend, sync_workers=plan.sync_workers),
-                scaler=GradScaler(backend.device.type, enabled=recipe.precision == "fp16"),
+                scaler=build_scaler(recipe, plan, backend),
                 emit=emit,
                 log=StepLog(plan, backend, emit, wants_stop),
                 checkpoints=options.out / "checkpoints",

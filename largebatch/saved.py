@@ -8,7 +8,6 @@ from largebatch.checkpoint import Checkpoint
 from largebatch.errors import CheckpointError
 from largebatch.evaluate import Metrics
 from largebatch.folder import check_folder
-from largebatch.plan import measuring_plan
 from largebatch.recipe import Polish, Recipe
 from largebatch.runner import Options, carry_out, open_session
 from largebatch.stages import Session, end_stage, measure, polish_statistics
@@ -18,7 +17,7 @@ from largebatch.summary import Summary
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
     state = _load(path)
-    with open_session(state.recipe, options, divide=measuring_plan) as (session, _):
+    with open_session(state.recipe, options, measuring=True) as (session, _):
         session.restore(state)
         return measure(session, _stage(session))
 
@@ -32,7 +31,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     check_folder(options.out, resume=False)
     state = _load(path)
     recipe = _with_statistics(state.recipe, samples)
-    with open_session(recipe, options, divide=measuring_plan) as (session, trackers):
+    with open_session(recipe, options, measuring=True) as (session, trackers):
         session.restore(replace(state, stages=[]))
 
         def work() -> bool:

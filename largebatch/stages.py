@@ -46,7 +46,9 @@ class StepLog:
     ) -> None:
         self._plan, self._backend, self._emit = plan, backend, emit
         self._wants_stop = wants_stop
-        self._pending: tuple[dict[str, Any], Tensor, Work] | None = None
+        self._pending: tuple[dict[str, Any], Tensor, Callable[[], None]] | None = None
+        on_gpu = backend.device.type == "cuda"
+        self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
         self._begun = time.perf_counter()
         self.stopped = False
         self.images = 0
@@ -79,7 +81,20 @@ class StepLog:
             "step_seconds": seconds,
             "images_per_second": self._plan.global_batch / seconds,
         }
-        self._pending = (record, sums, work)
+        self._pending = (record, sums, self._arrival(work))
+
+    def _arrival(self, work: Work) -> Callable[[], None]:
+        """Return what makes the stream of the log wait for the sums, and for nothing later."""
+        if self._stream is None:
+            return work.wait
+        stream, made = self._stream, torch.cuda.Event()
+        made.record()
+
+        def arrive() -> None:
+            stream.wait_event(made)
+            work.wait()
+
+        return arrive
 
     def flush(self) -> None:
         """Emit the record that is still open.
@@ -88,10 +103,11 @@ class StepLog:
         """
         if self._pending is None:
             return
-        record, sums, work = self._pending
+        record, sums, arrive = self._pending
         self._pending = None
-        work.wait()
-        loss, wishes = sums.tolist()  # sync: of the update before; this one is queued already
+        with torch.cuda.stream(self._stream):  # not behind the update that was queued since
+            arrive()
+            loss, wishes = sums.tolist()  # sync: with the update before
         self.stopped = self.stopped or wishes > 0
         self._emit({**record, "loss": loss})
         if record["skipped"] and record["loss_scale"] < 1:

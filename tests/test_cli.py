@@ -3,14 +3,17 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from largebatch.checkpoint import load, save
 from largebatch.cli import DONE, FAILED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
+from largebatch.loading import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = str(RECIPES / "digits_96.yaml")
@@ -129,6 +132,18 @@ def test_a_run_is_not_resumed_with_another_recipe(
     assert main([*words, "--resume", "--set", "optimizer.eta=0.5"]) == USER
     assert "another recipe: optimizer.eta is 0.02 there and 0.5 here" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_checkpoint_is_measured_without_what_its_machine_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was trained by apex's kernels on several machines; here is one, without apex."""
+    assert main(["train", DIGITS, "--out", str(tmp_path / "run"), "--max-steps", "1"]) == DONE
+    state = load(max((tmp_path / "run" / "checkpoints").iterdir()))
+    elsewhere = ["optimizer.kernels=apex", "reduction={hierarchical: true, dtype: bf16}"]
+    path = save(tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere)))
+    assert main(["evaluate", str(path)]) == DONE
+    assert "top-1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["polish", "--out", "polished"]])

@@ -3,12 +3,12 @@
 `make bench-gpu` runs these before it measures anything.
 """
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
@@ -93,23 +93,51 @@ def test_ghost_groups_on_the_gpu_are_batchnorm_group_by_group(
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_the_reducer_keeps_channels_last_gradients_in_its_buffers() -> None:
+class Twice(Serial):
+    """One of two workers that hold the same."""
+
+    world_size = 2
+
+    def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- as Serial's
+        tensor.mul_(2)
+        return super().all_reduce(tensor)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_channels_last_gradients_are_summed_in_their_layout(dtype: torch.dtype | None) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).cuda()
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     x = torch.randn(2, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
-    gpu = Serial(torch.device("cuda"))
-    with Reducer(model.named_parameters(), gpu, grouping=constant(2)) as reducer:
-        for dtype in itertools.repeat(torch.float16, 2):
+    model(x).square().mean().backward()
+    alone = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    workers = Twice(torch.device("cuda"))
+    with Reducer(model.named_parameters(), workers, grouping=constant(2), dtype=dtype) as reducer:
+        for _ in range(2):
             reducer.zero()
             reducer.arm()
-            with torch.autocast("cuda", dtype):
-                loss = model(x).float().square().mean()
-            loss.backward()
+            model(x).square().mean().backward()
             reducer.wait()
-        for weight in model.parameters():
+        for weight, expected in zip(model.parameters(), alone, strict=True):
             assert weight.grad is not None
-            assert weight.grad.dtype == torch.float32
-            assert weight.grad.isfinite().all()
+            assert expected is not None
+            assert weight.grad.stride() == weight.stride()
+            rounding = 1e-5 if dtype is None else torch.finfo(dtype).eps
+            torch.testing.assert_close(weight.grad, 2 * expected, rtol=rounding, atol=1e-6)
+
+
+def test_workers_that_share_a_span_on_the_gpu_normalise_the_whole() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(12, 4, 5, 5, generator=generator) * 3 + 100).cuda()
+
+    def part(worker: Thread) -> Tensor:
+        model = with_span(nn.Sequential(nn.BatchNorm2d(4)).cuda(), 12)
+        model[0].group = worker  # type: ignore[assignment]  # a Group
+        out: Tensor = model(x.chunk(2)[worker.rank])
+        return out
+
+    ours = torch.cat(on_threads(part, workers=2))
+    torch.testing.assert_close(ours, nn.BatchNorm2d(4).cuda()(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

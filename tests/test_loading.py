@@ -78,6 +78,7 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["polish.statistics_samples=2000"], "(2000) must not exceed data.train_samples (1437)"),
         (["batch.bn_span=null"], "polish is for models with BatchNorm"),
         (["polish.statistics_samples=49"], "(49) leaves a single picture for the last BatchNorm"),
+        (["reduction.dtype=fp16"], "reduction.dtype: fp16 needs precision: fp16"),
         (["loss.label_smoothing=0.95"], "makes the labelled one of 10 classes the least likely"),
         (
             ["schedule={peak_lr: 1, warmup: null, start_lr: 1, decay: {kind: constant}}"],

@@ -6,7 +6,6 @@ The scaler itself is PyTorch's. What is ours is where it stands: after the sum o
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,11 @@ def test_fp16_computes_in_fp16_and_keeps_fp32_weights_gradients_and_statistics()
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin with a loss scale at which the first updates overflow."""
-    monkeypatch.setattr("largebatch.runner.GradScaler", partial(GradScaler, init_scale=FIRST_SCALE))
+
+    def overflow(device: str, **options: Any) -> GradScaler:  # noqa: ANN401 -- passed on
+        return GradScaler(device, **{**options, "init_scale": FIRST_SCALE})
+
+    monkeypatch.setattr("largebatch.build.GradScaler", overflow)
 
 
 @pytest.mark.usefixtures("overflowing")

@@ -133,6 +133,14 @@ class Alike(Recorder):
         return super().all_reduce(tensor)
 
 
+class AlikeExactly(Alike):
+    """The same with one rounding, so that only what is sent can be at fault."""
+
+    def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- as Serial's
+        tensor.copy_(tensor.double() * self.world_size)
+        return Recorder.all_reduce(self, tensor)
+
+
 def with_norms() -> nn.Sequential:
     """Two tensors of each kind of layer, in turn."""
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
@@ -162,6 +170,55 @@ def test_compressed_sums_do_not_overflow_and_norms_stay_exact(
                 assert error == 0
             else:
                 assert 0 < error <= torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("world_size", [1, 64, 2048])
+def test_small_gradients_of_a_divided_loss_survive_fp16_on_any_number_of_workers(
+    world_size: int,
+) -> None:
+    """A mean of 1e-4 at the loss scale of 2,048 workers; divided twice it would be rounded off."""
+    mean, scale = 1e-4, 2.0**16
+    weight = nn.Parameter(torch.zeros(8))
+    workers = AlikeExactly(world_size)
+    with Reducer([("w", weight)], workers, dtype=torch.float16, divisor=1.0) as reducer:
+        reducer.arm()
+        (weight * (mean * scale / world_size)).sum().backward()
+        reducer.wait()
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, torch.full((8,), mean * scale), rtol=5e-3, atol=0)
+
+
+def test_the_step_after_a_failed_one_is_summed() -> None:
+    model, workers = net(), Alike(2)
+    with Reducer(model.named_parameters(), workers) as reducer:
+        reducer.arm()
+        model[2](torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ValueError, match="no gradient reached"):
+            reducer.wait()
+        reducer.zero()
+        reducer.arm()
+        model(torch.ones(1, 4)).sum().backward()
+        reducer.wait()
+        gradient = model.get_parameter("2.bias").grad
+        assert gradient is not None
+        assert gradient.tolist() == [2.0] * 4
+
+
+def test_a_second_backward_after_arm_is_refused() -> None:
+    model = net()
+    with Reducer(model.named_parameters(), Alike(2)) as reducer:
+        reducer.arm()
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ValueError, match="2.bias got a second gradient after arm"):
+            model[2](torch.ones(1, 4)).sum().backward()
+
+
+def test_waiting_for_nothing_is_refused() -> None:
+    with (
+        Reducer(net().named_parameters(), Alike(2)) as reducer,
+        pytest.raises(ValueError, match="wait comes after arm and one backward pass"),
+    ):
+        reducer.wait()
 
 
 def test_without_norms_nothing_is_sent_for_them() -> None:

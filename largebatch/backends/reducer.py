@@ -54,14 +54,14 @@ class _Group:
     owed: set[str] = field(default_factory=set)
     """Who gets another gradient in the armed backward pass."""
 
-    def send(self, workers: Summing) -> Work:
+    def send(self, workers: Summing, divisor: float) -> Work:
         if self.sent is not self.buffer:
-            torch.div(self.buffer, workers.world_size, out=self.sent)
+            torch.div(self.buffer, divisor, out=self.sent)
         return workers.all_reduce(self.sent)
 
-    def receive(self, workers: Summing) -> None:
+    def receive(self, divisor: float) -> None:
         if self.sent is not self.buffer:
-            self.buffer.copy_(self.sent).mul_(workers.world_size)
+            self.buffer.copy_(self.sent).mul_(divisor)
 
 
 class Reducer:
@@ -71,10 +71,11 @@ class Reducer:
     Every gradient is then the sum over workers and micro-batches; a loss divided by the global
     batch makes that the mean over all its samples, with nothing left to scale.
 
-    `dtype` is a shorter type to send in. Each worker divides by their number before rounding, so
-    that no sum of representable gradients overflows. One worker rounds too: how a recipe's
-    gradients are rounded does not depend on how many run it. The gradients of `exact` keep their
-    type and go last, together.
+    `dtype` is a shorter type to send in. Each worker divides by `divisor` before rounding, and
+    multiplies the sum by it: by their number, so that no sum of representable gradients overflows,
+    or by 1 where the loss was divided by the global batch, which has done that already; dividing
+    twice would lose small gradients. One worker rounds too, so that a recipe means the same there.
+    The gradients of `exact` keep their type and go last, together.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class Reducer:
         *,
         grouping: Grouping = cubic,
         dtype: torch.dtype | None = None,
+        divisor: float | None = None,
         exact: Collection[nn.Parameter] = (),
     ) -> None:
         self._workers = workers
+        self._divisor = divisor or workers.world_size
         self._alone = workers.world_size == 1 and dtype is None
         apart = set(exact)
         self._groups = [
@@ -123,25 +126,29 @@ class Reducer:
                 if weight.grad is not group.held.get(name):
                     raise _not_ours(name)
             group.owed = set(group.parameters)
+        assert not self._under_way
         self._armed = True
 
     def wait(self) -> None:
         """Block until every gradient is the sum over all workers.
 
-        Raises ValueError naming the parameters that the armed backward pass did not reach.
+        Raises ValueError naming the parameters that the armed backward pass did not reach, or if
+        there was none.
         """
+        if not self._armed:
+            raise ValueError("wait comes after arm and one backward pass")
+        self._armed = False
+        under_way, self._under_way = self._under_way, []
+        for group, work in zip(self._groups, under_way, strict=False):
+            work.wait()
+            group.receive(self._divisor)
         missing = [name for group in self._groups for name in sorted(group.owed)]
         if missing:
             raise ValueError(
                 f"no gradient reached {', '.join(missing)}; set requires_grad=False on parameters "
                 "that the loss does not depend on"
             )
-        assert self._alone or len(self._under_way) == len(self._groups)
-        for group, work in zip(self._groups, self._under_way, strict=False):
-            work.wait()
-            group.receive(self._workers)
-        self._under_way.clear()
-        self._armed = False
+        assert self._alone or len(under_way) == len(self._groups)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the gradients."""
@@ -165,6 +172,11 @@ class Reducer:
         def note(weight: Tensor) -> None:
             gradient, held = weight.grad, group.held.get(name)
             assert gradient is not None
+            if self._armed and name not in group.owed:
+                raise ValueError(
+                    f"{name} got a second gradient after arm, while the first is being summed; arm "
+                    "announces the last backward pass of a step"
+                )
             if held is None:
                 if view is not None:
                     weight.grad = gradient = view.copy_(gradient)
@@ -180,7 +192,7 @@ class Reducer:
 
     def _send_complete_groups(self) -> None:
         while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].owed:
-            self._under_way.append(self._groups[sent].send(self._workers))
+            self._under_way.append(self._groups[sent].send(self._workers, self._divisor))
 
 
 def divide(

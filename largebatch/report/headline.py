@@ -104,8 +104,9 @@ def verdict(run: Run) -> str | None:
         words = f"The run was interrupted after {done}; --resume goes on from there."
     else:
         words = f"The run failed after {done}."
-    if run.steps and not math.isfinite(run.steps[-1].loss):
-        words += f" Its training loss stopped being a number at step {run.steps[-1].step:,}."
+    last = run.steps[-1] if run.steps else None
+    if last is not None and not last.skipped and not math.isfinite(last.loss):
+        words += f" Its training loss stopped being a number at step {last.step:,}."
     if not run.evaluations:
         return words + " Accuracy was not measured before that."
     return words + " The numbers are those it had reached."

@@ -4,16 +4,20 @@ Stages and their accuracies come from the log, which a killed run has too; the s
 only the end of a run knows.
 """
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator
 
 FloatArray = npt.NDArray[np.float64]
 StageName = Literal["train", "clean", "statistics"]
+Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number that may have come out as none: the log then holds null, which is read as NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,11 @@ class Step:
 
     stage: StageName
     step: int
-    loss: float
+    loss: Measured
     lr: float
     images_per_second: float
+    skipped: bool = False
+    """The gradients overflowed in fp16, so no weight was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Evaluation:
     epoch: float
     top1: float
     top5: float
-    loss: float
+    loss: Measured
     samples: int
 
 
@@ -67,8 +73,8 @@ class Layer:
     """How far one BatchNorm layer's polished statistics lie from its running ones."""
 
     name: str
-    mean_shift: float
-    log_variance_ratio: float
+    mean_shift: Measured
+    log_variance_ratio: Measured
 
 
 @dataclass(frozen=True, slots=True)

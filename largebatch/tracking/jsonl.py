@@ -1,9 +1,12 @@
 """`log.jsonl`: every record of a run, one JSON object a line, in the order they happened.
 
-A resumed run appends; its `start` record says from which step on earlier ones are superseded.
+A resumed run appends; its `start` record says from which step on earlier ones are superseded. A
+number that is not finite, such as the loss of a step that overflowed in fp16, is written as null:
+JSON has no NaN.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,12 +33,25 @@ class JsonLines:
 
     def record(self, record: Mapping[str, object]) -> None:
         """Write one line."""
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def finish(self, summary: Mapping[str, object]) -> None:
         """Close the file; the summary has a file of its own."""
         del summary
         self._file.close()
+
+
+def _finite(value: object) -> object:
+    """Return the value with None for every float in it that is not finite."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
 
 
 def _drop_unfinished_line(path: Path) -> None:
