@@ -1,4 +1,4 @@
-"""One LARS update of ResNet-50's 161 tensors beside its rivals, in rounds one after another.
+"""One LARS update of ResNet-50's 161 tensors beside its rivals, which take turns in rounds.
 
     python benchmarks/lars.py [--rounds 100] [--threads 2]
 
@@ -16,12 +16,10 @@ import argparse
 import functools
 import importlib.util
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from measuring import paired_ratio, spread, write
+from measuring import WARM_UP, Step, paired_ratio, spread, take_turns, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,10 +27,7 @@ from largebatch.lars import LARS
 from largebatch.models import build, param_groups
 from largebatch.vision import require_torchvision
 
-WARM_UP = 5
 LR, MOMENTUM, DECAY, ETA = 0.1, 0.9, 5e-5, 1e-3
-
-Step = Callable[[], object]
 
 
 def main() -> None:
@@ -45,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rivals = make_rivals(device)
-    times = measure(rivals, rounds=args.rounds, device=device)
+    times = measure(rivals, rounds=args.rounds)
     result: dict[str, Any] = {
         "n": args.rounds,
         "warm_up": WARM_UP,
@@ -114,25 +109,10 @@ def trust_ratio(weight: Tensor, grad: Tensor) -> Tensor:
     return torch.where((w > 0) & (g > 0), ETA * w / (g + DECAY * w), 1.0)
 
 
-def measure(
-    rivals: dict[str, Step], *, rounds: int, device: torch.device
-) -> dict[str, list[float]]:
+def measure(rivals: dict[str, Step], *, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each rival's steps; in a round, each makes one."""
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # sync: the time of a step ends when the device has made it
-
-    times: dict[str, list[float]] = {name: [] for name in rivals}
-    for number in range(WARM_UP + rounds):
-        for name, step in rivals.items():
-            finish()
-            start = time.perf_counter()
-            step()
-            finish()
-            if number >= WARM_UP:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return times
+    times = take_turns(rivals, rounds=rounds, steps=1)
+    return {name: [1e3 * value for value in seconds] for name, seconds in times.items()}
 
 
 def launches(step: Step) -> int:

@@ -4,7 +4,9 @@
 
 Both make the same steps of SGD on a batch that lies in memory, on two copies of a model, in turns:
 a model with steps as long as in practice, where the ratio counts, and LeNet-5 on one picture, where
-the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. Writes
+the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. In train()'s copy of the
+ResNet every BatchNorm has a span of the whole batch, as `largebatch train` gives it, so that its
+reduction and update of the running statistics are timed too; LeNet-5 has no BatchNorm. Writes
 benchmarks/results/loop_<hardware>_<date>.json.
 """
 
@@ -28,7 +30,7 @@ from largebatch.backends.serial import Serial
 from largebatch.contracts import Batch
 from largebatch.loss import cross_entropy
 from largebatch.models import build
-from largebatch.norm import Spans
+from largebatch.norm import Spans, with_span
 from largebatch.train import step_seeds, train
 
 RATE = 1e-3
@@ -60,6 +62,7 @@ def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> d
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(backend.device)
     labels = torch.randint(10, (batch,), generator=generator).to(backend.device)
     bare = bare_loop(copy.deepcopy(model), images, labels)
+    with_span(model, batch)
     updates = train(
         model,
         SGD(model.parameters(), lr=RATE),

@@ -27,7 +27,7 @@ RESAMPLES = 2000
 WARM_UP = 3
 """Steps of every rival before the first round."""
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def take_turns(

@@ -3,11 +3,13 @@
     python benchmarks/reduction.py [--rounds 40] [--pixels 64] [--batch 8] [--steps 3]
 
 1. ResNet-18 forward, backward, reduction and SGD. The rivals take turns in the same two processes,
-   a few steps each, in an order drawn anew every round: DistributedDataParallel, Horovod's
-   DistributedOptimizer as its ImageNet example calls it (without that example's synchronous metric
-   sums, which would count against it), and ours over both libraries. `alone` is the same step
-   without communication; what a rival takes longer is its exposed communication. Horovod's thread
-   wakes every millisecond, so torch's rivals meet once more in processes that never load it.
+   a few steps each, in an order drawn anew every round: DistributedDataParallel (without its
+   broadcast of BatchNorm's buffers, which no other rival does, and once more with its defaults),
+   Horovod's DistributedOptimizer as its ImageNet example calls it (without that example's
+   synchronous metric sums, which would count against it), and ours over both libraries. `alone` is
+   the same step without communication; what a rival takes longer is its exposed communication.
+   Horovod's thread wakes every millisecond, so torch's rivals meet once more in processes that
+   never load it.
 2. Zeroing, backward, reduction of made-up parameters: time against tensors, bytes, accumulation.
 
 Times of one round are compared as pairs; the slower worker counts. Writes
@@ -97,6 +99,7 @@ def meet(args: argparse.Namespace, out: Path, *, with_horovod: bool = False) -> 
         "ours, torch": ours(backend, images, labels),
         "DDP": ddp(images, labels),
         "DDP, views": ddp(images, labels, gradient_as_bucket_view=True),
+        "DDP, defaults": ddp(images, labels, broadcast_buffers=True),
     }
     if with_horovod:
         rivals["ours, Horovod"] = ours(open_horovod(), images, labels)
@@ -116,7 +119,7 @@ def compare(times: dict[str, list[float]]) -> dict[str, Any]:
         for name, values in times.items()
         if name != "alone"
     }
-    pairs = [("ours, torch", "DDP"), ("ours, torch", "DDP, views")]
+    pairs = [("ours, torch", name) for name in ("DDP", "DDP, views", "DDP, defaults")]
     if "ours, Horovod" in times:
         pairs += [
             ("ours, Horovod", "Horovod's optimizer"),

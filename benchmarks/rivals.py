@@ -49,8 +49,22 @@ def ours(backend: Backend, images: Tensor, labels: Tensor) -> Step:
     return step
 
 
-def ddp(images: Tensor, labels: Tensor, *, gradient_as_bucket_view: bool = False) -> Step:
-    model = DistributedDataParallel(resnet18(), gradient_as_bucket_view=gradient_as_bucket_view)
+def ddp(
+    images: Tensor,
+    labels: Tensor,
+    *,
+    broadcast_buffers: bool = False,
+    gradient_as_bucket_view: bool = False,
+) -> Step:
+    """DistributedDataParallel, which by default also sends BatchNorm's buffers in every forward.
+
+    No other rival here sends them, so a fair comparison goes without.
+    """
+    model = DistributedDataParallel(
+        resnet18(),
+        broadcast_buffers=broadcast_buffers,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
     optimizer = SGD(model.parameters(), lr=RATE)
 
     def step() -> None:

@@ -37,13 +37,19 @@ ROWS = (
         ("span 32", "to nn.BatchNorm2d"),
     ),
     Row(
-        "step of two workers / `DistributedDataParallel`",
+        "step of two workers, over torch / `DistributedDataParallel(broadcast_buffers=False)`",
         "1.0 in the interval",
         "reduction",
         ("two workers", "ratios", "ours, torch / DDP"),
     ),
     Row(
-        "step of two workers / `hvd.DistributedOptimizer`",
+        "step of two workers, over torch / `hvd.DistributedOptimizer`",
+        "<= 0.9",
+        "reduction",
+        ("two workers, Horovod loaded", "ratios", "ours, torch / Horovod's optimizer"),
+    ),
+    Row(
+        "step of two workers, over Horovod / `hvd.DistributedOptimizer`",
         "<= 0.9",
         "reduction",
         ("two workers, Horovod loaded", "ratios", "ours, Horovod / Horovod's optimizer"),

@@ -214,6 +214,14 @@ def diverged(folder: Path) -> Path:
     return run.write(status="failed")
 
 
+def interrupted_after_a_skipped_step(folder: Path) -> Path:
+    """The last update overflowed in fp16: normal while the loss scale is sought."""
+    run = FakeRun(folder)
+    run.train(0, 40)
+    run.records[-1] |= {"loss": None, "skipped": True}
+    return run.write(status="interrupted", skipped_steps=1)
+
+
 def failed_at_once(folder: Path) -> Path:
     return FakeRun(folder).write(status="failed")
 

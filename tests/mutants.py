@@ -2,8 +2,10 @@
 
     python tests/mutants.py        plant every fault in a copy, run its test, print what happened
 
-`test_mutants.py` does the same under pytest. A fault that survives means that its test has stopped
-looking; a text that is no longer found means that the code has moved on and the fault must follow.
+`test_mutants.py` does the same under pytest. First the same tests must pass in a copy without a
+fault; then a test catches one by failing for what it asserts. A fault that is missed means that its
+test has stopped looking; a text that is no longer found means that the code has moved on and the
+fault must follow.
 """
 
 import os
@@ -15,6 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+SEEN = ("AssertionError", "ValueError", "DID NOT RAISE")
+"""What a test says that saw a wrong number, or an error of ours."""
+
+BROKEN = ("NameError", "ImportError", "SyntaxError")
+"""What Python says of code that no test had to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +89,8 @@ MUTANTS = (
     Mutant(
         "moments of the step before count again",
         "norm.py",
-        "            layer.running_var.lerp_(var, weight)\n        self._moments.zero_()\n",
-        "            layer.running_var.lerp_(var, weight)\n",
+        "for buffer in buffers])))\n        self._moments.zero_()\n",
+        "for buffer in buffers])))\n",
         "test_norm.py::test_without_momentum_the_running_statistics_are_the_mean_over_steps",
     ),
     Mutant(
@@ -109,7 +117,7 @@ MUTANTS = (
     Mutant(
         "compressed sums are not divided before they are sent",
         "backends/reducer.py",
-        "torch.div(self.buffer, workers.world_size, out=self.sent)",
+        "torch.div(self.buffer, divisor, out=self.sent)",
         "self.sent.copy_(self.buffer)",
         "test_reducer.py::test_compressed_sums_do_not_overflow_and_norms_stay_exact",
     ),
@@ -123,42 +131,67 @@ MUTANTS = (
 )
 
 
-def survives(mutant: Mutant, folder: Path) -> bool:
-    """Plant one fault in a copy of the project and return whether its test still passes."""
-    for part in ("largebatch", "tests", "recipes"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "setup.cfg", folder)
+def broken_before(folder: Path) -> str:
+    """Return what the tests say in a copy without any fault; nothing if they pass."""
+    _copy(folder)
+    done = _run(folder, *dict.fromkeys(mutant.test for mutant in MUTANTS))
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def caught(mutant: Mutant, folder: Path) -> bool:
+    """Plant one fault in a copy of the project and return whether its test sees it.
+
+    A copy that does not even run has been broken, not caught: what the test said is printed.
+    """
+    _copy(folder)
     module = folder / "largebatch" / mutant.module
     source = module.read_text(encoding="utf-8")
     assert source.count(mutant.find) == 1, f"{mutant.module} must hold once: {mutant.find}"
     module.write_text(source.replace(mutant.find, mutant.put), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
-    done = subprocess.run(
-        [*command, f"tests/{mutant.test}"],
+    done = _run(folder, mutant.test)
+    said = done.stdout + done.stderr
+    seen = any(word in said for word in SEEN) and not any(word in said for word in BROKEN)
+    if done.returncode == 1 and seen:
+        return True
+    print(said)
+    return False
+
+
+def _copy(folder: Path) -> None:
+    for part in ("largebatch", "tests", "recipes"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", folder)
+
+
+def _run(folder: Path, *tests: str) -> "subprocess.CompletedProcess[str]":
+    """Run tests in a copy; a long traceback names the error of a bare assert too."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-showlocals", "--tb=long"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
         check=False,
         cwd=folder,  # first on the path, before the installed package
-        env=environment,
+        env={key: value for key, value in os.environ.items() if not key.startswith("COV")},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode in {0, 1}, (
-        done.stdout + done.stderr
-    )  # anything else: the test did not run
-    return done.returncode == 0
 
 
 def main() -> int:
-    """Print what became of every fault; exit code 1 if one survived."""
-    survivors = 0
+    """Print what became of every fault; exit code 1 if one was not caught."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = broken_before(Path(folder) / "project")
+    if said:
+        print(said, "the tests fail without a fault", sep="\n")
+        return 1
+    missed = 0
     for mutant in MUTANTS:
         with tempfile.TemporaryDirectory() as folder:
-            alive = survives(mutant, Path(folder) / "project")
-        survivors += alive
-        print(f"{'SURVIVED' if alive else 'caught':>8}  {mutant.module}: {mutant.name}")
-    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} faults caught")
-    return 1 if survivors else 0
+            found = caught(mutant, Path(folder) / "project")
+        missed += not found
+        print(f"{'caught' if found else 'MISSED':>8}  {mutant.module}: {mutant.name}", flush=True)
+    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} faults caught")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

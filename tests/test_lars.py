@@ -1,3 +1,4 @@
+import math
 from copy import deepcopy
 
 import pytest
@@ -145,9 +146,21 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
         ({"eta": 0.0}, "eta must be positive"),
         ({"weight_decay": -1.0}, "weight_decay must not be negative"),
         ({"eps": -1e-9}, "eps must not be negative"),
-        ({"lr": -0.1}, "lr must not be negative"),
+        ({"lr": -0.1}, "^lr must not be negative"),
+        ({"momentum": math.nan}, r"momentum must be in \[0, 1\), got nan"),
+        ({"eta": math.nan}, "eta must be positive, got nan"),
+        ({"weight_decay": math.nan}, "weight_decay must not be negative, got nan"),
+        ({"eps": math.nan}, "eps must not be negative, got nan"),
+        ({"lr": math.nan}, "^lr must not be negative, got nan"),
     ],
 )
 def test_a_wrong_hyper_parameter_is_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LARS([nn.Parameter(torch.ones(1))], **options)  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize("base_lr", [-1.0, math.nan])
+def test_a_wrong_peak_rate_of_a_group_is_refused(base_lr: float) -> None:
+    group = {"params": [nn.Parameter(torch.ones(1))], "base_lr": base_lr}
+    with pytest.raises(ValueError, match=f"base_lr must not be negative, got {base_lr}"):
+        LARS([group], convention="fujitsu")

@@ -188,12 +188,12 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
             r"decay.over \(525 steps\) .* most 524",
         ),
         (
-            "schedule.decay={kind: sin, low_lr: 0.1, half_cycle: {epochs: 40}}",
-            r"decay.half_cycle \(599 steps\) is too long to take effect",
+            "schedule.decay={kind: tri, low_lr: 0.1, half_cycle: {steps: 524}}",
+            r"decay.half_cycle \(524 steps\) is too long .* at most 523",
         ),
         (
-            "schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1049}}",
-            r"decay.cycle \(1049 steps\) .* at most 1048",
+            "schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1047}}",
+            r"decay.cycle \(1047 steps\) .* at most 1046",
         ),
         (
             "schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}",
@@ -232,8 +232,6 @@ def test_lengths_and_rates_that_contradict_each_other_are_refused(
     [
         ["schedule.decay={kind: step, every: {steps: 523}}"],
         ["schedule.decay={kind: poly, over: {steps: 524}}"],
-        ["schedule.decay={kind: sin, low_lr: 0.1, half_cycle: {steps: 524}}"],
-        ["schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1048}}"],
         ["schedule.decay={kind: steps, at: [{steps: 76}, {steps: 598}]}"],
         [pieces(FIX.replace("epochs: 10", "steps: 523"), LAST)],
     ],
@@ -241,6 +239,15 @@ def test_lengths_and_rates_that_contradict_each_other_are_refused(
 def test_lengths_that_just_fit_are_taken(overrides: list[str]) -> None:
     rates = follow(digits(*overrides)).rates
     assert len(set(rates[WARMUP:])) > 1
+
+
+@pytest.mark.parametrize("kind", ["tri", "tri2", "triexp, gamma: 1.0", "sin", "sin2", "cos"])
+def test_the_longest_cycle_reaches_its_other_rate_at_the_last_step(kind: str) -> None:
+    name, length = ("cycle", 1046) if kind == "cos" else ("half_cycle", 523)
+    words = f"kind: {kind}, low_lr: 0.1, {name}: {{steps: {length}}}"
+    rates = follow(digits(f"schedule.decay={{{words}}}")).rates[WARMUP:]
+    assert rates[-1] == (0.1 if kind == "cos" else 0.5)
+    assert rates.index(rates[-1]) == len(rates) - 1
 
 
 @pytest.mark.parametrize(

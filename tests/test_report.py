@@ -62,6 +62,7 @@ class Attributes(HTMLParser):
         fake_runs.interrupted_after_one_step,
         fake_runs.interrupted_while_clean,
         fake_runs.diverged,
+        fake_runs.interrupted_after_a_skipped_step,
         fake_runs.failed_at_once,
         fake_runs.killed,
         fake_runs.polished_checkpoint,
@@ -123,6 +124,12 @@ def test_colours_in_the_page_follow_its_scheme(tmp_path: Path) -> None:
             "The run failed after 40 of 600 steps. Its training loss stopped being a number at "
             "step 39. Accuracy was not measured before that.",
             id="diverged",
+        ),
+        pytest.param(
+            fake_runs.interrupted_after_a_skipped_step,
+            "The run was interrupted after 40 of 600 steps; --resume goes on from there. "
+            "Accuracy was not measured before that.",
+            id="skipped",
         ),
         pytest.param(
             fake_runs.killed,

@@ -1,6 +1,7 @@
 """What a report reads from a run folder: every step once, and what is wrong by file and line."""
 
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_a_broken_summary_is_named(tmp_path: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
     with pytest.raises(CheckpointError, match=r"summary\.json: .*commit: Field required"):
         read_run(folder)
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_log_and_nan_in_the_report(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = FakeRun(folder)
+    run.train(0, 2)
+    run.records[-1] |= {"loss": math.inf, "skipped": True}
+    run.evaluate("train", 2, 0.5)
+    run.records[-1]["loss"] = math.nan
+    run.drift(["bn1"])
+    run.records[-1]["layers"][0]["log_variance_ratio"] = -math.inf
+    records = run.records
+    log = run.write() / "log.jsonl"
+    log.unlink()
+    tracker = JsonLines(log)
+    for record in records:
+        tracker.record(record)
+    tracker.finish({})
+    read = read_run(folder)
+    assert [math.isnan(step.loss) for step in read.steps] == [False, True]
+    assert [step.skipped for step in read.steps] == [False, True]
+    assert math.isnan(read.evaluations[0].loss)
+    assert read.drift is not None
+    assert math.isnan(read.drift.layers[0].log_variance_ratio)
 
 
 def test_what_a_run_writes_can_be_read(tmp_path: Path) -> None:

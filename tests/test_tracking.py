@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import struct
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,23 @@ def test_log_jsonl_holds_every_record_at_once_and_a_resumed_run_appends(tmp_path
     assert records[0]["plan"] == PLAN
     assert [record.get("resume_step") for record in records] == [0, None, 1, None]
     assert records[1] == STEPS[0]
+
+
+def test_what_is_no_number_is_null_in_the_log(tmp_path: Path) -> None:
+    """Python reads NaN; other readers of JSON refuse the line."""
+    path = tmp_path / "log.jsonl"
+    tracker = JsonLines(path)
+    tracker.record({**STEPS[0], "loss": math.nan, "lr": -math.inf})
+    tracker.record({**DRIFT, "layers": [{**LAYER, "mean_shift": math.inf}]})
+    tracker.finish(SUMMARY)
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    lines = path.read_text().splitlines()
+    step, drift = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert step == {**STEPS[0], "loss": None, "lr": None}
+    assert drift == {**DRIFT, "layers": [{**LAYER, "mean_shift": None}]}
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
