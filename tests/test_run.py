@@ -16,7 +16,7 @@ from PIL import Image
 
 from largebatch import load_recipe, run
 from largebatch.checkpoint import load, newest
-from largebatch.cli import INTERRUPTED, USER, main
+from largebatch.cli import INTERRUPTED, main
 from largebatch.errors import BackendError, DivergedError
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -79,8 +79,10 @@ def test_two_workers_train_as_one_does(finished: dict[str, Path], name: str) -> 
     for here, there in zip(ours[:10], alone[:10], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], abs=1e-5)
         assert here["lr"] == there["lr"]
+    # Rounding differences grow to 0.01 of the loss by step 20: the ends are two draws. Five seeds
+    # spread by 1.1 pictures of 360, so two draws lie within five at three standard deviations.
     ends = [summary(finished[which])["top1"] for which in (name, "one")]
-    assert abs(ends[0] - ends[1]) <= 2 / 360 + 1e-9
+    assert abs(ends[0] - ends[1]) <= 5 / 360 + 1e-9
     assert summary(finished[name])["workers"] == 2
     assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
 
@@ -216,7 +218,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) ->
     ):
         run(recipe, out=tmp_path / "run")
     assert summary(tmp_path / "run")["status"] == "failed"
-    assert not math.isfinite(log(tmp_path / "run", "step")[-1]["loss"])
+    assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it
 
 
 @pytest.mark.parametrize("name", ["resnet50_86016_fujitsu", "resnet50_32768_mlperf"])
@@ -272,8 +274,13 @@ def test_evaluation_and_polishing_take_any_workers_and_batch(
         [*torchrun, *words], check=True, timeout=120, capture_output=True, text=True
     )
     assert f"top-1 {summary(finished['one'])['top1']:.2%}" in done.stdout
-    words = ["polish", str(finished["one"]), "--out", str(tmp_path), "--device-batch", "7"]
-    assert main(words) == USER
+    states = []
+    for size in ("7", "96"):  # 7 are no whole spans of 48; the pass takes whole ones all the same
+        out = tmp_path / size
+        words = ["polish", str(finished["one"]), "--out", str(out), "--device-batch", size]
+        assert main(words) == 0
+        states.append(last_state(out)["model"])
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_and_biases_follows_a_whole_run(
