@@ -2,11 +2,12 @@
 
     python benchmarks/loop.py [--rounds 40] [--steps 3] [--threads 2]
 
-Both make the same steps of SGD on a batch that lies in memory, on two copies of a model, in turns:
-a model with steps as long as in practice, where the ratio counts, and LeNet-5 on one picture, where
-the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. In train()'s copy of the
-ResNet every BatchNorm has a span of the whole batch, as `largebatch train` gives it, so that its
-reduction and update of the running statistics are timed too; LeNet-5 has no BatchNorm. Writes
+All make the same steps of SGD on a batch that lies in memory, on copies of a model, in turns: a
+model with steps as long as in practice, where the ratio counts, and LeNet-5 on one picture, where
+the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. The bare loop has train()'s
+BatchNorm layers, whose spans are the whole batch, and never moves their running statistics, so that
+train() is timed with that work; what the layers themselves cost beside nn.BatchNorm2d is told apart
+("bare loop, nn.BatchNorm2d"; benchmarks/norm.py). LeNet-5 has no BatchNorm. Writes
 benchmarks/results/loop_<hardware>_<date>.json.
 """
 
@@ -61,8 +62,9 @@ def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> d
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(backend.device)
     labels = torch.randint(10, (batch,), generator=generator).to(backend.device)
-    bare = bare_loop(copy.deepcopy(model), images, labels)
+    plain = bare_loop(copy.deepcopy(model), images, labels)
     with_span(model, batch)
+    bare = bare_loop(copy.deepcopy(model), images, labels)
     updates = train(
         model,
         SGD(model.parameters(), lr=RATE),
@@ -81,12 +83,16 @@ def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> d
     def ours() -> None:
         next(updates)
 
-    times = take_turns({"train()": ours, "bare loop": bare}, rounds=rounds, steps=steps)
+    rivals = {"train()": ours, "bare loop": bare, "bare loop, nn.BatchNorm2d": plain}
+    times = take_turns(rivals, rounds=rounds, steps=steps)
     added = [one - other for one, other in zip(times["train()"], times["bare loop"], strict=True)]
     return {
         "model": f"{name}, {batch} pictures of {pixels} pixels",
         "seconds a step": {name: spread(values) for name, values in times.items()},
         "ratio": paired_ratio(times["train()"], times["bare loop"]),
+        "ratio to nn.BatchNorm2d": paired_ratio(
+            times["train()"], times["bare loop, nn.BatchNorm2d"]
+        ),
         "seconds added": statistics.median(added),
     }
 
