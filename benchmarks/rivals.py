@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from measuring import Step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from largebatch.backends.reducer import Reducer
 from largebatch.contracts import Backend
@@ -19,10 +19,8 @@ def resnet18() -> nn.Module:
     return build("resnet18", num_classes=1000)
 
 
-def plain(images: Tensor, labels: Tensor) -> Step:
-    """No communication at all."""
-    model = resnet18()
-    optimizer = SGD(model.parameters(), lr=RATE)
+def usual_step(model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor) -> Step:
+    """The training step of any PyTorch tutorial."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -30,6 +28,12 @@ def plain(images: Tensor, labels: Tensor) -> Step:
         optimizer.step()
 
     return step
+
+
+def plain(images: Tensor, labels: Tensor) -> Step:
+    """No communication at all."""
+    model = resnet18()
+    return usual_step(model, SGD(model.parameters(), lr=RATE), images, labels)
 
 
 def ours(backend: Backend, images: Tensor, labels: Tensor) -> Step:
@@ -65,14 +69,7 @@ def ddp(
         broadcast_buffers=broadcast_buffers,
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
-    optimizer = SGD(model.parameters(), lr=RATE)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-    return step
+    return usual_step(model, SGD(model.parameters(), lr=RATE), images, labels)
 
 
 def horovod_example(images: Tensor, labels: Tensor) -> Step:
@@ -88,10 +85,4 @@ def horovod_example(images: Tensor, labels: Tensor) -> Step:
         op=hvd.Average,
         gradient_predivide_factor=1.0,
     )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-    return step
+    return usual_step(model, optimizer, images, labels)

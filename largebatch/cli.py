@@ -11,12 +11,13 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from largebatch import cli_data, cli_recipe
-from largebatch.cli_recipe import add_set, count
+from largebatch.cli_recipe import add_command, add_set, count
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -164,13 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train image classifiers with very large mini-batches, then polish them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(
-        name: str, call: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(call=call)
-        return added
+    command = partial(add_command, commands)
 
     train = command("train", _train, "train, polish and evaluate as a recipe says")
     train.add_argument("recipe", type=Path)

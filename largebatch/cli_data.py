@@ -1,12 +1,13 @@
 """The `data` commands: index, pack, import and show data sets. It prints, as cli.py does."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli_recipe import add_set, count
+from largebatch.cli_recipe import add_command, add_set, count
 from largebatch.errors import DataError
 from largebatch.loading import load_recipe
 
@@ -22,13 +23,7 @@ NAMES = ("fashion-mnist", "cifar10", "imagefolder")
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands below `data`."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(
-        name: str, call: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(call=call)
-        return added
+    command = partial(add_command, commands)
 
     index = command("index", _index, "verify the header of every picture of DIR/{train,val}")
     index.add_argument("folder", type=Path, metavar="DIR")

@@ -32,6 +32,18 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     explained.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-schedule.png")
 
 
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    call: Call,
+    text: str,
+) -> argparse.ArgumentParser:
+    """Add a command that does `call` with its arguments; `text` describes it."""
+    added = commands.add_parser(name, help=text, description=text)
+    added.set_defaults(call=call)
+    return added
+
+
 def count(text: str) -> int:
     """Read a number of things: 1 or more."""
     number = int(text)

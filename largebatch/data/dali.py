@@ -126,7 +126,7 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
             except StopIteration:
                 return
             except RuntimeError:
-                _name_culprit(graph, [request for request, _ in under_way])
+                _name_culprit(graph, under_way)
                 raise
             request, _ = under_way.popleft()
             labels = torch.from_numpy(index.labels[request.samples])
@@ -153,29 +153,25 @@ def _inputs(
         yield inputs
 
 
-def _name_culprit(graph: _Graph, under_way: Iterable[Request]) -> None:
+def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
     """Raise DataError with the path of the picture over which a pipeline failed.
 
     DALI does not say which it was, so those under way are decoded again one by one. If every one
     can be, the fault lies elsewhere and this returns.
     """
     singles = [
-        Request(one.samples[k : k + 1], one.boxes[k : k + 1], one.flips[k : k + 1])
-        for one in under_way
-        for k in range(len(one.samples))
+        (sample, (pictures[k : k + 1], corners[k : k + 1], shapes[k : k + 1], flips[k : k + 1]))
+        for request, (pictures, corners, shapes, flips) in under_way
+        for k, sample in enumerate(request.samples.tolist())
     ]
-    with open_reader() as reader:
-        held: deque[_UnderWay] = deque()
-        inputs = _inputs(read_ahead(graph.index, singles, reader), held)
-        pipeline = graph.build(inputs, batch_size=1, threads=1, ahead=1)
-        for single in singles:
-            try:
-                pipeline.run()
-            except RuntimeError as error:
-                name = name_of(graph.index.locate(int(single.samples[0])))
-                raise DataError(
-                    f"{name}: DALI cannot decode this picture: {_gist(error)}"
-                ) from error
+    inputs = (single for _, single in singles)
+    pipeline = graph.build(inputs, batch_size=1, threads=1, ahead=1)
+    for sample, _ in singles:
+        try:
+            pipeline.run()
+        except RuntimeError as error:
+            name = name_of(graph.index.locate(sample))
+            raise DataError(f"{name}: DALI cannot decode this picture: {_gist(error)}") from error
 
 
 def _gist(error: RuntimeError) -> str:
