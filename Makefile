@@ -37,6 +37,8 @@ bench: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/loop.py
 	$(BENCH_PYTHON) benchmarks/reduction.py
 	$(BENCH_PYTHON) benchmarks/norm.py
+	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/index.py
+	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/input_pipeline.py
 	$(BENCH_PYTHON) benchmarks/table.py
 
 bench-gpu:
@@ -46,6 +48,7 @@ bench-gpu:
 	$(BENCH_PYTHON) benchmarks/lars.py
 	$(BENCH_PYTHON) benchmarks/loop.py
 	$(BENCH_PYTHON) benchmarks/norm.py --channels-last --precision bf16
+	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/input_gpu.py
 	$(BENCH_PYTHON) benchmarks/table.py
 
 $(VENV)/bin/python:

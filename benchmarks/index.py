@@ -7,11 +7,19 @@ and as shards, in rounds, beside Pillow opening the same files one after the oth
 per second of processor time, which other jobs on the machine do not lengthen much. Opened: an index
 of 1,281,167 names like ImageNet's, by new processes; memory is what the kernel says they hold
 (VmRSS; and of the file, PSS, in which a page that several processes map counts once in all).
+
+Started: a run over as many files in 1,000 class folders, hard links to the 100 full-size pictures
+(imagenet_samples), by new processes and from a warm page cache: how long they import, until the
+index is open and compared with its folder, and from there until the first batch of a run; and the
+most memory that they held (VmHWM). The names are as many as ImageNet's, the inodes only 100.
 """
 
 import argparse
+import importlib
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,27 +30,41 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
+from largebatch.backends.serial import Serial
 from largebatch.data.building import FORMAT, Content, build
 from largebatch.data.changes import difference
-from largebatch.data.index import Index, index_of, load, load_file, make
+from largebatch.data.index import index_of, load_file, make, open_content
 from largebatch.data.mapped import pack
 from largebatch.data.packing import pack_folder
+from largebatch.data.pipeline import open_pipeline
 from largebatch.data.scan import scan
+from largebatch.loading import load_recipe
+from largebatch.plan import make_plan
+from largebatch.vision import require_torchvision
 
 SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
 SEED = 0
+BATCH = 64
+RECIPE = Path(__file__).parent.parent / "recipes" / "resnet50_32768_mlperf.yaml"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)  # what `starting` runs
+    args = parser.parse_args()
+    if args.start:
+        print(json.dumps(_start(Path(args.start[0]), args.start[1], began=float(args.start[2]))))
+        return
+    result: dict[str, Any] = {"rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
-        result = {"rounds": rounds, **making(Path(folder), rounds), **opening(Path(folder), rounds)}
-    print(write("index", f"python benchmarks/index.py --rounds {rounds}", result))
+        for measure in (making, opening, starting):
+            result |= measure(Path(folder), args.rounds)
+    print(write("index", f"python benchmarks/index.py --rounds {args.rounds}", result))
 
 
 def making(folder: Path, rounds: int) -> dict[str, Any]:
@@ -70,7 +92,6 @@ def making(folder: Path, rounds: int) -> dict[str, Any]:
         result[f"{name}_a_second"] = spread([1 / each for each in wall[name][1:]])
         result[f"{name}_a_second_per_core"] = spread([1 / each for each in processor[name][1:]])
     result["pillow_time_over_ours"] = paired_ratio(processor["pillow"][1:], processor["files"][1:])
-    result["check_of_every_file_seconds"] = _check(folder / "files", rounds)
     return result
 
 
@@ -85,19 +106,6 @@ def _pillow(root: Path) -> int:
         with Image.open(path) as image:
             assert image.size
     return len(paths)
-
-
-def _check(root: Path, rounds: int) -> dict[str, float]:
-    """Time the comparison of an index with its folder, of 2,500 files."""
-    make(root, "train")
-    times = []
-    for _ in range(rounds):
-        kept = load(root, "train")
-        assert kept is not None
-        began = time.perf_counter()
-        assert difference(kept, root, every_file=True) is None
-        times.append(time.perf_counter() - began)
-    return spread(times)
 
 
 def opening(folder: Path, rounds: int) -> dict[str, Any]:
@@ -120,6 +128,80 @@ def opening(folder: Path, rounds: int) -> dict[str, Any]:
         "all_read_rss_mb": spread([each["read_mb"] for each in alone]),
         f"all_read_pss_mb_of_{PROCESSES}_processes": sum(each["pss_mb"] for each in several),
     }
+
+
+def starting(folder: Path, rounds: int) -> dict[str, Any]:
+    """Time how a run over files in class folders begins, in new processes."""
+    root = folder / "linked"
+    with zipfile.ZipFile(Path(os.environ["LARGEBATCH_DATA"]) / "imagenet_samples/samples.zip") as z:
+        z.extractall(folder / "pictures")
+    pictures = sorted((folder / "pictures").rglob("*.*"))
+    for split, number in (("train", SAMPLES), ("val", CLASSES)):
+        link(pictures, root / split, number)
+    make(root, "val")
+    began = time.perf_counter()
+    content = make(root, "train")
+    result: dict[str, Any] = {"started_make_seconds": time.perf_counter() - began}
+    began = time.perf_counter()
+    assert difference(content, root, every_file=True) is None
+    result["started_check_of_every_file_seconds"] = time.perf_counter() - began
+    for what in ("index", "dali", "torchvision"):
+        each = [_new_process(root, what) for _ in range(1 + rounds)][1:]  # the first warms up
+        for figure in each[0]:
+            result[f"started_{what}_{figure}"] = spread([one[figure] for one in each])
+    return result
+
+
+def link(pictures: list[Path], folder: Path, number: int) -> None:
+    """Make class folders that hold so many names in all, hard links to the same pictures."""
+    for label in range(CLASSES):
+        name = f"n{10_000_000 + 1234 * label}"
+        (folder / name).mkdir(parents=True)
+        for sample in range(label, number, CLASSES):
+            target = pictures[sample // CLASSES % len(pictures)]
+            os.link(target, f"{folder}/{name}/{name}_{sample}.JPEG")
+
+
+def _new_process(root: Path, what: str) -> dict[str, float]:
+    """Call `_start` in a new process; the clock is one for all processes of a machine."""
+    command = [sys.executable, __file__, "--start", str(root), what, str(time.perf_counter())]
+    return dict(json.loads(subprocess.check_output(command)))
+
+
+def _start(root: Path, what: str, *, began: float) -> dict[str, float]:
+    """Open the index, or the pipeline of a run with this decoder as far as its first batch."""
+    if what == "dali":
+        importlib.import_module("nvidia.dali")
+    elif what == "torchvision":
+        require_torchvision()
+    imported = time.perf_counter()
+    if what == "index":
+        assert len(index_of(open_content(root, "train"), root)) == SAMPLES
+    else:
+        _first_batch(root, what)
+    return {
+        "import_seconds": imported - began,
+        "seconds": time.perf_counter() - imported,
+        "most_mb": _resident("VmHWM"),
+    }
+
+
+def _first_batch(root: Path, decoder: str) -> None:
+    changes = {
+        "data.classes": CLASSES,
+        "data.train_samples": SAMPLES,
+        "data.val_samples": CLASSES,
+        "batch.global_batch": BATCH,
+        "batch.bn_span": BATCH,
+        "polish": "null",
+    }
+    recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
+    plan = make_plan(recipe, workers=1)
+    backend = Serial(torch.device("cpu"))
+    pipeline = open_pipeline(recipe, plan, backend, folder=root, decoder=decoder)
+    batches = pipeline.training(range(plan.steps), clean=False)
+    assert len(next(batches).labels) == BATCH
+    batches.close()
 
 
 def imagenet() -> Content:
@@ -167,7 +249,7 @@ def _open(file: Path) -> dict[str, float]:
     opened = _resident()
     samples = np.random.default_rng(SEED).integers(0, len(index), 256)
     began = time.perf_counter()
-    assert len(_use(index, samples)) == 256
+    assert len([index.locate(sample) for sample in samples.tolist()]) == 256
     batch_seconds = time.perf_counter() - began
     for array in content.arrays.values():
         int(array.sum())
@@ -184,16 +266,12 @@ def _open(file: Path) -> dict[str, float]:
     }
 
 
-def _use(index: Index, samples: np.ndarray) -> list[object]:
-    return [index.locate(sample) for sample in samples.tolist()]
-
-
-def _resident() -> float:
-    """Return how much memory this process holds, in MB."""
+def _resident(kind: str = "VmRSS") -> float:
+    """Return how much memory this process holds, or held at the most (VmHWM), in MB."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024 / 1e6
-    sys.exit("/proc/self/status has no VmRSS")
+    raise LookupError(f"/proc/self/status has no {kind}")
 
 
 def _share(file: Path) -> float:

@@ -64,7 +64,8 @@ class Data(Section):
 
     cache: Cache | None = None
     """Decode once and keep the pixels of small sets. `memory`: in one file that all workers of a
-    machine map. `device`: on the device of every worker. null: decode each time."""
+    machine map, in the user's cache, where a file is removed after 30 days without use. `device`:
+    besides on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
@@ -103,7 +104,8 @@ class Data(Section):
         if self.source == "synthetic":
             return "made up"
         if self.cache is not None:
-            return f"decoded once, kept as bytes (cache: {self.cache})"
+            where = "; on CPU workers: the same as memory" if self.cache == "device" else ""
+            return f"decoded once, kept as bytes (cache: {self.cache}{where})"
         train, clean = self.decoders
         if train == clean:
             return f"decoded by {train}"

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Request, View
-from largebatch.data import dali, torchvision, train_request
-from largebatch.data.index import Index
+from largebatch.data import cached, dali, torchvision, train_request
+from largebatch.data.cached import Bytes, Kept
+from largebatch.data.index import Index, load_or_read
+
+CPU = torch.device("cpu")
 
 Decode = Callable[..., Batches]
 
@@ -48,18 +53,33 @@ def photograph(height: int, width: int) -> np.ndarray:
     return pixels.clip(0, 255).round().astype(np.uint8)
 
 
-def run(decode: Decode, index: Index, requests: Iterable[Request], **changes: object) -> Batches:
+def png_folder(root: Path, *, one_size: bool) -> Index:
+    """Write 13 pictures of two classes into root/train: colours, grey and palettes."""
+    for number in range(13):
+        height, width = (70, 90) if one_size else (70 + 9 * number, 150)
+        place = root / "train" / str(number % 2)
+        place.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(photograph(height, width))
+        picture.convert(["RGB", "L", "P"][number % 3]).save(place / f"{number:02d}.png")
+    return load_or_read(root, "train")
+
+
+def run(
+    decode: Decode,
+    index: Index,
+    requests: Iterable[Request],
+    *,
+    device: torch.device = CPU,
+    **changes: object,
+) -> Batches:
     """Decode with two threads; `changes` are to the view."""
-    cpu = torch.device("cpu")
-    return decode(index, iter(requests), view(**changes), device=cpu, threads=2, batch_size=100)
+    return decode(index, iter(requests), view(**changes), device=device, threads=2, batch_size=100)
+
+
+def keep(index: Index) -> Kept[Bytes]:
+    return cached.keep(index, backend=Serial(CPU), threads=2)
 
 
 def augmented(index: Index, size: int, number: int) -> list[Request]:
     request = partial(train_request, seed=0, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), flip=True)
     return [request(index, range(n * size, (n + 1) * size)) for n in range(number)]
-
-
-def open_threads_and_files() -> list[int]:
-    """Return how many this process has, and its mappings of shared memory."""
-    shared = Path("/proc/self/maps").read_text(encoding="utf-8").count("/dev/shm/")
-    return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd")] + [shared]

@@ -4,31 +4,31 @@ Bilinear is compared with Pillow. Bicubic is compared with torchvision's resizin
 since Pillow 13 resizes the height of a tall box first, where the order shows.
 """
 
-import errno
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, photograph, run, view
+from decoding import augmented, keep, png_folder, run, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from torch import Tensor
 
 from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Request
 from largebatch.data import cached, clean_request, on_device, torchvision
-from largebatch.data.cached import Bytes, Kept
-from largebatch.data.index import Index, load_or_read
+from largebatch.data.cached import Bytes
+from largebatch.data.index import Index
+from largebatch.data.pipeline import open_pipeline
 from largebatch.data.resampling import resample
 from largebatch.errors import DataError
+from largebatch.loading import load_recipe
 from largebatch.pictures import Interpolation
+from largebatch.plan import make_plan
 from largebatch.vision import require_torchvision
 
 CPU = torch.device("cpu")
+DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 either_way = pytest.mark.parametrize("way", ["memory", "device"])
 either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 
@@ -38,17 +38,7 @@ def folder(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Index:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for number in range(13):
-        height, width = (70, 90) if request.param == "one size" else (70 + 9 * number, 150)
-        place = tmp_path / "train" / str(number % 2)
-        place.mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(photograph(height, width))
-        picture.convert(["RGB", "L", "P"][number % 3]).save(place / f"{number:02d}.png")
-    return load_or_read(tmp_path, "train")
-
-
-def keep(index: Index) -> Kept[Bytes]:
-    return cached.keep(index, backend=Serial(CPU), threads=2)
+    return png_folder(tmp_path, one_size=request.param == "one size")
 
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:
@@ -148,55 +138,21 @@ def test_a_device_resizes_a_few_pictures_at_a_time(
         assert torch.equal(a, b.images)
 
 
-def test_pictures_are_decoded_once_for_all_runs(
-    folder: Index, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("clean", [False, True])
+def test_on_a_cpu_the_device_is_memory(
+    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = keep(folder)
-    monkeypatch.setattr(cached, "to_pillow", None)  # would fail if it were called
-    assert np.array_equal(keep(folder).pixels, first.pixels)
-    for sample in range(13):
-        box = [0, 0, int(folder.heights[sample]), int(folder.widths[sample])]
-        with Image.open(folder.locate(sample).path) as picture:
-            assert np.array_equal(first.part(sample, box), np.asarray(picture.convert("RGB")))
-
-
-def test_only_the_first_worker_of_a_machine_writes(folder: Index, tmp_path: Path) -> None:
-    def decode_meanwhile() -> None:
-        keep(folder)
-
-    second: Any = SimpleNamespace(local_rank=1, barrier=lambda: None)
-    with pytest.raises(FileNotFoundError):
-        cached.keep(folder, backend=second, threads=1)
-    second.barrier = decode_meanwhile
-    assert len(cached.keep(folder, backend=second, threads=1).pixels) > 0
-
-
-def test_a_file_of_another_length_is_written_again(folder: Index, tmp_path: Path) -> None:
-    expected = keep(folder).pixels.copy()
-    (file,) = (tmp_path / "cache/largebatch/pixels").iterdir()
-    file.write_bytes(b"short")
-    assert np.array_equal(keep(folder).pixels, expected)
-
-
-def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = int((3 * folder.heights * folder.widths).sum())
-    monkeypatch.setattr(cached, "LIMIT", total)
-    keep(folder)
-    monkeypatch.setattr(cached, "LIMIT", total - 1)
-    with pytest.raises(DataError, match="13 decoded pictures are .* keeps at most"):
-        keep(folder)
-
-
-def test_a_full_disk_is_said_and_leaves_nothing(
-    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(DataError, match=r"pixels: decoded .*\(No space left on device\)"):
-        keep(folder)
-    assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(on_device, "upload", None)  # would fail if it were called
+    both = []
+    for way in ("memory", "device"):
+        recipe = load_recipe(DIGITS, [f"data.cache={way}"])
+        plan = make_plan(recipe, workers=1)
+        pipeline = open_pipeline(recipe, plan, Serial(CPU), folder=None, decoder=None)
+        both.append(list(pipeline.training(range(2), clean=clean)))
+    for ours, theirs in zip(*both, strict=True):
+        assert torch.equal(ours.images, theirs.images)
+        assert torch.equal(ours.labels, theirs.labels)
 
 
 def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:

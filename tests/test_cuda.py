@@ -3,11 +3,16 @@
 `make bench-gpu` runs these before it measures anything.
 """
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from decoding import augmented, keep, needs_dali, photograph, png_folder, view
+from decoding import run as decode
+from PIL import Image
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
@@ -15,13 +20,19 @@ from largebatch import load_recipe, run
 from largebatch.backends.groups import constant
 from largebatch.backends.reducer import Reducer
 from largebatch.backends.serial import Serial
+from largebatch.contracts import Batch, Batches, Request
+from largebatch.data import cached, clean_request, dali, on_device, torchvision
+from largebatch.data.index import Index, load_or_read
+from largebatch.data.pipeline import open_pipeline
 from largebatch.lars import LARS
 from largebatch.norm import with_span
+from largebatch.plan import make_plan
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"
 )
 
+GPU = torch.device("cuda")
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 SHORT = ["duration.epochs=8", "schedule.warmup.epochs=1", "polish=null", "evaluation={}"]
 CONVENTIONS = ("reference", "scaled-momentum", "outside", "fujitsu")
@@ -147,3 +158,129 @@ def test_the_digits_are_learned_in_every_precision(precision: str, tmp_path: Pat
     assert summary.top1 is not None
     assert summary.top1 > 0.8
     assert summary.skipped_steps < 10
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, so that nothing is found decoded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def steps_apart(ours: Batch, theirs: Batch) -> Tensor:
+    """Return how far pictures differ whose values are 0 .. 255; the labels must be the same."""
+    assert ours.images.device.type == ours.labels.device.type == GPU.type
+    assert ours.labels.tolist() == theirs.labels.tolist()
+    return (ours.images.cpu() - theirs.images.cpu()).abs()
+
+
+@needs_dali
+@pytest.mark.parametrize(
+    ("suffix", "most", "mean"),
+    [
+        pytest.param("png", 1.01, 0.25, id="decoded by the processor, as in test_decoders"),
+        # Two decoders that keep to the JPEG standard differ by a step in brightness and in both
+        # colours (ITU-T T.83), and blue is brightness and 1.77 of a colour.
+        pytest.param("jpg", 4.01, 0.5, id="decoded by the GPU"),
+    ],
+)
+def test_dali_on_the_gpu_shows_what_torchvision_shows(
+    suffix: str, most: float, mean: float, cache: Path
+) -> None:
+    for number in range(8):
+        place = cache / "train" / str(number % 2)
+        place.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(photograph(300 + 20 * number, 500 - 25 * number))
+        picture.save(place / f"{number}.{suffix}", quality=92)
+    index = load_or_read(cache, "train")
+    clean = clean_request(index, np.arange(8), image_size=128, resize=146)
+    requests = [*augmented(index, 8, 3), clean]
+    ours = decode(dali.decode, index, requests, device=GPU)
+    for a, b in zip(ours, decode(torchvision.decode, index, requests), strict=True):
+        difference = steps_apart(a, b)
+        assert difference[:, :, 1:-1, 1:-1].max() <= most
+        assert difference.max() <= 32  # DALI repeats the outermost pixel, see test_decoders
+        assert difference.mean() <= mean
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.usefixtures("cache")
+def test_the_digits_kept_on_the_gpu_are_those_kept_in_memory(clean: bool) -> None:
+    both = []
+    scale = ["data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]"]
+    for way, device in (("device", GPU), ("memory", torch.device("cpu"))):
+        recipe = load_recipe(DIGITS, [f"data.cache={way}", *scale])
+        plan = make_plan(recipe, workers=1)
+        pipeline = open_pipeline(recipe, plan, Serial(device), folder=None, decoder=None)
+        both.append([*pipeline.training(range(3), clean=clean), *pipeline.validation()])
+    for ours, theirs in zip(*both, strict=True):
+        difference = steps_apart(ours, theirs)
+        assert difference.max() <= 2.01  # two roundings
+        assert (difference > 1.01).float().mean() < 1e-3
+        assert difference.mean() < 0.15
+
+
+@pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_kept_pictures_are_resized_on_the_gpu_as_on_the_cpu(
+    one_size: bool, interpolation: str, cache: Path
+) -> None:
+    index = png_folder(cache, one_size=one_size)
+    requests = augmented(index, 13, 4)
+    ours, theirs = (
+        kept_on(device, index, requests, interpolation=interpolation)
+        for device in (GPU, torch.device("cpu"))
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        difference = steps_apart(a, b)
+        assert difference.max() <= 1.01  # a half, where sums in another order differ
+        assert (difference > 0.01).float().mean() < 1e-3
+
+
+def kept_on(
+    device: torch.device, index: Index, requests: list[Request], **changes: object
+) -> Batches:
+    return on_device.decode(on_device.upload(keep(index), device), requests, view(**changes))
+
+
+def opened(way: str, index: Index, requests: list[Request]) -> Batches:
+    if way == "device":
+        return kept_on(GPU, index, requests)
+    if way == "memory":
+        return cached.decode(keep(index), requests, view(), device=GPU, threads=2)
+    return decode(
+        {"dali": dali, "torchvision": torchvision}[way].decode, index, requests, device=GPU
+    )
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("dali", marks=needs_dali), "torchvision", "memory", "device"]
+)
+def test_a_batch_stays_as_it_was_while_the_gpu_is_behind(way: str, cache: Path) -> None:
+    """The host goes on to other batches, and drops this one, before the GPU has read it."""
+    index = png_folder(cache, one_size=False)
+    requests = augmented(index, 5, 12)
+    expected = [batch.images.cpu() for batch in opened(way, index, requests)]
+    copies = []
+    with closing(opened(way, index, requests)) as batches:
+        for batch in batches:
+            torch.cuda._sleep(100_000_000)  # cycles: what is asked for below comes long after
+            copies.append((batch.images.clone(), batch.labels.clone()))
+            del batch
+    torch.cuda.synchronize()
+    assert len(copies) == 12
+    for (images, labels), image, request in zip(copies, expected, requests, strict=True):
+        assert torch.equal(images.cpu(), image)
+        assert labels.tolist() == index.labels[request.samples].tolist()
+
+
+@pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
+def test_nothing_waits_for_a_gpu_that_keeps_the_pictures(one_size: bool, cache: Path) -> None:
+    index = png_folder(cache, one_size=one_size)
+    batches = kept_on(GPU, index, augmented(index, 13, 4))
+    next(batches)  # mean and deviation are copied, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(batches)) == 3
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

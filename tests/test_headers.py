@@ -1,4 +1,5 @@
 import io
+import os
 import struct
 import warnings
 import zipfile
@@ -11,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from largebatch.data.headers import MAX_SIDE, BadPictureError, measure_bytes
+from largebatch.data.headers import (
+    MAX_SIDE,
+    BadPictureError,
+    measure,
+    measure_bytes,
+    measure_part,
+)
 
 EXIF = Image.Exif()
 EXIF[0x0112] = 6  # turn by a quarter
@@ -136,6 +143,54 @@ def test_what_cannot_be_used_is_refused_with_the_reason(content: bytes, reason: 
         with pytest.raises(BadPictureError) as caught:
             measure_bytes(content)
     assert reason in str(caught.value)
+
+
+def comments(number: int, num_bytes: int) -> bytes:
+    """JPEG with so many segments of so many bytes before the rest."""
+    return after_start(JPEG, segment(0xFE, bytes(num_bytes - 4)) * number)
+
+
+def reads(content: bytes) -> tuple[int, str]:
+    """Measure; return how often bytes were asked for, and the reason against the picture."""
+    asked = []
+
+    def read(position: int, length: int) -> bytes:
+        asked.append(position)
+        return content[position : position + length]
+
+    try:
+        assert measure(read, len(content)) == (31, 48)
+    except BadPictureError as error:
+        return len(asked), str(error)
+    return len(asked), ""
+
+
+def test_a_header_is_not_read_byte_by_byte() -> None:
+    """Whoever makes a file may fill its header, but not decide how long it is read."""
+    endless = "its header has more than 10,000 segments and fill bytes"
+    assert reads(after_start(JPEG, b"\xff" * 10**6)) == (3, endless)
+    assert reads(comments(10**5, 4)) == (10, endless)
+    assert reads(after_start(JPEG, b"\xff" * 9000)) == (4, "")
+    assert reads(comments(9000, 4)) == (10, "")
+
+
+def test_a_long_header_of_some_hundred_segments_is_read() -> None:
+    assert reads(comments(600, 60_000)) == (602, "")
+
+
+@pytest.mark.parametrize("marker", [0xE1, 0xC0])
+def test_a_segment_that_points_behind_the_file_is_a_cut(tmp_path: Path, marker: int) -> None:
+    """Read by place in a file, where there may be other bytes behind the picture."""
+    at = JPEG.index(bytes([0xFF, 0xC0]))
+    content = JPEG[: at + 10] + JPEG[-2:]
+    content = after_start(content, bytes([0xFF, marker]) + b"\xff\xff\x08\0\x1f\0\x30\x03")
+    (tmp_path / "file").write_bytes(b"before" + content + JPEG * 200)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        with pytest.raises(BadPictureError, match="cut off in the header"):
+            measure_part(file, 6, len(content))
+    finally:
+        os.close(file)
 
 
 @given(st.sampled_from(sorted(GOOD)), st.data())

@@ -1,20 +1,20 @@
 import lzma
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from importing import imported
 from picture_folder import fields, write_folder, write_picture
 
-from largebatch.data.imports import import_data
 from largebatch.data.index import read_folder
 from largebatch.errors import DataError
+from largebatch.vision import require_torchvision
 
-
-def imported(source: Path, out: Path) -> Path:
-    import_data("imagefolder", source, out, shard_bytes=10**6, progress=lambda _done, _total: None)
-    return out
+require_torchvision()
+from torchvision.datasets import ImageFolder  # noqa: E402 -- once it can be imported
 
 
 def zip_of(folder: Path, archive: Path) -> None:
@@ -79,7 +79,7 @@ def test_class_folders_keep_bytes_and_order_in_every_form(
     for split in ("train", "val"):
         before, after = read_folder(root, split), read_folder(out, split)
         for sample in range(len(before)):
-            path, offset, num_bytes = after.locate(sample)
+            path, offset, num_bytes, *_ = after.locate(sample)
             content = path.read_bytes()[offset : offset + num_bytes]
             assert content == before.locate(sample).path.read_bytes()
         assert fields(after)["labels"] == fields(before)["labels"]
@@ -109,6 +109,150 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes, message: 
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
+TINY = (
+    "train/n01/images/n01_0.png",
+    "train/n01/images/n01_1.png",
+    "train/n01/z.png",
+    "train/n01/images/more/n01_0.png",
+    "train/n02/images/n02_0.png",
+    "train/train/0.png",
+    "val/n01/0.png",
+    "val/n02/0.png",
+    "val/n02/train/a/0.png",
+    "val/train/train/0.png",
+)
+"""Paths as in Tiny-ImageNet, and some deeper; one class is called as a split is."""
+
+
+def write_tiny(root: Path) -> None:
+    for number, path in enumerate(TINY, start=1):
+        write_picture(root / path, width=number)
+    (root / "train/n01/boxes.txt").write_text("0 0 1 1")
+    write_picture(root / "train/n01/.thumbnails/0.png")
+
+
+def as_archive_around(root: Path, source: Path) -> Path:
+    """In two more folders, as Kaggle has ImageNet."""
+    (source / "ILSVRC/Data").mkdir(parents=True)
+    shutil.copytree(root, source / "ILSVRC/Data/CLS-LOC")
+    with zipfile.ZipFile(source / "all.zip", "w") as file:
+        for path in (source / "ILSVRC").rglob("*"):
+            file.write(path, path.relative_to(source))
+    return source / "all.zip"
+
+
+def as_bare_tiny(root: Path, source: Path) -> Path:
+    """Without folders that are called as a split, over which this form is refused."""
+    for path in ("train/train", "val/train", "val/n02/train"):
+        shutil.rmtree(root / path)
+    return as_bare_tars(root, source)
+
+
+def as_tars_around(root: Path, source: Path) -> Path:
+    """Without the split, but with another folder around the classes of one of them."""
+    for split, around in (("train", ""), ("val", "folder/")):
+        with tarfile.open(source / f"{split}.tar", "w") as tar:
+            for path in sorted((root / split).iterdir()):
+                tar.add(path, arcname=f"{around}{path.name}")
+    return source
+
+
+@pytest.mark.parametrize("form", [as_folder, as_zips, as_one_tar, as_bare_tiny, as_archive_around])
+def test_all_that_lies_below_a_class_belongs_to_it(
+    tmp_path: Path, form: Callable[[Path, Path], Path]
+) -> None:
+    """As torchvision's ImageFolder reads it."""
+    root, source = tmp_path / "root", tmp_path / "source"
+    source.mkdir()
+    write_tiny(root)
+    out = imported(form(root, source), tmp_path / "out")
+    shutil.rmtree(root / "train/n01/.thumbnails")
+    for split in ("train", "val"):
+        expected = ImageFolder(str(root / split))
+        index = read_folder(out, split)
+        found = {
+            (TINY[width - 1], label)
+            for width, label in zip(index.widths.tolist(), index.labels.tolist(), strict=True)
+        }
+        assert found == {
+            (Path(path).relative_to(root).as_posix(), label) for path, label in expected.samples
+        }
+        assert len(index) == len(expected)
+        assert list(index.classes) == expected.classes
+
+
+def test_one_folder_around_classes_is_no_class(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "val"):
+        write_folder(tmp_path / "root", split)
+    out = imported(as_tars_around(tmp_path / "root", source), tmp_path / "out")
+    assert read_folder(out, "val").classes == ("Zebra", "cat", "dog")
+
+
+UNCLEAR = {
+    "no class": (["train/0.png"], "train/0.png lies in no class folder of a split"),
+    "no split": (["test/cat/0.png"], "test/cat/0.png lies in no class folder of a split"),
+    "two folders of splits": (
+        ["old/train/cat/0.png", "train/cat/1.png"],
+        "old/train/cat/0.png and train/cat/1.png do not lie in the same folder of splits",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"), [pytest.param(*each, id=name) for name, each in UNCLEAR.items()]
+)
+def test_a_picture_whose_class_is_unclear_is_refused(
+    tmp_path: Path, paths: list[str], message: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
+        for path in paths:
+            file.writestr(path, "")
+    with pytest.raises(DataError) as caught:
+        imported(tmp_path / "all.zip", tmp_path / "out")
+    assert f"all.zip: {message}; expected train/<class>/*.jpg" in str(caught.value)
+
+
+def test_a_picture_beside_class_folders_is_refused(tmp_path: Path) -> None:
+    """In a folder and in an archive of one split."""
+    root, source = tmp_path / "root", tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "val"):
+        write_folder(root, split)
+    write_picture(root / "val/x.png")
+    for form in (as_folder, as_bare_tars):
+        with pytest.raises(DataError, match=r"x.png lies in no class folder"):
+            imported(form(root, source), tmp_path / "out")
+
+
+def test_two_pictures_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Of two archives, both of which hold the split."""
+    for split in ("train", "val"):
+        write_folder(tmp_path / "root", split)
+        tar_of(tmp_path / "root", tmp_path / f"{split}.tar", "w")
+    with pytest.raises(DataError) as caught:
+        imported(tmp_path, tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path}/train.tar: root/train/Zebra/z.webp and {tmp_path}/val.tar: "
+        "root/train/Zebra/z.webp are both train/Zebra/z.webp; remove one of them"
+    )
+
+
+def test_an_archive_of_one_split_alone_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path / "root", "train")
+    zip_of(tmp_path / "root/train", tmp_path / "train.zip")
+    with pytest.raises(DataError, match="train.zip: there are no pictures of val; expected .* a f"):
+        imported(tmp_path / "train.zip", tmp_path / "out")
+
+
+def test_an_archive_without_pictures_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
+        file.writestr("train/n01.tar", "")
+    with pytest.raises(DataError, match="no pictures in it; expected .*; found train/n01.tar"):
+        imported(tmp_path / "all.zip", tmp_path / "out")
+
+
 def test_archives_whose_splits_differ_are_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "root", "train")
     write_picture(tmp_path / "root/val/yak/a.png")
@@ -126,7 +270,7 @@ def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: P
     with zipfile.ZipFile(source / "val.zip") as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".JPEG"))
         for sample, name in enumerate(names):
-            path, offset, num_bytes = val.locate(sample)
+            path, offset, num_bytes, *_ = val.locate(sample)
             with path.open("rb") as file:
                 file.seek(offset)
                 assert file.read(num_bytes) == archive.read(name)

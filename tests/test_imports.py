@@ -34,7 +34,7 @@ def pictures(index: Index) -> list[Pixels]:
     """Decode every picture by hand."""
     found = []
     for sample in range(len(index)):
-        path, offset, num_bytes = index.locate(sample)
+        path, offset, num_bytes, *_ = index.locate(sample)
         content = path.read_bytes()[offset : offset + num_bytes]
         found.append(np.asarray(Image.open(io.BytesIO(content))))
     return found

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
+from largebatch.cli import main
 from largebatch.data.index import (
     BadPicturesError,
     check_same_classes,
-    load,
+    kept,
     load_or_read,
     make,
     read_folder,
@@ -34,7 +35,8 @@ def test_classes_and_pictures_are_in_bytewise_order(root: Path) -> None:
     assert len(index) == 4
     for sample, name in enumerate(names):
         location = index.locate(sample)
-        assert location == (root / name, 0, (root / name).stat().st_size)
+        stat = (root / name).stat()
+        assert location == (root / name, 0, stat.st_size, stat.st_mtime_ns)
 
 
 def test_paths_are_a_sequence(root: Path) -> None:
@@ -105,7 +107,7 @@ def test_bad_pictures_are_left_out_only_when_asked_and_are_recorded(root: Path) 
     reasons = spoil(root)
     with pytest.raises(BadPicturesError):
         make(root, "train")
-    assert load(root, "train") is None
+    assert not list(kept(root, "train"))
     make(root, "train", drop_bad=True)
     index = load_or_read(root, "train")
     assert fields(index) == {**good, "bad": index.bad, "digest": index.digest}
@@ -161,3 +163,25 @@ def test_the_splits_must_have_the_same_classes(root: Path) -> None:
     check_same_classes(train, train)
     with pytest.raises(DataError, match="only in train: dog; only in val: yak"):
         check_same_classes(train, val)
+
+
+def test_the_command_makes_shows_and_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path, split)
+    (tmp_path / "val/cat/text.jpg").write_text("no picture")
+    words = ["data", "index", str(tmp_path)]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert "train: 4 pictures" in out
+    assert "val/cat/text.jpg: no readable picture" in out
+    assert "1 pictures, listed above, cannot be used" in err
+    for again in ([*words, "--drop-bad"], words):
+        assert main(again) == 0
+        out, _ = capsys.readouterr()
+        assert "val: 1 left out:\n  val/cat/text.jpg: no readable picture" in out
+        assert "4 training and 4 validation pictures, 1 bad ones left out" in out
+    write_picture(tmp_path / "train/cat/y.jpg")
+    assert main(words) == 0
+    assert "3 classes, 5 training" in capsys.readouterr().out

@@ -3,15 +3,20 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
-from largebatch.cli import main
 from largebatch.data import building, changes
 from largebatch.data import index as module
-from largebatch.data.index import index_of, load, load_file, load_or_read, make, read_folder
-from largebatch.data.mapped import Arrays, open_mapped, pack, unpack, write_whole
+from largebatch.data.index import (
+    index_of,
+    kept,
+    load_file,
+    load_or_read,
+    make,
+    read_folder,
+)
+from largebatch.data.mapped import open_mapped
 from largebatch.errors import DataError
 
 
@@ -26,10 +31,9 @@ def test_an_index_is_the_same_after_it_was_kept(root: Path) -> None:
     )
     expected = fields(read_folder(root, "train"))
     make(root, "train")
-    kept = load(root, "train")
-    assert kept is not None
-    assert kept.file == root / ".largebatch-train.index"
-    assert fields(index_of(kept, root)) == expected
+    (content,) = kept(root, "train")
+    assert content.file == root / ".largebatch-train.index"
+    assert fields(index_of(content, root)) == expected
     assert sorted(path.name for path in root.iterdir()) == [".largebatch-train.index", "train"]
 
 
@@ -140,14 +144,17 @@ def test_of_very_many_files_a_run_compares_some_and_the_command_all(
     monkeypatch.setattr(changes, "MOST", 2)
     make(root, "train")
     later(root / "train/dog/b.png")  # in place: its folder does not show it
-    kept = load(root, "train")
-    assert kept is not None
-    assert changes.difference(kept, root, every_file=False) is None
-    assert "b.png" in (changes.difference(kept, root, every_file=True) or "")
+    (content,) = kept(root, "train")
+    assert changes.difference(content, root, every_file=False) is None
+    assert "b.png" in (changes.difference(content, root, every_file=True) or "")
+    row = list(index_of(content, root).paths).index("train/dog/b.png")
+    then = index_of(content, root).locate(row)
+    now = then.path.stat()
+    assert (then.num_bytes, then.mtime) == (now.st_size, now.st_mtime_ns - 10**9)  # when it is read
     later(root / "train/dog")
-    assert "b.png" in (changes.difference(kept, root, every_file=False) or "")
+    assert "b.png" in (changes.difference(content, root, every_file=False) or "")
     later(root / "train/dog/a.JPEG")
-    assert "a.JPEG" in (changes.difference(kept, root, every_file=False) or "")
+    assert "a.JPEG" in (changes.difference(content, root, every_file=False) or "")
 
 
 def test_a_moved_folder_keeps_its_index_and_its_digest(
@@ -175,7 +182,7 @@ def test_an_unreadable_kept_index_is_replaced(root: Path, content: bytes | None)
     place = root / ".largebatch-train.index"
     make(root, "train")
     place.write_bytes(place.read_bytes()[:-64] if content is None else content)
-    assert load(root, "train") is None
+    assert not list(kept(root, "train"))
     expected = fields(read_folder(root, "train"))
     assert fields(load_or_read(root, "train")) == expected
     assert fields(index_of(load_file(place), root)) == expected
@@ -192,76 +199,49 @@ def test_a_kept_index_of_another_format_is_replaced(
         assert open_mapped(place)[0]["format"] == number
 
 
-def test_where_a_folder_cannot_be_written_to_the_users_cache_keeps_the_index(
-    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+def test_one_wrong_bit_in_a_kept_index_is_noticed_and_mended(root: Path) -> None:
+    place = root / ".largebatch-train.index"
+    expected = fields(load_or_read(root, "train"))
+    whole = place.read_bytes()
+    for position in range(len(whole)):
+        spoilt = bytearray(whole)
+        spoilt[position] ^= 1 << position % 8
+        place.write_bytes(spoilt)
+        assert not list(kept(root, "train")), f"byte {position}"
+    assert fields(load_or_read(root, "train")) == expected
+    assert place.read_bytes() == whole
+
+
+def test_times_of_change_are_shown_with_the_digit_in_which_they_differ(root: Path) -> None:
+    for nanoseconds in (10**18, 10**18 + 1):
+        os.utime(root / "train/dog/b.png", ns=(0, nanoseconds))
+        if nanoseconds == 10**18:
+            load_or_read(root, "train")
+    times = "40.000000001 UTC, it had been changed 2001-09-09 01:46:40.000000000 UTC"
+    with pytest.raises(DataError, match=times):
+        load_or_read(root, "train")
+
+
+def test_the_first_of_several_changes_is_named_whatever_the_threads_do(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-
-    def refuse(path: Path, content: bytes) -> None:
-        if path.parent == root:
-            raise OSError(30, "Read-only file system", str(path))
-        write_whole(path, content)
-
-    monkeypatch.setattr(module, "write_whole", refuse)
+    monkeypatch.setattr(changes, "PART", 1)
     content = make(root, "train")
-    assert content.file is not None
-    assert content.file.is_relative_to(cache)
-    kept = load(root, "train")
-    assert kept is not None
-    assert kept.file == content.file
-    assert [path.name for path in root.iterdir()] == ["train"]
+    for name in ("dog/b.png", "dog/a.JPEG", "cat/x.jpg"):
+        later(root / "train" / name)
+        found = changes.difference(content, root, every_file=True)
+        assert (found or "").startswith(f"train/{name} was changed")
 
 
-def test_a_write_that_fails_leaves_nothing_and_the_index_is_used_all_the_same(
-    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_cannot_be_listed_is_the_users_to_mend(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    load_or_read(root, "train")
 
-    def fail(path: Path, content: bytes) -> None:
-        path.touch()
-        raise OSError(28, "No space left on device", str(path))
+    def refuse(folder: Path, name: str) -> None:
+        raise PermissionError(13, "Permission denied", str(folder / name))
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    content = make(root, "train")
-    assert content.file is None
-    assert len(content.arrays["labels"]) == 4
-    assert [path.name for path in root.iterdir()] == ["train"]
-
-
-def test_arrays_survive_the_file_and_cannot_be_changed() -> None:
-    arrays: Arrays = {
-        "numbers": np.arange(7, dtype=np.int64),
-        "table": np.arange(6, dtype=np.uint8).reshape(2, 3),
-        "nothing": np.zeros(0, dtype=np.uint32),
-    }
-    header, found = unpack(pack({"name": "\udcff \u00e9"}, arrays))
-    assert header == {"name": "\udcff \u00e9"}
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
-        with pytest.raises(ValueError, match="read-only"):
-            found[name][...] = 1
-        assert found[name].ctypes.data % 8 == 0
-
-
-def test_the_command_makes_shows_and_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for split in ("train", "val"):
-        write_folder(tmp_path, split)
-    (tmp_path / "val/cat/text.jpg").write_text("no picture")
-    words = ["data", "index", str(tmp_path)]
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert "train: 4 pictures" in out
-    assert "val/cat/text.jpg: no readable picture" in out
-    assert "1 pictures, listed above, cannot be used" in err
-    for again in ([*words, "--drop-bad"], words):
-        assert main(again) == 0
-        out, _ = capsys.readouterr()
-        assert "val: 1 left out:\n  val/cat/text.jpg: no readable picture" in out
-        assert "4 training and 4 validation pictures, 1 bad ones left out" in out
-    write_picture(tmp_path / "train/cat/y.jpg")
-    assert main(words) == 0
-    assert "3 classes, 5 training" in capsys.readouterr().out
+    monkeypatch.setattr(changes, "scan_class", refuse)
+    add(root)
+    with pytest.raises(DataError, match=r"cannot be read: .*Permission denied: .*train/dog"):
+        load_or_read(root, "train")

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from largebatch.data import order
 from largebatch.data.order import Stream, random_words, sample_ids
 
 seeds = st.integers(0, 2**63)
@@ -58,6 +59,31 @@ def test_every_sample_is_as_likely_at_every_place() -> None:
 def test_a_caller_cannot_change_the_order_of_the_next() -> None:
     sample_ids(range(5), seed=0, num_samples=5)[:] = -1
     assert -1 not in sample_ids(range(5), seed=0, num_samples=5)
+
+
+def test_every_epoch_is_drawn_once_and_none_before_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches of four over epochs of ten: every other batch that ends one begins the next."""
+    drawn = []
+
+    def count(seed: int, stream: Stream, *, block: int, num_blocks: int, part: int) -> np.ndarray:
+        drawn.append(part)
+        return random_words(seed, stream, block=block, num_blocks=num_blocks, part=part)
+
+    monkeypatch.setattr(order, "random_words", count)
+    order._permutation.cache_clear()
+    for stop in range(4, 44, 4):
+        sample_ids(range(stop - 4, stop), seed=0, num_samples=10)
+        assert drawn == list(range(1 + (stop - 1) // 10))
+
+
+def test_no_positions_have_no_samples() -> None:
+    assert sample_ids(range(10, 10), seed=0, num_samples=10).tolist() == []
+
+
+def test_an_order_takes_four_bytes_a_sample() -> None:
+    assert order._permutation(0, 0, 1000).nbytes == 4000
 
 
 def test_no_two_purposes_share_random_numbers() -> None:

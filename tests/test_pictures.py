@@ -37,6 +37,10 @@ def test_what_nobody_can_do_is_refused_by_name(overrides: list[str], message: st
             "decoded by dali to train and by torchvision to evaluate: not the same pixels\n",
         ),
         (["cache=memory"], "decoded once, kept as bytes (cache: memory)\n"),
+        (
+            ["cache=device"],
+            "decoded once, kept as bytes (cache: device; on CPU workers: the same as memory)\n",
+        ),
         (["source=synthetic"], "made up\n"),
     ],
 )

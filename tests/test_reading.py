@@ -1,8 +1,11 @@
 """What becomes of reads that fail, hang or give bytes that are no picture."""
 
+import io
 import os
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
         place = tmp_path / "train" / str(number % 2)
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(photograph(60, 80)).save(place / f"{number:02d}.jpg")
+        os.utime(place / f"{number:02d}.jpg", ns=(0, 0))
     return load_or_read(tmp_path, "train")
 
 
@@ -45,18 +49,18 @@ def whole(index: Index, size: int = 6) -> list[Request]:
 
 
 class Failing:
-    """An os.pread that fails for one picture, some number of times, or for ever."""
+    """An os.preadv that fails for one picture, some number of times, or for ever."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, times: float) -> None:
         self.identity, self.times, self.failed = path.stat().st_ino, times, 0
-        self.real: Callable[[int, int, int], bytes] = os.pread
-        monkeypatch.setattr(os, "pread", self)
+        self.real: Callable[[int, list[bytearray], int], int] = os.preadv
+        monkeypatch.setattr(os, "preadv", self)
 
-    def __call__(self, file: int, length: int, offset: int) -> bytes:
+    def __call__(self, file: int, buffers: list[bytearray], offset: int) -> int:
         if os.fstat(file).st_ino == self.identity and self.failed < self.times:
             self.failed += 1
             raise OSError(5, "Input/output error")
-        return self.real(file, length, offset)
+        return self.real(file, buffers, offset)
 
 
 @both_decoders
@@ -82,45 +86,139 @@ def test_a_read_that_keeps_failing_ends_the_run_with_its_path(
 
 
 @both_decoders
-def test_a_picture_that_went_away_or_lost_its_end_is_named(decode: Decode, folder: Index) -> None:
+def test_a_picture_that_went_away_or_is_another_is_named(decode: Decode, folder: Index) -> None:
     path = folder.locate(8).path
-    num_bytes = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(DataError, match=f"{path}: .*{num_bytes - 10} of {num_bytes} bytes"):
+    content = path.read_bytes()
+    for changed in (content[:-10], content + b"more"):
+        overwrite(path, changed)
+        wrong = f"{path}: .*it has {len(changed):,} bytes, it had {len(content):,}"
+        with pytest.raises(DataError, match=wrong):
+            list(run(decode, folder, whole(folder)))
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path}: .*it was changed .*, it had been changed"):
         list(run(decode, folder, whole(folder)))
     path.unlink()
     with pytest.raises(DataError, match=f"{path}: cannot be read .*No such file"):
         list(run(decode, folder, whole(folder)))
 
 
+def test_files_that_an_index_was_sent_to_may_have_other_times(folder: Index) -> None:
+    """A machine's own copy of the folder; its files' lengths are compared all the same."""
+    path = folder.locate(8).path
+    content = path.read_bytes()
+    os.utime(path, ns=(0, 1))
+    elsewhere = replace(folder, mtimes=None)
+    assert reading.read(elsewhere.locate(8)) == content
+    path.write_bytes(content + b"more")
+    with pytest.raises(DataError, match=f"it has {len(content) + 4:,} bytes"):
+        reading.read(elsewhere.locate(8))
+
+
+def test_bytes_that_come_in_pieces_are_put_together(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = folder.locate(8)
+    content = location.path.read_bytes()
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, buffers, at: real(f, [buffers[0][:7]], at))
+    assert reading.read(location) == content
+
+
 @both_decoders
 def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: Index) -> None:
-    """A pipe that nobody writes to: opening it waits for ever."""
-    path = folder.locate(8).path
-    path.unlink()
-    os.mkfifo(path)
+    path, _ = hang(folder, 8)
     begun = time.monotonic()
     try:
-        with pytest.raises(DataError, match=f"{path}: the disk gives no answer: 4 reads"):
+        with pytest.raises(DataError, match=rf"{path}: .*no answer in 0.2 seconds.*tried {TIMES}"):
             list(run(decode, folder, whole(folder)))
         assert time.monotonic() - begun < 30
     finally:
         let_go(path)
 
 
-def test_a_read_that_hung_once_is_made_by_another_thread(folder: Index) -> None:
-    path = folder.locate(8).path
+@pytest.mark.parametrize("hanging", [[8], list(range(reading.THREADS + 4)), [0, 8, 16]])
+def test_reads_that_hung_once_are_made_by_other_threads(
+    folder: Index, monkeypatch: pytest.MonkeyPatch, hanging: list[int]
+) -> None:
+    """More than there are threads in one batch, and several of one thread's."""
+    expected = [reading.read(folder.locate(sample)) for sample in range(len(folder))]
+    pipes = [hang(folder, sample) for sample in hanging]
+    real, moved = reading._read_again, []
+
+    def mend_first(location: Location, problem: str) -> reading.Bytes:
+        """The disk is well again once the first read was given up."""
+        for path, content in pipes:
+            moved.append(path.rename(path.with_suffix(".pipe")))
+            overwrite(path, content)
+        pipes.clear()
+        return real(location, problem)
+
+    monkeypatch.setattr(reading, "_read_again", mend_first)
+    requests = whole(folder, len(folder)) * 3
+    with reading.open_reader() as reader:
+        for given in reading.read_ahead(folder, requests, reader):
+            assert all(a.tobytes() == b for a, b in zip(given.contents, expected, strict=True))
+            reader.take_back(given)
+        for path in moved:
+            let_go(path)
+        deadline = time.monotonic() + 10
+        while alive(reader) > reading.THREADS and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert alive(reader) == reading.THREADS, "one for each that was given up, and no more"
+    assert len(moved) == len(hanging)
+
+
+def test_memory_that_a_read_may_still_write_into_is_not_used_again(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that was given up comes back with other bytes, in the middle of a later batch."""
+    location, real, go_on = folder.locate(8), os.preadv, threading.Event()
+    expected = [reading.read(folder.locate(sample)) for sample in range(len(folder))]
+    identity, written = location.path.stat().st_ino, threading.Event()
+
+    def late(file: int, buffers: list[memoryview], offset: int) -> int:
+        if os.fstat(file).st_ino == identity and not go_on.is_set():
+            go_on.wait()
+            buffers[0][:] = b"x" * len(buffers[0])
+            written.set()
+            return len(buffers[0])
+        return real(file, buffers, offset)
+
+    def again(location: Location, _: str) -> reading.Bytes:
+        return np.frombuffer(location.path.read_bytes(), dtype=np.uint8)
+
+    monkeypatch.setattr(os, "preadv", late)
+    monkeypatch.setattr(reading, "_read_again", again)
+    with reading.open_reader() as reader:
+        first, second = whole(folder, 12)
+        given_up = reader.start(folder, first)
+        reader.finish(given_up)
+        reader.take_back(given_up)
+        later = reader.start(folder, second)
+        reader.finish(later)
+        go_on.set()
+        assert written.wait(10)
+        found = [content.tobytes() for content in later.contents]
+    assert [row for row, content in enumerate(expected[12:]) if found[row] != content] == []
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """Change a file's bytes and not its time."""
+    path.write_bytes(content)
+    os.utime(path, ns=(0, 0))
+
+
+def hang(index: Index, sample: int) -> tuple[Path, bytes]:
+    """Put a pipe that nobody writes to in a picture's place: opening it waits for ever."""
+    path = index.locate(sample).path
     content = path.read_bytes()
     path.unlink()
     os.mkfifo(path)
-    with reading.open_reader(1) as reader:
-        location = Location(path, 0, len(content))
-        future = reader.start(location)
-        time.sleep(0.1)
-        moved = path.rename(path.with_suffix(".pipe"))
-        path.write_bytes(content)
-        assert reading.finish(location, future) == content
-        let_go(moved)
+    return path, content
+
+
+def alive(reader: reading.Reader) -> int:
+    return sum(thread.is_alive() for thread in reader._threads)
 
 
 def let_go(pipe: Path) -> None:
@@ -132,7 +230,7 @@ def let_go(pipe: Path) -> None:
 @pytest.mark.parametrize("sample", [0, 8, 23])
 def test_bytes_that_are_no_picture_are_named(decode: Decode, folder: Index, sample: int) -> None:
     path = folder.locate(sample).path
-    path.write_bytes(bytes(path.stat().st_size))
+    overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: .*cannot decode this picture"):
         list(run(decode, folder, whole(folder)))
 
@@ -140,16 +238,18 @@ def test_bytes_that_are_no_picture_are_named(decode: Decode, folder: Index, samp
 @both_decoders
 def test_a_picture_that_became_smaller_is_named(decode: Decode, folder: Index) -> None:
     path = folder.locate(8).path
-    num_bytes = path.stat().st_size
-    Image.fromarray(photograph(50, 70)).save(path)
-    path.write_bytes(path.read_bytes().ljust(num_bytes, b"\0"))
-    with pytest.raises(DataError, match=f"{path}: "):
+    smaller = io.BytesIO()
+    Image.fromarray(photograph(50, 70)).save(smaller, "JPEG")
+    overwrite(path, smaller.getvalue().ljust(path.stat().st_size, b"\0"))
+    with pytest.raises(DataError, match=f"{path}: .*(50 x 70.*60 x 80|60, 0..80.*50 x 70)"):
         list(run(decode, folder, whole(folder)))
 
 
 def test_a_picture_in_a_shard_is_named_by_its_place(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(bytes(2000))
-    with pytest.raises(DataError, match=r"0.tar \(byte 1536\): cannot be read \(464 of 999 bytes"):
+    with pytest.raises(
+        DataError, match=r"0.tar \(byte 1536\): cannot be read \(its file has 464 of its 999"
+    ):
         reading.read(Location(tmp_path / "0.tar", 1536, 999))
     assert reading.read(Location(tmp_path / "0.tar", 1000, 999)) == bytes(999)
 
@@ -158,7 +258,7 @@ def test_a_picture_that_cannot_be_kept_is_named_and_nothing_is_left(
     folder: Index, tmp_path: Path
 ) -> None:
     path = folder.locate(8).path
-    path.write_bytes(bytes(path.stat().st_size))
+    overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: Pillow cannot decode"):
         cached.keep(folder, backend=Serial(torch.device("cpu")), threads=2)
     assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tars
 from picture_folder import fields, write_folder, write_picture
 from PIL import Image
 
@@ -32,7 +33,7 @@ def contents(index: Index) -> list[bytes]:
     """Every picture's bytes, cut out of its file by hand."""
     found = []
     for sample in range(len(index)):
-        path, offset, num_bytes = index.locate(sample)
+        path, offset, num_bytes, *_ = index.locate(sample)
         found.append(path.read_bytes()[offset : offset + num_bytes])
     return found
 
@@ -182,6 +183,27 @@ def lose_the_end(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:last])
 
 
+def spoil_a_header(root: Path) -> None:
+    """Of a member in the middle, which Python's tarfile takes for the end."""
+    path = root / "train/000000.tar"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"000000002.")] ^= 1
+    path.write_bytes(content)
+
+
+def add_another(root: Path) -> None:
+    """Behind the end, where no reader finds it."""
+    path = root / "train/000000.tar"
+    path.write_bytes(path.read_bytes() * 2)
+
+
+def cut_a_picture(root: Path) -> None:
+    path = root / "train/000000.tar"
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-2]
+    path.write_bytes(path.read_bytes()[: last.offset_data + 1] + tars.END)
+
+
 def compress(root: Path) -> None:
     write_tar(root / "train/000000.tar", {"a.jpg": jpeg()}, mode="w:gz")
 
@@ -201,7 +223,10 @@ def repeat_classes(root: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lose_the_end, "000000.tar: not a whole, uncompressed tar file"),
+        (lose_the_end, "000000.tar: not a whole, uncompressed tar file (the zeros at its end are"),
+        (spoil_a_header, "not a whole, uncompressed tar file (there is no header at byte"),
+        (add_another, "there is no header at byte 9216, or data behind its end"),
+        (cut_a_picture, "not a whole, uncompressed tar file ("),
         (compress, "000000.tar: not a whole, uncompressed tar file"),
         (mix, "both class folders (cat) and shards (000000.tar)"),
         (lose_classes, "classes.txt: No such file or directory; beside shards it gives"),

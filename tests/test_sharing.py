@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from picture_folder import fields, write_folder
+from picture_folder import fields, write_folder, write_picture
 from torch import Tensor
 
 from largebatch.backends.serial import Serial
@@ -89,6 +89,8 @@ def test_who_finds_the_file_maps_it(
     content = make(root, "train")
     indexes = share(root, content, [0, 1, 0])
     assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
+    # The others' pictures may be copies: only worker 0's are of the times that its index says.
+    assert [index.mtimes is None for index in indexes] == [False, True, True]
     assert mapped_files().count(".largebatch-train.index") >= 3
     assert not cache.exists()
 
@@ -107,9 +109,28 @@ def test_who_does_not_find_it_gets_the_bytes_once_a_machine(
     monkeypatch.setattr(sharing, "write_whole", count)
     indexes = share(root, content._replace(file=root / "elsewhere"), [0, 0, 1])
     assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
-    place = cache / f"largebatch/index/{indexes[0].digest}.index"
+    (place,) = (cache / "largebatch/index").iterdir()
     assert written == [place] * 2  # by worker 0, whose machine has others in general, and by 1
     assert mapped_files().count(str(place)) >= 2
+    assert [index.mtimes is None for index in indexes] == [False, True, True]
+
+
+def test_an_index_that_was_sent_takes_the_place_of_the_one_before(root: Path, cache: Path) -> None:
+    for name in ("c", "d"):
+        write_picture(root / f"train/dog/{name}.png")
+        sent = share(root, make(root, "train")._replace(file=None), [0, 1])[1]
+        assert sent.paths[-1] == f"train/dog/{name}.png"
+        assert len(list((cache / "largebatch/index").iterdir())) == 1
+
+
+def test_who_finds_a_damaged_file_gets_the_bytes(root: Path, cache: Path) -> None:
+    content = make(root, "train")
+    assert content.file is not None
+    damaged = bytearray(content.file.read_bytes())
+    damaged[-8] ^= 1
+    write_whole(content.file, bytes(damaged))  # worker 0 has the whole one mapped
+    indexes = share(root, content, [0, 1])
+    assert fields(indexes[1]) == fields(read_folder(root, "train"))
 
 
 def test_a_file_of_another_index_is_not_taken(root: Path, cache: Path) -> None:

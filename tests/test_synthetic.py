@@ -1,3 +1,4 @@
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,18 @@ def test_a_picture_depends_on_its_number_alone() -> None:
     assert images.shape == (4, 3, 64, 64)
     assert 0 <= images.min() < 60
     assert 195 < images.max() <= 255
+
+
+def test_an_index_of_made_up_pictures_takes_its_labels_memory_and_no_more() -> None:
+    tracemalloc.start()
+    try:
+        index = synthetic.synthetic_index(10**6, 1000, 224)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 8.5e6  # eight bytes a label
+    assert len(index) == len(index.paths) == 10**6
+    assert set(index.heights[::99_999].tolist()) == {224}
 
 
 def test_batches_answer_the_requests_in_order() -> None:

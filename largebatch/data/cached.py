@@ -2,9 +2,18 @@
 
 The pixels are one file in the user's cache, which all workers of a machine map, so they are in
 memory once however many workers there are, and at once the next time. Threads cut and resize them.
+
+A file holds the pixels of all pictures, then a checksum of them and of the file's name, which
+says the index's digest, FORMAT and the version of Pillow. A run would train on what a disk damaged
+and never know, so it reads a file through before it uses it (at 2.5 GB/s on one core, if the disk
+is that fast: CIFAR-10 takes 0.1 s, the 16 GB of LIMIT 7 s); a damaged one is made anew. Files that
+no run has used for UNUSED_DAYS are removed when another is made.
 """
 
-import uuid
+import contextlib
+import os
+import time
+import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,15 +22,19 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import PIL
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from largebatch.contracts import Backend, Batches, IntArray, Request, View
+from largebatch.data.augment import clean_request
 from largebatch.data.filling import Filling, empty_pixels, fill_ahead, finisher
 from largebatch.data.index import Index, user_cache
-from largebatch.data.reading import open_reader
-from largebatch.data.torchvision import start_reading, to_pillow
+from largebatch.data.mapped import whole_file
+from largebatch.data.reading import open_reader, read_ahead
+from largebatch.data.resampling import resample
+from largebatch.data.torchvision import Picture, pictures_of, to_pillow
 from largebatch.errors import DataError
 from largebatch.pictures import Interpolation
 
@@ -31,8 +44,21 @@ Pixels = TypeVar("Pixels", Bytes, Tensor)
 LIMIT = 16 * 2**30
 """The most bytes of pixels that one split of a data set may have to be kept."""
 
-EACH = 32
+FORMAT = 1
+"""Of the files, and of how pictures become bytes; files of another one are not used."""
+
+UNUSED_DAYS = 30
+"""After how many days without use a file of pixels is removed."""
+
+EACH = 64
 """How many pictures a thread makes at a time."""
+
+SMALL = 3 * 48 * 48
+"""How many bytes a picture may have that is resized with others at once, where all have one size.
+Beyond, the matrix products of `resample` take longer than a call for every picture."""
+
+AT_ONCE = 2**22
+"""How many bytes of a file are checked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +106,9 @@ def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
             f"keeps at most {LIMIT / 1e9:.1f} GB; decode them each time with data.cache: null, or "
             "make the pictures smaller"
         )
-    assert index.digest, "an index that was read has a digest"
-    path = user_cache() / "pixels" / f"{index.digest}.rgb"
-    if backend.local_rank == 0 and not (path.is_file() and path.stat().st_size == total):
+    path = _place(index)
+    if backend.local_rank == 0 and not _is_whole(path, total):
+        _remove_unused(path.parent)
         _write(path, index, threads)
     backend.barrier()
     # Mapped as private, since torch warns of bytes that cannot be written to; nobody writes.
@@ -90,34 +116,81 @@ def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
     return kept(index, pixels, starts)
 
 
+def _place(index: Index) -> Path:
+    """Return where the pixels of an index are kept, made by this version of what decodes them."""
+    assert index.digest, "an index that was read has a digest"
+    name = f"{index.digest}.{FORMAT}.pillow-{PIL.__version__}.pixels"
+    return user_cache() / "pixels" / name
+
+
+def _is_whole(path: Path, total: int) -> bool:
+    """Say whether a file holds `total` bytes of pixels and their checksum, and note its use.
+
+    It is read, not mapped: where a disk fails, a read is an error and a mapping kills the process.
+    """
+    try:
+        with path.open("rb") as file:
+            checksum, left = _checksum(path), total
+            while left and (content := file.read(min(left, AT_ONCE))):
+                checksum = zlib.crc32(content, checksum)
+                left -= len(content)
+            if left or file.read() != _packed(checksum):
+                return False
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # a cache that is only read has no need to be cleared
+        os.utime(path)
+    return True
+
+
 def _write(path: Path, index: Index, threads: int) -> None:
     """Write the pixels of all pictures to a file that is there whole or not at all."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    checksum = _checksum(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        with whole_file(path) as file:
             for pixels in _decode_all(index, threads):
+                checksum = zlib.crc32(pixels.data, checksum)
                 file.write(pixels.data)
-        partial.replace(path)
+            file.write(_packed(checksum))
     except OSError as error:
+        size = int((3 * index.heights * index.widths).sum()) / 1e6
         raise DataError(
-            f"{path.parent}: decoded pictures cannot be kept there ({error.strerror}); set "
-            "XDG_CACHE_HOME to a folder with room, or data.cache to null"
+            f"{path.parent}: {size:,.1f} MB of decoded pictures cannot be kept there "
+            f"({error.strerror or error}); set XDG_CACHE_HOME to a folder that can be written to "
+            "and has room for them, or decode them each time with --set data.cache=null"
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def _checksum(path: Path) -> int:
+    """Return what the checksum of a file begins with, so that it is right under its name alone."""
+    return zlib.crc32(path.name.encode("ascii"))
+
+
+def _packed(checksum: int) -> bytes:
+    return checksum.to_bytes(4, "little")
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove what no run has used for UNUSED_DAYS, so that the folder does not grow for ever."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):  # such as that of a process that does the same
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
     """Give the pixels of every picture in turn; some hundreds are under way at a time."""
+
+    def to_bytes(picture: Picture) -> Bytes:
+        return np.asarray(to_pillow(picture))
+
+    parts = (np.arange(n, min(n + 8 * EACH, len(index))) for n in range(0, len(index), 8 * EACH))
+    whole = (clean_request(index, samples, image_size=1, resize=None) for samples in parts)
     with open_reader() as reader, ThreadPoolExecutor(threads) as pool:
-
-        def decode_one(sample: int) -> Bytes:
-            return np.asarray(to_pillow(start_reading(index, sample, reader)))
-
-        for start in range(0, len(index), 16 * EACH):
-            samples = range(start, min(start + 16 * EACH, len(index)))
-            yield from pool.map(decode_one, samples)
+        for reading in read_ahead(index, whole, reader):
+            yield from pool.map(to_bytes, pictures_of(index, reading))
+            reader.take_back(reading)
 
 
 def decode(
@@ -144,14 +217,17 @@ def _fill(
     kept: Kept[Bytes], request: Request, rows: slice, pixels: Bytes, interpolation: Interpolation
 ) -> None:
     """Write the parts that were asked for into these rows of `pixels`."""
-    each = zip(
-        request.samples[rows].tolist(),
-        request.boxes[rows].tolist(),
-        request.flips[rows].tolist(),
-        pixels[rows],
-        strict=True,
-    )
+    samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
+    if kept.alike is not None and kept.alike[0].size <= SMALL:
+        images = resample(
+            *map(torch.from_numpy, (kept.alike[samples], boxes, flips)),
+            size=pixels.shape[1],
+            interpolation=interpolation,
+        )
+        pixels[rows] = images.permute(0, 2, 3, 1).numpy()
+        return
     size = pixels.shape[1:3]
+    each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels[rows], strict=True)
     for sample, box, flip, out in each:
         part = torch.from_numpy(kept.part(sample, box).transpose(2, 0, 1)[None])
         resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)

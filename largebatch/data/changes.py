@@ -1,20 +1,24 @@
-"""Find out whether a folder is still what its index says.
+"""Find out whether a folder is still what its index says: the same files, lengths and times.
 
-Every shard's length and time are compared. A folder of a million files cannot be asked for all of
-them whenever a run starts, so class folders are asked for their times, which show files that came,
-went or were renamed; all files of a folder with another time are compared, and of the rest a fixed
-number, spread evenly: a copy made anew shows in any of them.
+When a run starts: every shard; of class folders their names, and their own times, which show files
+that came, went or were renamed; every file of a folder with another time; and of the rest at most
+`MOST`, spread evenly, since a copy made anew shows in any of them, and to ask for a million files
+takes seconds on a disk and minutes over a network. What this leaves out, files overwritten in
+place, shows when they are read: `Index.locate` gives the length and time that a file must have when
+it is opened. `largebatch data index` compares every file.
+
+In threads, because over a network they mostly wait.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
-from largebatch.data.building import Content
-from largebatch.data.places import paths
+from largebatch.data.building import PART, THREADS, Content, Paths, paths
 from largebatch.data.scan import CLASSES, layout, listed, read_classes, scan_class
 
 MOST = 20_000
@@ -30,12 +34,22 @@ def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
         return f"{header['split']} holds {now}, it held {then}"
     if shards:
         return _shards(content, root, {shard.name: (shard.size, shard.mtime) for shard in shards})
-    return (
-        _names(header["split"], "class folders", header["classes"], names)
-        or _folders(content, root)
-        or _files(content, root, _spread(len(content.arrays["labels"]), every_file=every_file))
-        or _bad_files(content, root)
-    )
+    names_differ = _names(header["split"], "class folders", header["classes"], names)
+    return names_differ or _class_folders(content, root, every_file=every_file)
+
+
+def changed(path: str, then: tuple[int, int], now: tuple[int, int]) -> str | None:
+    """Compare a file's lengths, then its times of change in nanoseconds; None: they are the same.
+
+    >>> changed("a.png", (7, 10**18), (7, 10**18 + 1))  # doctest: +NORMALIZE_WHITESPACE
+    'a.png was changed 2001-09-09 01:46:40.000000001 UTC,
+     it had been changed 2001-09-09 01:46:40.000000000 UTC'
+    """
+    if then[0] != now[0]:
+        return f"{path} has {now[0]:,} bytes, it had {then[0]:,}"
+    if then[1] != now[1]:
+        return f"{path} was changed {_time(now[1])}, it had been changed {_time(then[1])}"
+    return None
 
 
 def _shards(content: Content, root: Path, found: dict[str, tuple[int, int]]) -> str | None:
@@ -47,29 +61,43 @@ def _shards(content: Content, root: Path, found: dict[str, tuple[int, int]]) -> 
     if list(read_classes(root)) != header["classes"]:
         return f"{CLASSES} names other classes"
     for name, (size, mtime) in then.items():
-        differing = _facts(f"{header['split']}/{name}", (size, mtime), found[name])
+        differing = changed(f"{header['split']}/{name}", (size, mtime), found[name])
         if differing:
             return differing
     return None
 
 
-def _folders(content: Content, root: Path) -> str | None:
-    """Compare the class folders whose time is another."""
+def _class_folders(content: Content, root: Path, *, every_file: bool) -> str | None:
+    number = len(content.arrays["labels"])
+    rows = range(0, number, 1 if every_file else -(-number // MOST))
+    parts = [rows[start : start + PART] for start in range(0, len(rows), PART)]
+    known = paths(content.header, content.arrays)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="compare") as pool:
+        labels = range(len(content.header["folders"]))
+        return (
+            _first(pool.map(lambda label: _folder(content, known, root, label), labels))
+            or _first(pool.map(lambda part: _files(content, known, root, part), parts))
+            or _bad_files(content, root)
+        )
+
+
+def _first(found: Iterator[str | None]) -> str | None:
+    return next(filter(None, found), None)
+
+
+def _folder(content: Content, known: Paths, root: Path, label: int) -> str | None:
+    """Compare a class folder if its time is another."""
     header, arrays, _ = content
-    listed_paths = paths(header, arrays)
-    for label, (name, mtime) in enumerate(header["folders"]):
-        place = f"{header['split']}/{name}"
-        if (root / place).stat().st_mtime_ns == mtime:
-            continue
-        rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
-        then = [os.path.basename(listed_paths[row]) for row in rows]  # noqa: PTH119 -- a string
-        bad = [path for path, *_ in content.bad if path.startswith(f"{place}/")]
-        then += [path.removeprefix(f"{place}/") for path in bad]
-        now = scan_class(root / header["split"], name).names
-        differing = _names(place, "pictures", then, now) or _files(content, root, rows)
-        if differing:
-            return differing
-    return None
+    name, mtime = header["folders"][label]
+    place = f"{header['split']}/{name}"
+    if (root / place).stat().st_mtime_ns == mtime:
+        return None
+    rows = range(*np.searchsorted(arrays["labels"], [label, label + 1]).tolist())
+    then = [os.path.basename(known[row]) for row in rows]  # noqa: PTH119 -- a string
+    bad = [path for path, *_ in content.bad if path.startswith(f"{place}/")]
+    then += [path.removeprefix(f"{place}/") for path in bad]
+    now = scan_class(root / header["split"], name).names
+    return _names(place, "pictures", then, now) or _files(content, known, root, rows)
 
 
 def _bad_files(content: Content, root: Path) -> str | None:
@@ -78,30 +106,25 @@ def _bad_files(content: Content, root: Path) -> str | None:
             stat = (root / path).stat()
         except OSError:  # a link to nowhere
             stat = (root / path).lstat()
-        differing = _facts(path, (size, mtime), (stat.st_size, stat.st_mtime_ns))
+        differing = changed(path, (size, mtime), (stat.st_size, stat.st_mtime_ns))
         if differing:
             return differing
     return None
 
 
-def _files(content: Content, root: Path, rows: Iterable[int]) -> str | None:
-    listed_paths = paths(content.header, content.arrays)
+def _files(content: Content, known: Paths, root: Path, rows: range) -> str | None:
     sizes, mtimes = content.arrays["num_bytes"], content.arrays["mtimes"]
     start = f"{root}/"
     for row in rows:
-        path = listed_paths[row]
+        path = known[row]
         try:
             stat = os.stat(start + path)  # noqa: PTH116 -- a path object takes longer than the call
         except OSError as error:
             return f"{path}: {error.strerror}"
         then = (int(sizes[row]), int(mtimes[row]))
         if then != (stat.st_size, stat.st_mtime_ns):
-            return _facts(path, then, (stat.st_size, stat.st_mtime_ns))
+            return changed(path, then, (stat.st_size, stat.st_mtime_ns))
     return None
-
-
-def _spread(number: int, *, every_file: bool) -> range:
-    return range(0, number, 1 if every_file else -(-number // MOST))
 
 
 def _names(place: str, kind: str, then: Iterable[str], now: Iterable[str]) -> str | None:
@@ -114,15 +137,7 @@ def _names(place: str, kind: str, then: Iterable[str], now: Iterable[str]) -> st
     )
 
 
-def _facts(path: str, then: tuple[int, int], now: tuple[int, int]) -> str | None:
-    """Compare lengths, then times."""
-    if then[0] != now[0]:
-        return f"{path} has {now[0]:,} bytes, it had {then[0]:,}"
-    if then[1] != now[1]:
-        return f"{path} was changed {_time(now[1])}, it had been changed {_time(then[1])}"
-    return None
-
-
 def _time(nanoseconds: int) -> str:
-    time = datetime.fromtimestamp(nanoseconds / 1e9, UTC)
-    return time.isoformat(sep=" ", timespec="milliseconds")
+    """Return a time with all its digits: two that differ must look it."""
+    seconds, rest = divmod(nanoseconds, 10**9)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{rest:09d} UTC"

@@ -6,7 +6,8 @@ its readers, shards, seeds, shuffling and last-batch policies are not used.
 
 import importlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,16 +19,15 @@ from torch.utils import dlpack
 
 from largebatch.contracts import Batch, Batches, Request, View
 from largebatch.data.index import Index
-from largebatch.data.reading import name_of, open_reader, read_ahead
+from largebatch.data.reading import Bytes, Reading, name_of, open_reader, read_ahead
 from largebatch.errors import DataError, MissingPackageError
 
 AHEAD = 2
 """How many batches are finished or under way when one is asked for."""
 
-_Inputs = tuple[
-    list[npt.NDArray[np.uint8]], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]
-]
-_UnderWay = tuple[Request, _Inputs]
+_Numbers = npt.NDArray[np.int32]
+_Inputs = tuple[list[Bytes], _Numbers, _Numbers, _Numbers]
+_UnderWay = tuple[Reading, _Inputs]
 
 
 def decode(
@@ -117,8 +117,11 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
     index, device = graph.index, graph.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     under_way: deque[_UnderWay] = deque()
-    with open_reader() as reader:
-        inputs = _inputs(read_ahead(index, requests, reader), under_way)
+    with (
+        open_reader() as reader,
+        # Else index and buffers stay until Python collects the rings that DALI's graphs are.
+        closing(_inputs(read_ahead(index, requests, reader), under_way)) as inputs,
+    ):
         pipeline = graph.build(inputs, batch_size=batch_size, threads=threads, ahead=AHEAD)
         while True:
             try:
@@ -128,28 +131,30 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
             except RuntimeError:
                 _name_culprit(graph, under_way)
                 raise
-            request, _ = under_way.popleft()
-            labels = torch.from_numpy(index.labels[request.samples])
+            reading, _ = under_way.popleft()
+            reader.take_back(reading)
+            labels = torch.from_numpy(index.labels[reading.request.samples])
             yield Batch(
                 dlpack.from_dlpack(images.as_tensor()), labels.to(device, non_blocking=True)
             )
 
 
 def _inputs(
-    read: Iterable[tuple[Request, list[bytes]]], under_way: deque[_UnderWay]
-) -> Iterator[_Inputs]:
+    readings: Iterable[Reading], under_way: deque[_UnderWay]
+) -> Generator[_Inputs, None, None]:
     """Turn requests into the pipeline's inputs: pictures, corners, shapes and flips.
 
     DALI reads them where they are, so `under_way` holds them until their batch is finished.
     """
-    for request, pictures in read:
+    for reading in readings:
+        request = reading.request
         inputs = (
-            [np.frombuffer(picture, dtype=np.uint8) for picture in pictures],
+            reading.contents,
             np.ascontiguousarray(request.boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(request.boxes[:, 2:], dtype=np.int32),
             request.flips.astype(np.int32),
         )
-        under_way.append((request, inputs))
+        under_way.append((reading, inputs))
         yield inputs
 
 
@@ -161,8 +166,8 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
     """
     singles = [
         (sample, (pictures[k : k + 1], corners[k : k + 1], shapes[k : k + 1], flips[k : k + 1]))
-        for request, (pictures, corners, shapes, flips) in under_way
-        for k, sample in enumerate(request.samples.tolist())
+        for reading, (pictures, corners, shapes, flips) in under_way
+        for k, sample in enumerate(reading.request.samples.tolist())
     ]
     inputs = (single for _, single in singles)
     pipeline = graph.build(inputs, batch_size=1, threads=1, ahead=1)
@@ -171,12 +176,15 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
             pipeline.run()
         except RuntimeError as error:
             name = name_of(graph.index.locate(sample))
-            raise DataError(f"{name}: DALI cannot decode this picture: {_gist(error)}") from error
+            raise DataError(
+                f"{name}: DALI cannot decode this picture ({_gist(error)}); replace or remove it"
+            ) from error
 
 
 def _gist(error: RuntimeError) -> str:
     """Return the one line of DALI's report that says what happened."""
-    return str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
+    line = str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
+    return line.replace("sample #0 :", "it").strip()
 
 
 def _require_dali() -> ModuleType:

@@ -3,12 +3,15 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, IntArray, Request, View
+from largebatch.contracts import Batch, Batches, IntArray, View
+
+Order = TypeVar("Order")
+"""What says what a batch is to be: a request, alone or with bytes that were read for it."""
 
 AHEAD = 2
 """How many batches are being filled in while one is used."""
@@ -25,8 +28,8 @@ class Filling(NamedTuple):
 
 
 def fill_ahead(
-    requests: Iterable[Request],
-    start: Callable[[ThreadPoolExecutor, Request], Filling],
+    orders: Iterable[Order],
+    start: Callable[[ThreadPoolExecutor, Order], Filling],
     finish: Callable[[Filling], Batch],
     *,
     threads: int,
@@ -35,8 +38,8 @@ def fill_ahead(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
     started: deque[Filling] = deque()
     try:
-        for request in requests:
-            started.append(start(pool, request))
+        for order in orders:
+            started.append(start(pool, order))
             if len(started) > AHEAD:
                 yield finish(started.popleft())
         while started:

@@ -29,6 +29,9 @@ MAX_SIDE = 32_768
 HEAD, TAIL = 4096, 64
 """How many bytes are read from either end."""
 
+MAX_SEGMENTS = 10_000
+"""How many segments and fill bytes a JPEG's header may have; real ones have some hundreds."""
+
 JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
@@ -72,7 +75,8 @@ def measure_part(file: int, offset: int, num_bytes: int) -> Size:
     """Measure the picture that lies in these bytes of an open file."""
 
     def read(position: int, length: int) -> bytes:
-        return os.pread(file, min(length, num_bytes - position), offset + position)
+        length = max(0, min(length, num_bytes - position))  # a segment may point beyond the end
+        return os.pread(file, length, offset + position)
 
     return measure(read, num_bytes)
 
@@ -85,10 +89,12 @@ def measure_bytes(content: bytes) -> Size:
 def _jpeg(read: Read, head: bytes, num_bytes: int) -> Size:
     """Go from segment to segment up to the data; what is unusual there is for Pillow to judge."""
     size, position = None, 2
-    while True:
-        segment = head[position : position + 10]
+    chunk, start = head, 0
+    for _ in range(MAX_SEGMENTS):
+        segment = chunk[position - start : position - start + 10]
         if len(segment) < 10:  # beyond the bytes at hand
-            segment = read(position, 10)
+            chunk, start = read(position, HEAD), position
+            segment = chunk[:10]
         if len(segment) < 10:
             raise BadPictureError("it is cut off in the header")
         marker = segment[1]
@@ -98,6 +104,8 @@ def _jpeg(read: Read, head: bytes, num_bytes: int) -> Size:
             break
         size = _frame(marker, segment) or size
         position += _length(marker, segment)
+    else:  # reading on would take a thread for as long as whoever made the file likes
+        raise BadPictureError(f"its header has more than {MAX_SEGMENTS:,} segments and fill bytes")
     if size is None:
         raise BadPictureError("its header does not say how large it is")
     _require_end(read, num_bytes, JPEG_END, after=position)

@@ -8,7 +8,7 @@ into memory, and refused once the folder is another than it was.
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.contracts import IntArray
-from largebatch.data.building import FORMAT, Bad, Content, Progress, build
+from largebatch.data.building import FORMAT, Bad, Content, Progress, build, paths
 from largebatch.data.changes import difference
 from largebatch.data.mapped import open_mapped, pack, write_whole
-from largebatch.data.places import paths
 from largebatch.data.scan import SHOWN, listed, scan
 from largebatch.errors import DataError
 
@@ -30,6 +29,8 @@ class Location(NamedTuple):
     path: Path
     offset: int
     num_bytes: int
+    mtime: int | None = None
+    """Of the file, in nanoseconds; None: of a shard, which was compared when the run started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,9 @@ class Index:
     offsets: IntArray | None = None
     """Where they begin in their files; None: each is a whole file."""
 
+    mtimes: IntArray | None = None
+    """Of the files, in nanoseconds; None where files hold many pictures, or there are none."""
+
     bad: tuple[Bad, ...] = ()
     """Pictures that cannot be used and were left out."""
 
@@ -69,7 +73,8 @@ class Index:
         """Return the file that holds a sample, and which bytes of it are the encoded picture."""
         assert self.num_bytes is not None, "these pictures are made up, not read"
         offset = 0 if self.offsets is None else int(self.offsets[sample])
-        return Location(self.root / self.paths[sample], offset, int(self.num_bytes[sample]))
+        mtime = None if self.mtimes is None else int(self.mtimes[sample])
+        return Location(self.root / self.paths[sample], offset, int(self.num_bytes[sample]), mtime)
 
 
 class BadPicturesError(DataError):
@@ -91,6 +96,12 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
 
 
+def cached_at(root: Path, name: str) -> Path:
+    """Return where the user's cache keeps an index of pictures in `root`."""
+    number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+    return user_cache() / "index" / f"{number}-{name}.index"
+
+
 def load_or_read(root: Path, split: str) -> Index:
     """Return the index of a split as `open_content` finds or makes it."""
     return index_of(open_content(root, split), root)
@@ -110,28 +121,35 @@ def open_content(root: Path, split: str) -> Content:
 
     Raises DataError where the folder is no longer what its index says.
     """
-    kept = load(root, split)
-    if kept is None:
-        return make(root, split)
-    changed = difference(kept, root, every_file=False)
-    if changed:
+    reasons = []
+    for content in kept(root, split):
+        changed = _difference(content, root, every_file=False)
+        if changed is None:
+            return content
+        reasons.append(f"{changed} (the index is {content.file})")
+    if reasons:
         raise DataError(
-            f"{root}: the folder is not what its index was made from: {changed}. Make the index "
+            f"{root}: the folder is not what its index was made from: {reasons[0]}. Make the index "
             f"anew with: largebatch data index {root}"
         )
-    return kept
+    return make(root, split)
 
 
-def load(root: Path, split: str) -> Content | None:
-    """Return the index kept for this folder, which may have changed; None where there is none."""
+def kept(root: Path, split: str) -> Iterator[Content]:
+    """Give the indexes kept for this folder, the best place first; any may be out of date.
+
+    One beside the pictures may be: where nothing can be written there, a newer one is elsewhere.
+    """
     for place in _places(root, split):
-        with contextlib.suppress(OSError, ValueError):
-            return load_file(place)
-    return None
+        try:
+            content = load_file(place)
+        except (OSError, ValueError):
+            continue
+        yield content
 
 
 def load_file(file: Path) -> Content:
-    """Map a kept index; raise OSError or ValueError where there is none of this format."""
+    """Map a kept index; raise OSError or ValueError where no whole one of this format is."""
     content = Content(*open_mapped(file), file)
     if content.header["format"] != FORMAT:
         raise ValueError(f"index format {content.header['format']}, expected {FORMAT}")
@@ -148,17 +166,17 @@ def make(
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
     for place in _places(root, split):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             write_whole(place, pack(content.header, content.arrays))
             return load_file(place)
     return content
 
 
 def refresh(root: Path, split: str, *, drop_bad: bool, progress: Progress) -> Content:
-    """Return the kept index if every file is as it says, else make it anew."""
-    kept = load(root, split)
-    if kept is not None and difference(kept, root, every_file=True) is None:
-        return kept
+    """Return a kept index if every file is as it says, else make it anew."""
+    for content in kept(root, split):
+        if _difference(content, root, every_file=True) is None:
+            return content
     return make(root, split, drop_bad=drop_bad, progress=progress)
 
 
@@ -174,6 +192,7 @@ def index_of(content: Content, root: Path) -> Index:
         widths=arrays["widths"],
         num_bytes=arrays["num_bytes"],
         offsets=arrays.get("offsets"),
+        mtimes=arrays.get("mtimes"),
         bad=content.bad,
         digest=header["digest"],
     )
@@ -189,6 +208,13 @@ def check_same_classes(train: Index, val: Index) -> None:
         f"{train.root}: the splits must have the same classes; only in train: "
         f"{listed(only_train)}; only in val: {listed(only_val)}"
     )
+
+
+def _difference(content: Content, root: Path, *, every_file: bool) -> str | None:
+    try:
+        return difference(content, root, every_file=every_file)
+    except OSError as error:
+        raise DataError(f"{root}: cannot be read: {error}") from error
 
 
 def _read(
@@ -213,5 +239,4 @@ def _read(
 
 def _places(root: Path, split: str) -> tuple[Path, Path]:
     """Return where the index of a split may be kept, the best first."""
-    number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
-    return root / f".largebatch-{split}.index", user_cache() / "index" / f"{number}-{split}.index"
+    return root / f".largebatch-{split}.index", cached_at(root, split)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, IntArray, Request, View
+from largebatch.contracts import Batch, Batches, BoolArray, IntArray, Request, View
 from largebatch.data.cached import Bytes, Kept, kept
 from largebatch.data.resampling import resample
 from largebatch.errors import DataError
@@ -38,39 +38,56 @@ def decode(pictures: Kept[Tensor], requests: Iterable[Request], view: View) -> B
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).mul_(255).view(3, 1, 1)
     for request in requests:
-        images = _resized(pictures, request, view)
-        labels = torch.from_numpy(pictures.index.labels[request.samples])
-        yield Batch(images.sub_(center).div_(spread), labels.to(device, non_blocking=True))
+        labels = pictures.index.labels[request.samples]
+        numbers = _copied(device, request.samples, *request.boxes.T, request.flips, labels)
+        images = _resized(pictures, request, numbers, view)
+        yield Batch(images.sub_(center).div_(spread), numbers[-1])
 
 
-def _resized(pictures: Kept[Tensor], request: Request, view: View) -> Tensor:
-    """Return N x 3 x H x W values 0 .. 255, made from AT_ONCE pixels at a time."""
-    device, size = pictures.pixels.device, view.image_size
+def _copied(device: torch.device, *rows: IntArray | BoolArray) -> Tensor:
+    """Return rows of numbers on the device, copied in one go.
+
+    From pinned memory, because a copy from any other may wait until the device has done all that
+    was asked of it before.
+    """
+    numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
+def _resized(pictures: Kept[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
+    """Return N x 3 x H x W values 0 .. 255, made from AT_ONCE pixels at a time.
+
+    `numbers` has the request's samples, boxes and flips, row by row.
+    """
+    size = view.image_size
     if pictures.alike is not None:
         pixels = pictures.alike[0].numel() // 3
     else:
         pixels = int(request.boxes[:, 2:].max(axis=0).prod())
     number = max(1, AT_ONCE // pixels)
-    flips = torch.from_numpy(request.flips).to(device, non_blocking=True)
-    images = torch.empty(len(request.samples), 3, size, size, device=device)
+    samples, boxes, flips = numbers[0], numbers[1:5].T, numbers[5] > 0
+    images = torch.empty(len(samples), 3, size, size, device=numbers.device)
     for first in range(0, len(images), number):
-        rows = slice(first, first + number)
-        gathered, boxes = _gather(pictures, request.samples[rows], request.boxes[rows])
-        images[rows] = resample(
-            gathered, boxes, flips[rows], size=size, interpolation=view.interpolation
+        part = slice(first, first + number)
+        if pictures.alike is not None:
+            parts, places = pictures.alike[samples[part]], boxes[part]
+        else:
+            parts = _cut_out(pictures, request.samples[part], request.boxes[part])
+            places = boxes[part].clone()
+            places[:, :2] = 0
+        images[part] = resample(
+            parts, places, flips[part], size=size, interpolation=view.interpolation
         )
     return images
 
 
-def _gather(pictures: Kept[Tensor], samples: IntArray, boxes: IntArray) -> tuple[Tensor, Tensor]:
-    """Return N x H x W x 3 bytes that hold all boxes, and where these lie in them."""
-    device = pictures.pixels.device
-    if pictures.alike is not None:
-        rows = torch.from_numpy(samples).to(device, non_blocking=True)
-        return pictures.alike[rows], torch.from_numpy(boxes).to(device, non_blocking=True)
+def _cut_out(pictures: Kept[Tensor], samples: IntArray, boxes: IntArray) -> Tensor:
+    """Return N x H x W x 3 bytes with a box in the upper left corner of each."""
     height, width = boxes[:, 2:].max(axis=0).tolist()
-    parts = torch.zeros(len(samples), height, width, 3, dtype=torch.uint8, device=device)
+    shape = len(samples), height, width, 3
+    parts = torch.zeros(shape, dtype=torch.uint8, device=pictures.pixels.device)
     for part, sample, box in zip(parts, samples.tolist(), boxes.tolist(), strict=True):
         part[: box[2], : box[3]] = pictures.part(sample, box)
-    places = np.concatenate([np.zeros_like(boxes[:, :2]), boxes[:, 2:]], axis=1)
-    return parts, torch.from_numpy(places).to(device, non_blocking=True)
+    return parts

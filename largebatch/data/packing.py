@@ -68,32 +68,49 @@ def write_shards(data_set: DataSet, out: Path, *, shard_bytes: int, progress: Pr
     """Write a data set into a new folder, which is there whole in the end or not at all."""
     broken = [name for name in data_set.classes if not name or name.splitlines() != [name]]
     if broken:
-        raise DataError(f"{broken[0]!r} is no name for a class: {CLASSES} has one a line")
+        raise DataError(
+            f"{broken[0]!r} is no name for a class: {CLASSES} has one a line; rename it"
+        )
     total, done = sum(data_set.sizes.values()), 0
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         for split in data_set.sizes:
             with ShardWriter(folder / split, shard_bytes=shard_bytes) as writer:
-                for sample in data_set.samples(split):
+                for sample in _read_samples(data_set, split):
                     writer.add(sample.content, extension=sample.extension, label=sample.label)
                     done += 1
                     if done % PART == 0 or done == total:
                         progress(done, total)
 
 
+def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample]:
+    """Give the samples, so that an OSError beyond this is one of writing."""
+    try:
+        yield from data_set.samples(split)
+    except OSError as error:
+        raise DataError(f"the pictures of {split} cannot be read ({error})") from error
+
+
+def require_new(out: Path) -> None:
+    """Raise DataError if there is something already where a folder is to be made."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise DataError(f"{out}: there is something already; remove it or choose another place")
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to fill that becomes `out` if all goes well and disappears if not."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"{out}: there is something already; expected a new or an empty folder")
+    require_new(out)
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(out)
     except OSError as error:
-        raise DataError(f"{out}: cannot be written ({error})") from error
+        raise DataError(
+            f"{out}: cannot be written ({error.strerror}); make room or choose another place"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -3,22 +3,32 @@
 Pictures lie on disks and networks that fail or stand still for a moment, and a run of hours must
 not end over that; nor may it wait for ever without saying for what. The threads are daemons, so
 one that hangs inside the operating system keeps neither a run nor the process from ending.
+
+A batch is read into one buffer that is used again: fresh memory costs more than copying into it.
 """
 
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from queue import SimpleQueue
 
+import numpy as np
+import numpy.typing as npt
+
 from largebatch.contracts import Request
+from largebatch.data.changes import changed
 from largebatch.data.index import Index, Location
 from largebatch.errors import DataError
 
 THREADS = 8
-"""How many reads are under way at once; they wait for the disk, not for the processor."""
+"""How many reads are under way at once, at most; they wait for the disk, not for the processor."""
+
+THREAD_SECONDS = 0.02
+"""How much reading of the batch before brings in another thread. What lies in memory is read best
+by one: several would spend more time on handing Python's lock to each other than on reading."""
 
 PAUSES = (0.1, 1.0, 5.0)
 """Seconds before each further attempt at a read that failed."""
@@ -26,7 +36,7 @@ PAUSES = (0.1, 1.0, 5.0)
 SLOW_SECONDS = 60.0
 """How long a read may take before another one is tried beside it."""
 
-_Job = tuple[Location, Future[bytes]]
+Bytes = npt.NDArray[np.uint8]
 
 
 def name_of(location: Location) -> str:
@@ -36,47 +46,153 @@ def name_of(location: Location) -> str:
 
 def read(location: Location) -> bytes:
     """Return the bytes of one picture; raise DataError with its path if no attempt succeeds."""
-    problem: OSError | None = None
-    for pause in (0.0, *PAUSES):
+    content = np.empty(location.num_bytes, dtype=np.uint8)
+    try:
+        _fill(content, location)
+    except OSError as error:
+        content = _read_again(location, str(error))
+    return content.tobytes()
+
+
+def _fill(content: Bytes, location: Location) -> None:
+    """Read a picture into `content`; raise OSError where the file is not what was indexed."""
+    file = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if location.offset == 0:  # the whole file: shards begin with a header
+            _compare(location, os.fstat(file))
+        done, got = 0, 1
+        while done < len(content) and got > 0:
+            got = os.preadv(file, [content.data[done:]], location.offset + done)
+            done += got
+    finally:
+        os.close(file)
+    if done < len(content):
+        raise OSError(f"its file has {done:,} of its {len(content):,} bytes")
+
+
+def _compare(location: Location, found: os.stat_result) -> None:
+    """Raise OSError if a file has another length, or another time where that is known."""
+    mtime = found.st_mtime_ns if location.mtime is None else location.mtime
+    then, now = (location.num_bytes, mtime), (found.st_size, found.st_mtime_ns)
+    if then != now:
+        raise OSError(changed("it", then, now))
+
+
+def _read_again(location: Location, problem: str) -> Bytes:
+    """Try a read that failed or hangs again, each time in a thread that may hang too."""
+    for pause in PAUSES:
         time.sleep(pause)
-        try:
-            return _read_once(location)
-        except OSError as error:
-            problem = error
+        share = _Share([location], [np.empty(location.num_bytes, dtype=np.uint8)])
+        threading.Thread(target=share.carry_out, name="read again", daemon=True).start()
+        if not share.done.wait(SLOW_SECONDS):
+            problem = _no_answer()
+        elif share.problems:
+            problem = str(share.problems[0])
+        else:
+            return share.contents[0]
     raise DataError(
         f"{name_of(location)}: cannot be read ({problem}), tried {1 + len(PAUSES)} times; see that "
         "the disk is well and that the files are those that were indexed"
     )
 
 
-def _read_once(location: Location) -> bytes:
-    file = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = os.pread(file, location.num_bytes, location.offset)
-    finally:
-        os.close(file)
-    if len(content) != location.num_bytes:
-        raise OSError(f"{len(content)} of {location.num_bytes} bytes")
-    return content
+def _no_answer() -> str:
+    return f"no answer in {SLOW_SECONDS:g} seconds"
+
+
+class _Share:
+    """Some pictures of a batch, which one thread reads one after the other."""
+
+    def __init__(self, locations: Sequence[Location], contents: Sequence[Bytes]) -> None:
+        self.locations = locations
+        self.contents = contents
+        self.problems: dict[int, OSError] = {}
+        self.done = threading.Event()
+        self.left = False
+        """Whether the thread was given up: should its read return, it takes no other share."""
+
+        self.current = 0
+        """The picture that is being read."""
+
+        self.seconds = 0.0
+        """How long all of it took."""
+
+        self._since: float | None = None
+        """When that began; None: nothing has begun."""
+
+    def carry_out(self) -> None:
+        """Read the pictures into their places, noting which reads failed."""
+        begun = time.monotonic()
+        for row, location in enumerate(self.locations):
+            self.current, self._since = row, time.monotonic()
+            try:
+                _fill(self.contents[row], location)
+            except OSError as error:
+                self.problems[row] = error
+        self.seconds = time.monotonic() - begun
+        self.done.set()
+
+    def wait(self) -> bool:
+        """Wait until all is read; return False instead once a single read takes too long."""
+        while not self.done.wait(SLOW_SECONDS / 10):
+            if self._since is not None and time.monotonic() - self._since > SLOW_SECONDS:
+                return False
+        return True
+
+
+class Reading:
+    """The pictures of a request while they are being read, all into one buffer."""
+
+    def __init__(
+        self, request: Request, locations: Sequence[Location], buffer: Bytes, threads: int
+    ) -> None:
+        self.request = request
+        self.locations = locations
+        self.buffer: Bytes | None = buffer
+        """None once something else may still write into it."""
+
+        ends = list(accumulate(location.num_bytes for location in locations))
+        starts = [0, *ends[:-1]]
+        self.contents = [buffer[start:end] for start, end in zip(starts, ends, strict=True)]
+        """The encoded pictures."""
+
+        parts = (slice(first, None, threads) for first in range(threads))
+        self.shares = [_Share(locations[part], self.contents[part]) for part in parts]
 
 
 class Reader:
     """Reads pictures in threads of its own; `open_reader` makes one."""
 
-    def __init__(self, threads: int) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Share | None] = SimpleQueue()
+        self._free: list[Bytes] = []
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name="read", daemon=True) for _ in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._sharing = THREADS
+        self._threads: list[threading.Thread] = []
+        for _ in range(THREADS):
+            self._add_thread(None)
 
-    def start(self, location: Location) -> Future[bytes]:
-        """Queue a read; `finish` waits for it."""
-        future: Future[bytes] = Future()
-        self._jobs.put((location, future))
-        return future
+    def start(self, index: Index, request: Request) -> Reading:
+        """Begin to read the pictures of a request; `finish` waits for them."""
+        locations = [index.locate(sample) for sample in request.samples.tolist()]
+        room = self._room(sum(location.num_bytes for location in locations))
+        reading = Reading(request, locations, room, self._sharing)
+        for share in reading.shares:
+            self._jobs.put(share)
+        return reading
+
+    def finish(self, reading: Reading) -> None:
+        """Wait for the pictures; raise DataError with the path of one that cannot be read."""
+        for first, share in enumerate(reading.shares):
+            reading.contents[first :: len(reading.shares)] = self._finish(share, reading)
+        seconds = sum(share.seconds for share in reading.shares)
+        self._sharing = min(THREADS, 1 + int(seconds / THREAD_SECONDS))
+
+    def take_back(self, reading: Reading) -> None:
+        """Let the memory of pictures that nobody uses any more be used again."""
+        if reading.buffer is not None:
+            self._free.append(reading.buffer)
+            reading.buffer = None
 
     def close(self) -> None:
         """End the threads, dropping what is queued; one that hangs is left behind."""
@@ -87,54 +203,61 @@ class Reader:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _finish(self, share: _Share, reading: Reading) -> list[Bytes]:
+        following = None
+        contents, problems = list(share.contents), share.problems
+        if not share.wait():
+            share.left, hung = True, share.current
+            reading.buffer = None  # the thread that is given up may still write into it
+            following = _Share(share.locations[hung + 1 :], share.contents[hung + 1 :])
+            contents, problems = contents[: hung + 1], {**problems, hung: OSError(_no_answer())}
+            self._add_thread(following)  # at once: others may hang in what is queued
+        for row, problem in problems.items():
+            contents[row] = _read_again(share.locations[row], str(problem))
+        return contents if following is None else contents + self._finish(following, reading)
+
+    def _room(self, num_bytes: int) -> Bytes:
+        """Return memory for a batch: that of an earlier one, if it is enough."""
+        room = self._free.pop() if self._free else np.empty(0, dtype=np.uint8)
+        if len(room) < num_bytes:  # with some to spare: batches differ in length
+            room = np.empty(num_bytes + num_bytes // 4, dtype=np.uint8)
+        return room
+
+    def _add_thread(self, share: _Share | None) -> None:
+        """Start a thread, with this share first."""
+        thread = threading.Thread(target=self._work, args=(share,), name="read", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self, share: _Share | None) -> None:
+        share = share or self._jobs.get()
+        while share is not None:
             if not self._closed:
-                _carry_out(*job)
-
-
-def finish(location: Location, future: Future[bytes]) -> bytes:
-    """Wait for a read; one that hangs is tried again beside it, then DataError names the path."""
-    attempts = 1 + len(PAUSES)
-    for _ in range(attempts):
-        try:
-            return future.result(SLOW_SECONDS)
-        except TimeoutError:
-            future = Future()
-            threading.Thread(target=_carry_out, args=(location, future), daemon=True).start()
-    raise DataError(
-        f"{name_of(location)}: the disk gives no answer: {attempts} reads took more than "
-        f"{SLOW_SECONDS:g} seconds each"
-    )
-
-
-def _carry_out(location: Location, future: Future[bytes]) -> None:
-    try:
-        future.set_result(read(location))
-    except BaseException as error:  # raised again where the bytes are wanted
-        future.set_exception(error)
+                share.carry_out()
+            if share.left:
+                return  # another thread has taken the place of this one
+            share = self._jobs.get()
 
 
 @contextmanager
-def open_reader(threads: int = THREADS) -> Iterator[Reader]:
+def open_reader() -> Iterator[Reader]:
     """Yield a reader whose threads end with the block."""
-    reader = Reader(threads)
+    reader = Reader()
     try:
         yield reader
     finally:
         reader.close()
 
 
-def read_ahead(
-    index: Index, requests: Iterable[Request], reader: Reader
-) -> Iterator[tuple[Request, list[bytes]]]:
-    """Give each request with its pictures' bytes, while those of the next are being read."""
-    waiting: tuple[Request, list[_Job]] | None = None
+def read_ahead(index: Index, requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
+    """Give each request with its pictures read, while those of the next are being read."""
+    waiting: Reading | None = None
     for request in requests:
-        locations = [index.locate(sample) for sample in request.samples.tolist()]
-        started = [(location, reader.start(location)) for location in locations]
+        started = reader.start(index, request)
         if waiting is not None:
-            yield waiting[0], [finish(*job) for job in waiting[1]]
-        waiting = request, started
+            reader.finish(waiting)
+            yield waiting
+        waiting = started
     if waiting is not None:
-        yield waiting[0], [finish(*job) for job in waiting[1]]
+        reader.finish(waiting)
+        yield waiting

@@ -65,7 +65,8 @@ def scan(root: Path, split: str) -> Source:
     if empty:
         raise DataError(
             f"{folder}: {len(empty)} of {len(names)} class folders hold no pictures "
-            f"({' '.join(EXTENSIONS)}): {listed(empty)}; add pictures or remove the folders"
+            f"({' '.join(EXTENSIONS)}): {listed(empty)}; add pictures or remove the folders, or "
+            "copy what lies in folders below: largebatch data import imagefolder"
         )
     return Source(root, split, classes=names, folders=folders)
 

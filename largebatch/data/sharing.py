@@ -2,11 +2,13 @@
 
 Worker 0 says which file its index is mapped from, and its digest; who finds that file maps it too.
 Where some do not, on machines without a common folder, all get the bytes, the first worker of each
-machine writes them to the user's cache, and the others map that.
+machine writes them to the user's cache, and the others map that. Those compare the lengths of the
+files they read and not the times: their folder may be a copy, whose files have times of their own.
 """
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from largebatch.backends import broadcast_bytes
 from largebatch.contracts import Backend
 from largebatch.data.building import Content
-from largebatch.data.index import Index, index_of, load_file, user_cache
+from largebatch.data.index import Index, cached_at, index_of, load_file
 from largebatch.data.mapped import pack, unpack, write_whole
 
 
@@ -23,30 +25,34 @@ def share_index(root: Path | None, content: Content | None, backend: Backend) ->
     note = None
     if content is not None:
         file = None if content.file is None else str(content.file.resolve())
-        note = json.dumps([str(root), file, content.header["digest"]]).encode("ascii")
-    folder, file, digest = json.loads(broadcast_bytes(note, backend))
+        about = [str(root), content.header["split"], file, content.header["digest"]]
+        note = json.dumps(about).encode("ascii")
+    folder, split, file, digest = json.loads(broadcast_bytes(note, backend))
     if content is None and file is not None:
         content = _find(Path(file), digest)
     have = torch.tensor([content is not None], dtype=torch.int64, device=backend.device)
     if not backend.all_gather(have).all().item():  # sync: once, before training
-        content = _send(content, digest, backend)
+        # Named by the folder, not the digest: an index made anew takes the place of the one before.
+        sent = _send(content, cached_at(Path(folder), f"{split}-sent"), digest, backend)
+        content = content or sent
     assert content is not None
-    return index_of(content, Path(folder))
+    index = index_of(content, Path(folder))
+    # A machine may have a copy of the folder, whose files have times of their own.
+    return index if backend.rank == 0 else replace(index, mtimes=None)
 
 
-def _send(content: Content | None, digest: str, backend: Backend) -> Content:
-    """Send worker 0's bytes to all; return what this worker already has, or the index they are."""
+def _send(content: Content | None, file: Path, digest: str, backend: Backend) -> Content:
+    """Send worker 0's bytes to all; return the index they are, mapped from `file` if it can be."""
     packed = None
     if backend.rank == 0:
         assert content is not None
         packed = pack(content.header, content.arrays)
     packed = broadcast_bytes(packed, backend)
-    file = user_cache() / "index" / f"{digest}.index"
     if backend.local_rank == 0:
         with contextlib.suppress(OSError):
             write_whole(file, packed)
     backend.barrier()
-    return content or _find(file, digest) or Content(*unpack(packed))
+    return _find(file, digest) or Content(*unpack(packed))
 
 
 def _find(file: Path, digest: str) -> Content | None:

@@ -5,7 +5,7 @@ Pillow lets go of the interpreter lock while it decodes and resizes, so threads 
 
 import io
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +16,16 @@ from PIL import Image
 from largebatch.contracts import Batches, IntArray, Request, View
 from largebatch.data.filling import Filling, empty_pixels, fill_ahead, finisher
 from largebatch.data.index import Index, Location
-from largebatch.data.reading import Reader, finish, name_of, open_reader
+from largebatch.data.reading import Bytes, Reading, name_of, open_reader, read_ahead
 from largebatch.errors import DataError
 from largebatch.vision import require_torchvision
 
 
 class Picture(NamedTuple):
-    """An encoded picture that is being read, and what the index says of it."""
+    """An encoded picture, and what the index says of it."""
 
     location: Location
-    content: Future[bytes]
+    content: Bytes
     height: int
     width: int
 
@@ -57,36 +57,39 @@ def _decode(
 ) -> Batches:
     with open_reader() as reader:
 
-        def start(pool: ThreadPoolExecutor, request: Request) -> Filling:
+        def start(pool: ThreadPoolExecutor, reading: Reading) -> Filling:
+            request = reading.request
             pixels = empty_pixels(len(request.samples), view, device)
-            pictures = [start_reading(index, sample, reader) for sample in request.samples.tolist()]
+            pictures = pictures_of(index, reading)
             each = zip(pictures, request.boxes, request.flips, pixels.numpy(), strict=True)
             jobs = [pool.submit(_decode_one, view, *arguments) for arguments in each]
             return Filling(jobs, pixels, index.labels[request.samples])
 
-        yield from fill_ahead(requests, start, finisher(view, device), threads=threads)
+        readings = read_ahead(index, requests, reader)
+        yield from fill_ahead(readings, start, finisher(view, device), threads=threads)
 
 
-def start_reading(index: Index, sample: int, reader: Reader) -> Picture:
-    """Have a picture's bytes read."""
-    location = index.locate(sample)
-    height, width = int(index.heights[sample]), int(index.widths[sample])
-    return Picture(location, reader.start(location), height, width)
+def pictures_of(index: Index, reading: Reading) -> list[Picture]:
+    """Return the pictures that were read."""
+    samples = reading.request.samples
+    heights, widths = index.heights[samples].tolist(), index.widths[samples].tolist()
+    each = zip(reading.locations, reading.contents, heights, widths, strict=True)
+    return [Picture(*picture) for picture in each]
 
 
 def to_pillow(picture: Picture) -> Image.Image:
     """Decode a whole picture to RGB; raise DataError with its path where that cannot be done."""
-    content = finish(picture.location, picture.content)
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(picture.content.data)) as image:
             pixels = image.convert("RGB")
     except Exception as error:  # Pillow raises all kinds over a damaged file
         name = name_of(picture.location)
         raise DataError(f"{name}: Pillow cannot decode this picture: {error}") from error
     if pixels.size != (picture.width, picture.height):
         raise DataError(
-            f"{name_of(picture.location)}: the picture is {pixels.width} x {pixels.height} pixels, "
-            f"{picture.width} x {picture.height} in the index; run `largebatch data index` again"
+            f"{name_of(picture.location)}: the picture has {pixels.height} x {pixels.width} "
+            f"pixels, {picture.height} x {picture.width} in the index; run `largebatch data index` "
+            "again"
         )
     return pixels
 

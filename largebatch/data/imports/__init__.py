@@ -3,12 +3,14 @@
 The archives are on disk already: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from largebatch.data.building import Progress
 from largebatch.data.imports import cifar10, fashion_mnist, image_folder
-from largebatch.data.packing import write_shards
-from largebatch.errors import DataError
+from largebatch.data.packing import DataSet, require_new, write_shards
 
 
 def import_data(
@@ -18,15 +20,13 @@ def import_data(
 
     Raises DataError that says which files are expected, and where to get them, if they are missing.
     """
-    openers = {
+    openers: dict[str, Callable[[Path], AbstractContextManager[DataSet]]] = {
         "fashion-mnist": fashion_mnist.open_archives,
         "cifar10": cifar10.open_archives,
-        "imagefolder": image_folder.open_archives,
+        "imagefolder": partial(image_folder.open_archives, scratch=out.parent),
     }
     if name not in openers:
         raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
-    try:
-        with openers[name](source) as data_set:
-            write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
-    except EOFError as error:
-        raise DataError(f"{source}: an archive is cut off ({error}); fetch it again") from None
+    require_new(out)  # before an archive is unpacked, which may take an hour
+    with openers[name](source) as data_set:
+        write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)

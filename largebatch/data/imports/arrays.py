@@ -16,7 +16,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class Split(NamedTuple):
-    """Pictures, N x H x W or N x H x W x 3, and their labels."""
+    """Pictures, N x H x W or N x H x W x 3, and their N labels."""
 
     pixels: Pixels
     labels: npt.NDArray[np.integer]

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from largebatch.data.imports.arrays import Pixels, Split, data_set
+from largebatch.data.imports.faults import DAMAGED, fault, reason
 from largebatch.data.packing import DataSet
 from largebatch.errors import DataError
 
@@ -70,13 +71,21 @@ def _files(source: Path) -> dict[str, bytes]:
             return _from_archive(place)
         files = {path.name: path for path in place.glob("*_batch*") if path.is_file()}
         if files:
-            return {name: path.read_bytes() for name, path in files.items()}
+            return {name: _content(path) for name, path in files.items()}
     names = " or ".join(URL + name for name in ARCHIVES)
     raise DataError(
-        f"{source}: CIFAR-10 not found; expected {names}, what one of them holds, unpacked "
-        f"({' or '.join(ARCHIVES.values())}), or mosaics (train-*.webp and test-*.webp, 5,000 "
-        f"pictures in 100 rows each, with train_labels.npy and test_labels.npy)"
+        f"{source}: CIFAR-10 not found; download {names} into this folder, or name a folder with "
+        f"what one of them holds, unpacked ({' or '.join(ARCHIVES.values())}), or with mosaics "
+        f"(train-*.webp and test-*.webp, 5,000 pictures in 100 rows each, with train_labels.npy "
+        f"and test_labels.npy)"
     )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise fault(path, error, expected="file") from error
 
 
 def _from_archive(path: Path) -> dict[str, bytes]:
@@ -88,8 +97,8 @@ def _from_archive(path: Path) -> dict[str, bytes]:
                 if member.isfile() and "_batch" in member.name.rpartition("/")[2]
             }
             return {name: file.read() for name, file in found.items() if file is not None}
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{path}: not a whole archive ({error}); fetch it again") from None
+    except DAMAGED as error:
+        raise fault(path, error, expected="archive") from error
 
 
 def _batches(source: Path, files: Mapping[str, bytes]) -> dict[str, Split]:
@@ -113,8 +122,10 @@ def _join(
     for name in names:
         try:
             parts.append(read(files[name]))
-        except (ValueError, KeyError, TypeError, pickle.UnpicklingError, EOFError) as error:
-            raise DataError(f"{source}: {name} cannot be read: {error}; fetch it again") from None
+        except Exception as error:  # unpickling raises all kinds over damaged bytes
+            raise DataError(
+                f"{source}: {name} cannot be read: {reason(error)}; fetch it again"
+            ) from error
     return Split(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
@@ -133,13 +144,30 @@ def _read_pickle(content: bytes) -> Split:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's, of how old pickles state a type
         batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    pixels = batch[b"data"]
+    if not isinstance(batch, dict) or not {b"data", b"labels"} <= batch.keys():
+        raise ValueError("it does not hold the data and the labels")
+    pixels, labels = batch[b"data"], np.array(batch[b"labels"])
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         raise ValueError("its data is not an array of bytes")
-    return Split(_planes(pixels), np.array(batch[b"labels"], dtype=np.int64))
+    if pixels.ndim != 2 or pixels.shape[1] != CHANNELS * SIDE * SIDE:
+        raise ValueError(f"its data is {pixels.shape}, expected rows of {CHANNELS * SIDE * SIDE}")
+    _require_labels(labels, len(pixels))
+    return Split(_planes(pixels), labels)
 
 
-class _Unpickler(pickle.Unpickler):
+def _require_labels(labels: object, number: int) -> None:
+    """Raise ValueError if these are not as many labels."""
+    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iu":
+        raise ValueError("its labels are not whole numbers")
+    if labels.shape != (number,):
+        raise ValueError(f"its labels are {labels.shape}, expected one for each of {number}")
+
+
+PlainUnpickler: Any = pickle._Unpickler
+"""The one written in Python: C's takes gigabytes where a damaged byte numbers an object so high."""
+
+
+class _Unpickler(PlainUnpickler):  # type: ignore[misc]
     """Makes NumPy arrays and plain values, and refuses everything else a pickle may ask for."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 -- as pickle declares it
@@ -160,15 +188,24 @@ def _mosaics(source: Path, split: str) -> Split:
     paths = sorted(source.glob(f"{split}-*.webp"))
     if not paths:
         raise DataError(f"{source}: no mosaics {split}-*.webp beside {split}_labels.npy")
-    labels = np.load(source / f"{split}_labels.npy", allow_pickle=False)
-    return Split(np.concatenate([_cut(path) for path in paths]), labels)
+    pixels = np.concatenate([_cut(path) for path in paths])
+    path = source / f"{split}_labels.npy"
+    try:
+        labels = np.load(path, allow_pickle=False)
+        _require_labels(labels, len(pixels))
+    except Exception as error:  # NumPy raises all kinds over a damaged header
+        raise fault(path, error, expected="file of labels") from error
+    return Split(pixels, labels)
 
 
 def _cut(path: Path) -> Pixels:
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    expected = (MOSAIC_ROWS * SIDE, MOSAIC_COLUMNS * SIDE, CHANNELS)
-    if pixels.shape != expected:
-        raise DataError(f"{path}: is {pixels.shape}, expected {expected}")
+    expected = (MOSAIC_COLUMNS * SIDE, MOSAIC_ROWS * SIDE)
+    try:
+        with Image.open(path, formats=["WEBP"]) as image:
+            if image.size != expected:
+                raise ValueError(f"{image.size} pixels, expected {expected}")
+            pixels = np.asarray(image.convert("RGB"))
+    except Exception as error:  # Pillow raises all kinds over a damaged file
+        raise fault(path, error, expected="mosaic") from error
     parts = pixels.reshape(MOSAIC_ROWS, SIDE, MOSAIC_COLUMNS, SIDE, CHANNELS)
     return parts.transpose(0, 2, 1, 3, 4).reshape(-1, SIDE, SIDE, CHANNELS)

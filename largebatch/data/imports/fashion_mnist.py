@@ -7,7 +7,6 @@ as a big-endian uint32, and the numbers.
 import gzip
 import math
 import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from largebatch.data.imports.arrays import Pixels, Split, data_set
+from largebatch.data.imports.faults import DAMAGED, fault
 from largebatch.data.packing import DataSet
 from largebatch.errors import DataError
 
@@ -33,6 +33,8 @@ CLASSES = (
     "Ankle boot",
 )
 
+SIDE = 28
+
 SPLITS = {"train": "train", "val": "t10k"}
 """Our names and the archives'."""
 
@@ -44,8 +46,8 @@ def open_archives(source: Path) -> Iterator[DataSet]:
     missing = [name for name in names if not (source / name).is_file()]
     if missing:
         raise DataError(
-            f"{source}: {len(missing)} of the 4 files of Fashion-MNIST not found; expected in this "
-            f"folder: {', '.join(URL + name for name in missing)}"
+            f"{source}: {len(missing)} of the 4 files of Fashion-MNIST are not in this folder; "
+            f"download into it: {', '.join(URL + name for name in missing)}"
         )
     splits = {}
     for ours, theirs in SPLITS.items():
@@ -53,6 +55,11 @@ def open_archives(source: Path) -> Iterator[DataSet]:
             _read_idx(source / name, axes=axes)
             for name, axes in zip(_names(theirs), (3, 1), strict=True)
         )
+        if pixels.shape[1:] != (SIDE, SIDE):
+            raise DataError(
+                f"{source / _names(theirs)[0]}: holds {' x '.join(map(str, pixels.shape))} pixels, "
+                f"expected pictures of {SIDE} x {SIDE}; fetch it again"
+            )
         splits[ours] = Split(pixels, labels)
     yield data_set(source, CLASSES, splits)
 
@@ -64,17 +71,18 @@ def _names(split: str) -> tuple[str, str]:
 def _read_idx(path: Path, *, axes: int) -> Pixels:
     try:
         content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
+    except DAMAGED as error:
+        raise fault(path, error, expected="gzip file") from error
     start = 4 + 4 * axes
     if content[:4] != bytes([0, 0, 8, axes]) or len(content) < start:
         raise DataError(
             f"{path}: begins with {content[:4]!r}, expected {bytes([0, 0, 8, axes])!r}: bytes in "
-            f"the idx format with {axes} axes"
+            f"the idx format with {axes} axes; fetch it again"
         )
     shape = struct.unpack(f">{axes}I", content[4:start])
     if len(content) != start + math.prod(shape):
         raise DataError(
-            f"{path}: has {len(content) - start} numbers, expected {' x '.join(map(str, shape))}"
+            f"{path}: has {len(content) - start} numbers, expected {' x '.join(map(str, shape))}; "
+            f"fetch it again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

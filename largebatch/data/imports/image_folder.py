@@ -1,185 +1,236 @@
 """Pictures in class folders, in a folder, a zip or a tar: their bytes are kept.
 
-What decides is the end of a path, `<split>/<class>/<file>`, so an archive may have one more folder
-around everything. Where the archives are one for each split, `train.zip` and `val.tar.gz` say, the
-paths in them may leave the split out.
+A path is `<split>/<class>/<picture>`, where a class may have folders of its own: all that lies
+below it belongs to it. The archive may have other folders around all of that. Where the archives
+are one for each split, `train.zip` and `val.tar.gz` say, their paths may leave the split out.
 """
 
-import bz2
-import gzip
-import lzma
 import os
-import shutil
-import tarfile
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 from largebatch.data.headers import BadPictureError, measure_bytes
+from largebatch.data.imports.archives import Files, open_files
+from largebatch.data.imports.faults import DAMAGED, fault, reason
 from largebatch.data.packing import DataSet, Sample, in_parts
 from largebatch.data.scan import SHOWN, is_picture, listed, visible
 from largebatch.errors import DataError
 
 SPLITS = ("train", "val")
 
+ENDINGS = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
+
 LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in "
-    "train.zip and val.zip (or train.tar, train.tar.gz, ...)"
+    "a folder that holds train.zip and val.zip (or train.tar, train.tar.gz, ...; ImageNet's are "
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download)"
 )
 
-COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\0": lzma.open,
-}
-"""What unpacks a file that begins so."""
-
-DAMAGED = (OSError, zipfile.BadZipFile, zlib.error)
-"""What is raised over archives that are not as they were."""
-
-Found = tuple[str, Callable[[], bytes]]
-"""A file's path in its archive, and what reads it."""
+IMAGENET = (
+    "for ImageNet that is imagenet_2012_validation_synset_labels.txt, in research/slim/datasets of "
+    "https://github.com/tensorflow/models"
+)
 
 
 class _Picture(NamedTuple):
-    split: str
-    class_name: str
-    name: str
-    where: str
-    """The archive and the path in it, for messages."""
+    files: Files
+    path: str
+    """In the archive."""
 
-    read: Callable[[], bytes]
+    start: int
+    """Where in the path the name begins that it has in its class."""
+
+    @property
+    def name(self) -> str:
+        return self.path[self.start :]
+
+    def __str__(self) -> str:
+        return f"{self.files.archive}: {self.path}"
+
+
+Classes = dict[str, list[_Picture]]
+"""The pictures of a split by the names of their classes."""
 
 
 @contextmanager
-def open_archives(source: Path) -> Iterator[DataSet]:
-    """List the pictures of `source`: a folder, an archive, or a folder with one for each split."""
+def open_archives(source: Path, *, scratch: Path) -> Iterator[DataSet]:
+    """List the pictures of `source`: a folder, an archive, or a folder with one for each split.
+
+    A compressed tar is unpacked into the folder `scratch`.
+    """
     with ExitStack() as stack:
-        pictures: list[_Picture] = []
+        splits: dict[str, Classes] = {split: {} for split in SPLITS}
         for archive in _archives(source):
             try:
-                files = list(stack.enter_context(_open(archive)))
-            except (*DAMAGED, tarfile.TarError, EOFError, lzma.LZMAError) as error:
-                raise DataError(f"{archive}: not a whole zip or tar ({error})") from None
-            pictures += _pictures(archive, files)
-        yield _data_set(source, pictures)
+                files = stack.enter_context(open_files(archive, below=SPLITS, scratch=scratch))
+            except DAMAGED as error:
+                raise fault(archive, error, expected="zip or tar") from error
+            for split, class_name, picture in _pictures(files):
+                splits[split].setdefault(class_name, []).append(picture)
+        yield _data_set(source, splits)
 
 
 def _archives(source: Path) -> list[Path]:
     if all((source / split).is_dir() for split in SPLITS) or source.is_file():
         return [source]
-    found = sorted(source.glob("*")) if source.is_dir() else []
-    archives = [path for path in found if path.is_file() and _stem(path) in SPLITS]
-    if sorted(map(_stem, archives)) != sorted(SPLITS):
+    if not source.exists():
+        raise DataError(f"{source}: there is no such file or folder; {LAYOUT}")
+    found = sorted(source.glob("*"))
+    archives = [
+        path
+        for path in found
+        if path.is_file() and path.name.lower().endswith(ENDINGS) and _split_of(path) in SPLITS
+    ]
+    if sorted(map(_split_of, archives)) != sorted(SPLITS):
         names = listed([path.name for path in found])
         raise DataError(f"{source}: no pictures for import; {LAYOUT}; found {names}")
     return archives
 
 
-def _stem(path: Path) -> str:
-    return path.name.partition(".")[0]
+def _split_of(archive: Path) -> str:
+    """Return the last word of an archive's name: `train` of ILSVRC2012_img_train.tar."""
+    return archive.name.partition(".")[0].rpartition("_")[2]
 
 
-@contextmanager
-def _open(archive: Path) -> Iterator[Iterator[Found]]:
-    """Give the files of a folder, a zip or a tar; they can be read until the end."""
-    if archive.is_dir():
-        yield (
-            (path.relative_to(archive).as_posix(), path.read_bytes)
-            for split in SPLITS
-            for path in (archive / split).glob("*/*")
-        )
-    elif zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as file:
-            infos = [info for info in file.infolist() if not info.is_dir()]
-            yield ((info.filename, partial(file.read, info)) for info in infos)
-    else:
-        with _plain(archive) as plain, tarfile.open(fileobj=plain, mode="r:") as tar:
-            members = [member for member in tar if member.isfile() and not member.issparse()]
-            number = plain.fileno()
-            yield (
-                (each.name, partial(os.pread, number, each.size, each.offset_data))
-                for each in members
-            )
-
-
-@contextmanager
-def _plain(archive: Path) -> Iterator[IO[bytes]]:
-    """Open a tar; one that is compressed is unpacked first, so that it can be read by place."""
-    with archive.open("rb") as file:
-        start = file.read(6)
-        file.seek(0)
-        unpack = next((call for mark, call in COMPRESSED.items() if start.startswith(mark)), None)
-        if unpack is None:
-            yield file
-            return
-        with tempfile.TemporaryFile() as plain:
-            with unpack(archive) as packed:
-                shutil.copyfileobj(packed, plain)
-            plain.seek(0)
-            yield plain
-
-
-def _pictures(archive: Path, files: Sequence[Found]) -> Iterator[_Picture]:
+def _pictures(files: Files) -> Iterator[tuple[str, str, _Picture]]:
     """Find split and class of every picture; other files and hidden names are ignored."""
-    for path, read in files:
-        parts = PurePosixPath(path).parts
-        if not is_picture(parts[-1]) or not all(map(visible, parts[1:])) or "__MACOSX" in parts:
-            continue
-        split = parts[-3] if len(parts) > 2 and parts[-3] in SPLITS else _stem(archive)
-        if split not in SPLITS or len(parts) < 2:
-            raise DataError(f"{archive}: {path} belongs to no split and class; {LAYOUT}")
-        yield _Picture(split, parts[-2], parts[-1], f"{archive}: {path}", read)
-
-
-def _data_set(source: Path, pictures: Sequence[_Picture]) -> DataSet:
-    """Sort the pictures as class folders are read, so that a sample has the same number there."""
-    splits = {
-        split: sorted(
-            (each for each in pictures if each.split == split),
-            key=lambda each: (os.fsencode(each.class_name), os.fsencode(each.name)),
+    wanted = [name for name in files.names if _is_wanted(name)]
+    if not wanted:
+        found = listed(sorted(files.names))
+        raise DataError(f"{files.archive}: there are no pictures in it; {LAYOUT}; found {found}")
+    around: dict[tuple[str, ...], str] = {}
+    bare: list[str] = []
+    for name in wanted:
+        parts = name.split("/")
+        place = _place_of_split(parts)
+        if place is None:
+            bare.append(name)
+        else:
+            around.setdefault(tuple(parts[:place]), name)
+    split = _split_of(files.archive)
+    if bare and (around or files.archive.is_dir() or split not in SPLITS):
+        unlike = f", unlike {next(iter(around.values()))}" if around else ""
+        raise DataError(
+            f"{files.archive}: {bare[0]} lies in no class folder of a split{unlike}; {LAYOUT}"
         )
-        for split in SPLITS
-    }
-    found = {split: {each.class_name for each in splits[split]} for split in SPLITS}
-    if found["train"] != found["val"] or not pictures:
+    if bare:
+        return _without_split(files, wanted, split)
+    if len(around) > 1:
+        raise DataError(
+            f"{files.archive}: {' and '.join(list(around.values())[:2])} do not lie in the same "
+            f"folder of splits; {LAYOUT}"
+        )
+    (outer,) = around
+    return _in_class_folders(files, wanted, depth=len(outer) + 1)
+
+
+def _is_wanted(path: str) -> bool:
+    parts = path.split("/")
+    below = parts[_place_of_split(parts) or 0 :]
+    return is_picture(parts[-1]) and all(map(visible, below)) and "__MACOSX" not in parts
+
+
+def _place_of_split(parts: Sequence[str]) -> int | None:
+    """Return which part of a path is the split: the first that has a class and a file below."""
+    return next((place for place, part in enumerate(parts[:-2]) if part in SPLITS), None)
+
+
+def _in_class_folders(
+    files: Files, paths: Sequence[str], *, depth: int, split: str = ""
+) -> Iterator[tuple[str, str, _Picture]]:
+    """Give the pictures; the part of a path at `depth` is its class, the one before its split."""
+    for path in paths:
+        parts = path.split("/", depth + 1)
+        yield (
+            split or parts[depth - 1],
+            parts[depth],
+            _Picture(files, path, len(path) - len(parts[-1])),
+        )
+
+
+def _without_split(
+    files: Files, paths: Sequence[str], split: str
+) -> Iterator[tuple[str, str, _Picture]]:
+    """Give the pictures of one split: in class folders, with a folder around them, or in none."""
+    depths = {path.count("/") for path in paths}
+    if depths == {0}:
+        classes = _listed_classes(files.archive, split, len(paths))
+        for path, name in zip(sorted(paths, key=os.fsencode), classes, strict=True):
+            yield split, name, _Picture(files, path, 0)
+        return
+    if 0 in depths:
+        bare = next(path for path in paths if "/" not in path)
+        raise DataError(f"{files.archive}: {bare} lies in no class folder; {LAYOUT}")
+    one_around = 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
+    yield from _in_class_folders(files, paths, depth=int(one_around), split=split)
+
+
+def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
+    """Return the classes of pictures without folders, as in ImageNet's val, from a file."""
+    path = archive.with_name(f"{split}_labels.txt")
+    expected = (
+        f"expected {path} with the classes of the {number} pictures of {archive.name}, which lie "
+        f"in no class folders, one a line, in the order of their names; {IMAGENET}"
+    )
+    try:
+        classes = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; {expected}") from None
+    except ValueError:
+        raise DataError(f"{path}: not a text; {expected}") from None
+    if len(classes) != number or "" in classes:
+        raise DataError(f"{path}: has {len([c for c in classes if c])} classes; {expected}")
+    return classes
+
+
+def _data_set(source: Path, splits: dict[str, Classes]) -> DataSet:
+    """Sort the pictures as class folders are read, so that a sample has the same number there."""
+    for split in SPLITS:
+        if not splits[split]:
+            raise DataError(f"{source}: there are no pictures of {split}; {LAYOUT}")
+    train, val = (splits[split].keys() for split in SPLITS)
+    if train != val:
         raise DataError(
             f"{source}: the splits must have the same classes; only in train: "
-            f"{listed(sorted(found['train'] - found['val']))}; only in val: "
-            f"{listed(sorted(found['val'] - found['train']))}; {LAYOUT}"
+            f"{listed(sorted(train - val))}; only in val: {listed(sorted(val - train))}; {LAYOUT}"
         )
-    classes = sorted(found["train"], key=os.fsencode)
-    labels = {name: label for label, name in enumerate(classes)}
+    classes = sorted(train, key=os.fsencode)
+    for name in classes:
+        for split in SPLITS:
+            _sort(splits[split][name], f"{split}/{name}")
     return DataSet(
         classes,
-        {split: len(each) for split, each in splits.items()},
-        lambda split: _samples(source, splits[split], labels),
+        {split: sum(map(len, splits[split].values())) for split in SPLITS},
+        lambda split: _samples(source, split, [splits[split][name] for name in classes]),
     )
 
 
-def _samples(
-    source: Path, pictures: Sequence[_Picture], labels: dict[str, int]
-) -> Iterator[Sample]:
+def _sort(pictures: list[_Picture], where: str) -> None:
+    """Sort the pictures of a class bytewise; refuse two that have one name in it."""
+    pictures.sort(key=lambda picture: os.fsencode(picture.name))
+    for one, other in pairwise(pictures):
+        if one.name == other.name:
+            raise DataError(f"{one} and {other} are both {where}/{one.name}; remove one of them")
+
+
+def _samples(source: Path, split: str, classes: Sequence[list[_Picture]]) -> Iterator[Sample]:
     """Read the pictures in order; raise one DataError in the end that names the broken ones."""
+    pictures = [picture for each in classes for picture in each]
+    labels = [label for label, each in enumerate(classes) for _ in each]
     bad: list[str] = []
-    total = len(pictures)
-    for picture, content in zip(
-        pictures, in_parts(lambda row: _read(pictures[row]), total), strict=True
-    ):
+    contents = in_parts(lambda row: _read(pictures[row]), len(pictures))
+    for picture, label, content in zip(pictures, labels, contents, strict=True):
         if isinstance(content, bytes):
-            extension = picture.name.rpartition(".")[2]
-            yield Sample(content, extension, labels[picture.class_name])
+            yield Sample(content, picture.path.rpartition(".")[2], label)
         else:
-            bad.append(f"{picture.where}: {content}")
+            bad.append(f"{picture}: {reason(content)}")
     if bad:
         shown = "\n  ".join(bad[:SHOWN] + ["..."] * (len(bad) > SHOWN))
         raise DataError(
-            f"{source}: {len(bad)} of {total} pictures in {pictures[0].split} cannot be used; mend "
+            f"{source}: {len(bad)} of {len(pictures)} pictures in {split} cannot be used; mend "
             f"the archive, or unpack it and use: largebatch data index DIR --drop-bad\n  {shown}"
         )
 
@@ -187,8 +238,8 @@ def _samples(
 def _read(picture: _Picture) -> bytes | Exception:
     """Return the bytes of a picture that can be used, or why it cannot."""
     try:
-        content = picture.read()
+        content = picture.files.read(picture.path)
         measure_bytes(content)
-    except (*DAMAGED, BadPictureError, RuntimeError) as error:
+    except (*DAMAGED, BadPictureError) as error:
         return error
     return content

@@ -1,0 +1,187 @@
+"""Images a second where the GPU makes the pictures: a small set kept there, and JPEGs by DALI.
+
+    LARGEBATCH_DATA=DIR python benchmarks/input_gpu.py [--rounds 9] [--steps 20]
+
+With `--device cpu --rounds 2 --steps 2 --batches 64 --jpeg-batch 8` it runs anywhere and writes
+nothing.
+
+CIFAR-10's 50,000 training pictures, random crops and flips, at some sizes of a batch: kept on the
+GPU (`cache: device`), against kept in memory, made by threads and copied (`cache: memory`); and
+what the host alone does for each batch: order, boxes, flips. Then 100 full-size ImageNet JPEGs,
+RandomResizedCrop 224, flip, normalise: our requests to DALI, decoded on the GPU, against DALI's own
+reader and random crops there. A step is a batch; the GPU is waited for after the steps of a round.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import Step, paired_ratio, spread, take_turns, write
+
+from largebatch.backends.serial import Serial
+from largebatch.cli import main as largebatch
+from largebatch.contracts import Request, View
+from largebatch.data import cached, dali, on_device, train_request
+from largebatch.data.index import Index, load_or_read
+from largebatch.workers import available_cores
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+ASPECT = (3 / 4, 4 / 3)
+SMALL_AREA, LARGE_AREA = (0.6, 1.0), (0.08, 1.0)
+TARGET = 200_000
+"""Images a second from `cache: device`."""
+
+
+def view(size: int) -> View:
+    return View(image_size=size, mean=MEAN, std=STD, interpolation="bilinear", antialias=True)
+
+
+def requests(index: Index, batch: int, area: tuple[float, float]) -> Iterator[Request]:
+    for number in count():
+        positions = range(number * batch, (number + 1) * batch)
+        yield train_request(index, positions, seed=0, area=area, aspect=ASPECT, flip=True)
+
+
+def step(batches: Iterator[object]) -> Step:
+    return lambda: next(batches)
+
+
+def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the training pictures of CIFAR-10, shards in `folder`."""
+    index, backend = load_or_read(folder, "train"), Serial(args.device)
+    kept = cached.keep(index, backend=backend, threads=args.threads)
+    small = view(32)
+
+    def asked() -> Iterator[Request]:
+        return requests(index, batch, SMALL_AREA)
+
+    kept_there = on_device.decode(on_device.upload(kept, args.device), asked(), small)
+    in_memory = cached.decode(kept, asked(), small, device=args.device, threads=args.threads)
+    rivals = {"cache: device": step(kept_there), "cache: memory": step(in_memory)}
+    times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=backend)
+    arithmetic = {"order, boxes, flips": step(asked())}
+    times |= take_turns(arithmetic, rounds=args.rounds, steps=args.steps, backend=Serial())
+    kept_there.close()
+    in_memory.close()
+    device = times["cache: device"]
+    return {
+        "images a second": rates(times, batch),
+        "ratios": {
+            "device / memory": paired_ratio(device, times["cache: memory"]),
+            "device / target": paired_ratio(device, [batch / TARGET] * len(device)),
+        },
+    }
+
+
+def rates(times: dict[str, list[float]], batch: int) -> dict[str, Any]:
+    return {name: spread([batch / seconds for seconds in each]) for name, each in times.items()}
+
+
+def own_reader(folder: Path, args: argparse.Namespace) -> Iterator[object]:
+    """DALI's own reader, its random crops inside the decoder, all on the device."""
+    nvidia_dali: Any = importlib.import_module("nvidia.dali")
+    fn, types = nvidia_dali.fn, nvidia_dali.types
+    on_gpu = args.device.type == "cuda"
+    pipeline = nvidia_dali.Pipeline(
+        batch_size=args.jpeg_batch,
+        num_threads=args.threads,
+        device_id=torch.cuda.current_device() if on_gpu else None,
+        prefetch_queue_depth=dali.AHEAD,
+    )
+    with pipeline:
+        encoded, labels = fn.readers.file(file_root=str(folder / "train"), random_shuffle=True)
+        images = fn.decoders.image_random_crop(
+            encoded,
+            device="mixed" if on_gpu else "cpu",
+            random_area=list(LARGE_AREA),
+            random_aspect_ratio=list(ASPECT),
+        )
+        images = fn.resize(images, size=[224, 224], interp_type=types.INTERP_LINEAR, antialias=True)
+        images = fn.crop_mirror_normalize(
+            images,
+            mirror=fn.random.coin_flip(),
+            mean=[255 * value for value in MEAN],
+            std=[255 * value for value in STD],
+            dtype=types.FLOAT,
+            output_layout="CHW",
+        )
+        pipeline.set_outputs(images, labels)
+    stream = torch.cuda.current_stream(args.device) if on_gpu else None
+    while True:
+        images, labels = pipeline.run(stream)
+        yield images.as_tensor(), labels.as_tensor()
+
+
+def jpegs(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure full-size JPEGs, each written into a class folder of its own."""
+    with zipfile.ZipFile(samples) as archive:
+        for name in archive.namelist():
+            place = folder / "train" / Path(name).stem
+            place.mkdir(parents=True)
+            (place / Path(name).name).write_bytes(archive.read(name))
+    index = load_or_read(folder, "train")
+    ours = dali.decode(
+        index,
+        requests(index, args.jpeg_batch, LARGE_AREA),
+        view(224),
+        device=args.device,
+        threads=args.threads,
+        batch_size=args.jpeg_batch,
+    )
+    rivals = {"ours on DALI": step(ours), "DALI's reader": step(own_reader(folder, args))}
+    times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=Serial(args.device))
+    ours.close()
+    return {
+        "images a second": rates(times, args.jpeg_batch),
+        "ratios": {"ours / DALI's reader": paired_ratio(*times.values())},
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    data = os.environ.get("LARGEBATCH_DATA")
+    parser.add_argument("--data", type=Path, default=data, required=data is None)
+    parser.add_argument("--device", type=torch.device, default="cuda")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20, help="batches of each rival in a round")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1024, 4096], help="of CIFAR-10")
+    parser.add_argument("--jpeg-batch", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, then print and, if a GPU was measured, write the result."""
+    args = _arguments()
+    torch.set_num_threads(1)  # the threads that work are those of the pipeline
+    shown = {**vars(args), "data": "LARGEBATCH_DATA", "device": str(args.device)}
+    result: dict[str, Any] = {"settings": shown, "target": f"{TARGET:,} images a second"}
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["XDG_CACHE_HOME"] = scratch
+        shards = Path(scratch, "cifar10")
+        source = str(args.data / "cifar10")
+        assert largebatch(["data", "import", "cifar10", source, "--out", str(shards)]) == 0
+        for batch in args.batches:
+            result[f"CIFAR-10, batches of {batch}"] = cifar(shards, batch, args)
+        if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"):
+            samples = args.data / "imagenet_samples/samples.zip"
+            result["full-size JPEGs"] = jpegs(samples, Path(scratch, "jpeg"), args)
+        else:
+            print("full-size JPEGs: not measured, NVIDIA DALI is not installed")
+    print(json.dumps(result, indent=2))
+    if args.device.type == "cuda":
+        print(write("input_gpu", " ".join(["python", *sys.argv]), result))
+
+
+if __name__ == "__main__":
+    main()

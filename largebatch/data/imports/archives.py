@@ -1,0 +1,224 @@
+"""The files of a folder, a zip or a tar by their paths, each of which can be read on its own.
+
+A link in an archive is the file of that archive it leads to, and a tar in a tar is a folder, as in
+ImageNet's. Whatever else is not a plain file there is refused by name, so no picture is left out
+in silence. Of each file only its path and its place are kept: there may be a million.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import posixpath
+import stat
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Generic, NamedTuple, TypeVar
+
+from largebatch.data.scan import is_picture, visible
+from largebatch.data.shards import CHUNK, has_bytes, members, what
+from largebatch.errors import DataError
+
+ZIP = b"PK"
+"""What a zip begins with."""
+
+COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
+"""What unpacks a file that begins so."""
+
+P = TypeVar("P")
+
+
+class Files(NamedTuple):
+    """The files of one archive or folder, by their paths in it."""
+
+    archive: Path
+    names: list[str]
+    read: Callable[[str], bytes]
+
+
+@contextmanager
+def open_files(archive: Path, *, below: tuple[str, ...], scratch: Path) -> Iterator[Files]:
+    """List a zip, a tar, or the folders `below` a folder; files can be read until the end.
+
+    A compressed tar is unpacked into the folder `scratch`, to be read by place. Raises DataError
+    or one of faults.DAMAGED.
+    """
+    if archive.is_dir():
+        names = [name for folder in below for name in _walk(archive, folder, ())]
+        yield Files(archive, names, lambda name: (archive / name).read_bytes())
+        return
+    with archive.open("rb") as file:
+        start = file.read(6)
+        file.seek(0)
+        unpack = next((call for mark, call in COMPRESSED.items() if start.startswith(mark)), None)
+        if start.startswith(ZIP):
+            with zipfile.ZipFile(file) as opened:
+                yield _of_zip(archive, opened)
+        elif unpack is None:
+            yield _of_tar(archive, file)
+        else:
+            with unpack(file) as packed, _unpacked(archive, packed, scratch) as plain:
+                yield _of_tar(archive, plain)
+
+
+def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """Give the paths, from the root, of all files in a folder and the ones in it, through links."""
+    found = (root / name).stat()
+    here = found.st_dev, found.st_ino
+    if here in above:
+        raise DataError(f"{root / name}: leads back to a folder that it lies in; remove the link")
+    with os.scandir(root / name) as entries:
+        for entry in entries:
+            path = f"{name}/{entry.name}"
+            if not visible(entry.name):
+                continue
+            if entry.is_dir():
+                yield from _walk(root, path, (*above, here))
+            else:
+                yield path
+
+
+class _Listing(Generic[P]):
+    """The places of an archive's files by their paths, as they are found."""
+
+    def __init__(self, archive: Path) -> None:
+        self._archive = archive
+        self._places: dict[str, P] = {}
+        self._links: dict[str, str] = {}
+
+    def add(self, path: str, place: P) -> None:
+        """Take a file."""
+        self._places[self._new(path)] = place
+
+    def add_link(self, path: str, target: str) -> None:
+        """Take a link to another path of the archive."""
+        self._links[self._new(path)] = _clean(target)
+
+    def refuse(self, path: str, kind: str) -> None:
+        """Raise DataError if what is no plain file has the name of a picture."""
+        if is_picture(_last(path)):
+            raise DataError(f"{self._archive}: {path} is {kind}; {self._unpack('make it a file')}")
+
+    def places(self) -> Mapping[str, P]:
+        """Return the places of all files, a link's being that of the file it leads to."""
+        for name, target in self._links.items():
+            last, passed = target, {name}
+            while last in self._links and last not in passed:
+                passed.add(last)
+                last = self._links[last]
+            if last in self._places:
+                self._places[name] = self._places[last]
+            elif visible(_last(name)):
+                raise DataError(
+                    f"{self._archive}: {name} is a link to {target}, and there is no such file in "
+                    f"the archive; {self._unpack('mend the link')}"
+                )
+        return self._places
+
+    def _new(self, path: str) -> str:
+        name = _clean(path)
+        if is_picture(_last(name)) and (name in self._places or name in self._links):
+            raise DataError(
+                f"{self._archive}: there are two files {name}; {self._unpack('keep one of them')}"
+            )
+        return name
+
+    @staticmethod
+    def _unpack(then: str) -> str:
+        return f"unpack the archive, {then} and import the folder"
+
+
+def _clean(path: str) -> str:
+    """Return a path without dots, as if the archive were the root of everything."""
+    return posixpath.normpath(f"/{path}").lstrip("/")
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _beside(path: str, target: str) -> str:
+    """Return where a symbolic link at a path leads."""
+    return posixpath.join(posixpath.dirname(path), target)
+
+
+def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
+    listing = _Listing[zipfile.ZipInfo](archive)
+    for info in file.infolist():
+        if stat.S_ISLNK(info.external_attr >> 16):  # where Unix keeps the kind of file
+            listing.add_link(info.filename, _beside(info.filename, os.fsdecode(file.read(info))))
+        elif not info.filename.endswith("/"):
+            listing.add(info.filename, info)
+    places = listing.places()
+    return Files(archive, list(places), lambda name: file.read(places[name]))
+
+
+def _of_tar(archive: Path, file: IO[bytes]) -> Files:
+    listing = _Listing[tuple[int, int]](archive)
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    _add_tar(listing, file, length, "")
+    places, number = listing.places(), file.fileno()
+
+    def read(name: str) -> bytes:
+        offset, num_bytes = places[name]
+        return os.pread(number, num_bytes, offset)
+
+    return Files(archive, list(places), read)
+
+
+def _add_tar(listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, folder: str) -> None:
+    """List the tar that lies from where `file` stands up to `end`, as what is in a folder."""
+    for member in members(file, end):
+        path = f"{folder}/{member.name}"
+        if member.isdir():
+            continue
+        if member.issym():
+            listing.add_link(path, _beside(path, member.linkname))
+        elif member.islnk():
+            listing.add_link(path, f"{folder}/{member.linkname}")
+        elif not has_bytes(member):
+            listing.refuse(path.lstrip("/"), what(member))
+        elif path.endswith(".tar"):
+            file.seek(member.offset_data)
+            try:
+                _add_tar(listing, file, member.offset_data + member.size, path[:-4])
+            except tarfile.ReadError as error:
+                raise tarfile.ReadError(f"{path.lstrip('/')} in it: {error}") from None
+        else:
+            listing.add(path, (member.offset_data, member.size))
+
+
+@contextmanager
+def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[bytes]]:
+    """Unpack into a file without a name in `scratch`: where temporary files go is often small."""
+    with _writing(archive, scratch):
+        scratch.mkdir(parents=True, exist_ok=True)
+        raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
+    with raw:  # nothing is kept back, which closing would fail to write once more
+        while chunk := packed.read(CHUNK):
+            with _writing(archive, scratch):
+                while chunk:
+                    chunk = chunk[raw.write(chunk) :]
+        with io.BufferedReader(raw) as plain:
+            yield plain
+
+
+@contextmanager
+def _writing(archive: Path, scratch: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{scratch}: {archive} cannot be unpacked there ({error.strerror}), where the output "
+            f"goes; make room for both, or choose another place with --out"
+        ) from error

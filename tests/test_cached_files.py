@@ -1,0 +1,246 @@
+"""The file in which decoded pixels are kept: whole or made anew, shared, and removed in the end."""
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import PIL
+import pytest
+from decoding import keep, png_folder
+from PIL import Image
+
+from largebatch.data import cached, torchvision
+from largebatch.data.index import Index, load_or_read
+from largebatch.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return png_folder(tmp_path, one_size=False)
+
+
+def test_pictures_are_decoded_once_for_all_runs(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = keep(folder)
+    monkeypatch.setattr(cached, "to_pillow", None)  # would fail if it were called
+    assert np.array_equal(keep(folder).pixels, first.pixels)
+    for sample in range(13):
+        box = [0, 0, int(folder.heights[sample]), int(folder.widths[sample])]
+        with Image.open(folder.locate(sample).path) as picture:
+            assert np.array_equal(first.part(sample, box), np.asarray(picture.convert("RGB")))
+
+
+def test_only_the_first_worker_of_a_machine_writes(folder: Index, tmp_path: Path) -> None:
+    def decode_meanwhile() -> None:
+        keep(folder)
+
+    second: Any = SimpleNamespace(local_rank=1, barrier=lambda: None)
+    with pytest.raises(FileNotFoundError):
+        cached.keep(folder, backend=second, threads=1)
+    second.barrier = decode_meanwhile
+    assert len(cached.keep(folder, backend=second, threads=1).pixels) > 0
+
+
+def kept_files(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache/largebatch/pixels").iterdir())
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    """Return the content with one bit of one byte the other way."""
+    changed = bytearray(content)
+    changed[place] ^= 16
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda _: b"", id="nothing"),
+        pytest.param(lambda content: content[:-1], id="the end lost"),
+        pytest.param(lambda content: content[:-4], id="no checksum"),
+        pytest.param(lambda content: content + b"1", id="too long"),
+        pytest.param(lambda content: bytes(len(content)), id="zeros, as after a loss of power"),
+        pytest.param(lambda content: flipped(content, 0), id="the first bytes"),
+        pytest.param(lambda content: flipped(content, len(content) // 2), id="a bit in the middle"),
+        pytest.param(lambda content: flipped(content, -5), id="the last pixel"),
+        pytest.param(lambda content: flipped(content, -1), id="the checksum"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1000, 2**22])
+def test_a_damaged_file_is_made_anew(
+    damage: Callable[[bytes], bytes],
+    at_once: int,
+    folder: Index,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cached, "AT_ONCE", at_once)
+    expected = keep(folder).pixels.copy()
+    (file,) = kept_files(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert np.array_equal(keep(folder).pixels, expected)
+    assert kept_files(tmp_path) == [file]
+    assert file.read_bytes() == whole
+
+
+def test_a_file_under_the_name_of_another_is_made_anew(
+    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many pixels, whole, and with a checksum that is right under its own name."""
+    expected = keep(folder).pixels.copy()
+    (file,) = kept_files(tmp_path)
+    monkeypatch.setattr(cached, "_decode_all", lambda *_: iter([255 - expected]))
+    keep(replace(folder, digest="another"))
+    monkeypatch.undo()
+    file.with_name(file.name.replace(folder.digest, "another")).replace(file)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert np.array_equal(keep(folder).pixels, expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        pytest.param(cached, "FORMAT", 1000, id="another format"),
+        pytest.param(PIL, "__version__", "0.1", id="another Pillow"),
+    ],
+)
+def test_other_versions_keep_pixels_of_their_own(
+    module: ModuleType,
+    name: str,
+    value: object,
+    folder: Index,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep(folder)
+    monkeypatch.setattr(module, name, value)
+    keep(folder)
+    assert len(kept_files(tmp_path)) == 2
+
+
+def test_pixels_are_on_the_disk_before_their_file_has_its_name(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def note_sync(file: int) -> None:
+        done.append(f"{os.fstat(file).st_size} bytes")
+        sync(file)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_rename)
+    number = len(keep(folder).pixels)
+    assert done[-2:] == [f"{number + 4} bytes", "renamed"]
+
+
+def test_only_a_part_of_the_pictures_is_in_memory_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train/a").mkdir(parents=True)
+    for number in range(200):
+        Image.new("RGB", (3, 3), (number, 0, 0)).save(tmp_path / f"train/a/{number:03d}.png")
+    monkeypatch.setattr(cached, "EACH", 1)
+    decoded, decode_one = [], torchvision.to_pillow
+
+    def count(picture: Any) -> Image.Image:  # noqa: ANN401 -- the decoder's own type
+        decoded.append(picture)
+        return decode_one(picture)
+
+    monkeypatch.setattr(cached, "to_pillow", count)
+    pictures = cached._decode_all(load_or_read(tmp_path, "train"), threads=2)
+    assert [int(pixels[0, 0, 0]) for pixels in islice(pictures, 40)] == list(range(40))
+    assert 40 <= len(decoded) <= 60
+    assert [int(pixels[0, 0, 0]) for pixels in pictures] == list(range(40, 200))
+
+
+def test_what_was_long_not_used_is_removed_when_another_is_made(
+    folder: Index, tmp_path: Path
+) -> None:
+    keep(folder)
+    (ours,) = kept_files(tmp_path)
+    ages = {"old": 31, "old.0f3a": 31, "recent": 29, "older": 400}
+    for name, days in ages.items():
+        path = ours.with_name(name)
+        path.write_bytes(b"")
+        os.utime(path, 2 * (time.time() - days * 24 * 3600,))
+    os.utime(ours, 2 * (time.time() - 31 * 24 * 3600,))
+    keep(folder)  # a use, which makes it a recent one
+    assert len(kept_files(tmp_path)) == 5
+    keep(replace(folder, digest="another"))
+    assert {path.name.partition(".")[0] for path in kept_files(tmp_path)} == {
+        "recent",
+        "another",
+        folder.digest,
+    }
+
+
+def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = int((3 * folder.heights * folder.widths).sum())
+    monkeypatch.setattr(cached, "LIMIT", total)
+    keep(folder)
+    monkeypatch.setattr(cached, "LIMIT", total - 1)
+    with pytest.raises(DataError, match="13 decoded pictures are .* keeps at most"):
+        keep(folder)
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "number"),
+    [
+        pytest.param(os, "fsync", errno.ENOSPC, id="full"),
+        pytest.param(os, "fsync", errno.EDQUOT, id="quota"),
+        pytest.param(Path, "mkdir", errno.EACCES, id="not ours"),
+        pytest.param(Path, "mkdir", errno.EROFS, id="read-only"),
+    ],
+)
+def test_where_nothing_can_be_kept_that_is_said_and_nothing_is_left(
+    owner: Any,  # noqa: ANN401 -- a module or a class
+    call: str,
+    number: int,
+    folder: Index,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    place = tmp_path / "cache/largebatch/pixels"
+    place.mkdir(parents=True)
+    monkeypatch.setattr(owner, call, fail)
+    size = int((3 * folder.heights * folder.widths).sum()) / 1e6
+    expected = (
+        f"{place}: {size:.1f} MB of decoded pictures cannot be kept there "
+        f"({os.strerror(number)}); set XDG_CACHE_HOME to a folder that can be written to and has "
+        "room for them, or decode them each time with --set data.cache=null"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
+        keep(folder)
+    assert kept_files(tmp_path) == []
+
+
+def test_a_cache_that_can_only_be_read_is_used(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = keep(folder).pixels.copy()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(cached, "_write", None)  # would fail if it were called
+    assert np.array_equal(keep(folder).pixels, expected)

@@ -1,0 +1,189 @@
+import gc
+import io
+import stat
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tars
+from importing import contents, imported, png
+
+from largebatch.data.imports import archives
+from largebatch.errors import DataError
+
+VAL = tars.member("val/cat/a.png", png(0)) + tars.member("val/dog/a.png", png(1))
+
+
+def test_the_tests_sparse_member_is_one() -> None:
+    with tarfile.open(fileobj=io.BytesIO(tars.sparse("a", b"x" * 700) + tars.END)) as tar:
+        (info,) = tar
+        file = tar.extractfile(info)
+        assert info.issparse()
+        assert file is not None
+        assert file.read() == bytes(512) + b"x" * 700
+
+
+def test_links_of_a_tar_are_the_pictures_they_lead_to(tmp_path: Path) -> None:
+    """As Python's tarfile extracts them; the first one leads on through another."""
+    source = tars.write(
+        tmp_path / "all.tar",
+        tars.symbolic("./train/cat/0.png", "1.png"),
+        tars.symbolic("train/cat/1.png", "../../blobs/a1b2"),
+        tars.member("./blobs/a1b2", png(10)),
+        tars.member("train/dog/1.png", png(11)),
+        tars.hard("train/dog/2.png", "train/dog/1.png"),
+        tars.hard("train/dog/3.png", "blobs/a1b2"),
+        tars.symbolic(".hidden", "nowhere"),
+        VAL,
+    )
+    found = contents(imported(source, tmp_path / "out"))
+    assert found == {"cat": [png(10), png(10)], "dog": [png(11), png(11), png(10)]}
+    with tarfile.open(source) as tar:
+        tar.extractall(tmp_path / "by Python", filter="tar")
+    for name in ("cat", "dog"):
+        folder = tmp_path / "by Python/train" / name
+        assert [path.read_bytes() for path in sorted(folder.iterdir())] == found[name]
+
+
+def test_links_of_a_zip_are_the_pictures_they_lead_to(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
+        for name in ("train/cat/a.png", "val/cat/a.png"):
+            file.writestr(name, png(5))
+        info = zipfile.ZipInfo("train/cat/b.png")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        file.writestr(info, "../../val/cat/a.png")
+    assert contents(imported(tmp_path / "all.zip", tmp_path / "out")) == {"cat": [png(5)] * 2}
+
+
+def test_links_of_a_folder_are_followed(tmp_path: Path) -> None:
+    """To a picture and to a whole class."""
+    raw, root = tmp_path / "raw", tmp_path / "root"
+    for path in (raw / "a.png", root / "val/cat/a.png", root / "val/dog/a.png"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(6))
+    (root / "train/dog").mkdir(parents=True)
+    (root / "train/dog/b.png").symlink_to(raw / "a.png")
+    (root / "train/cat").symlink_to(raw)
+    assert contents(imported(root, tmp_path / "out")) == {"cat": [png(6)], "dog": [png(6)]}
+
+
+REFUSED = {
+    "a link to nowhere": (
+        tars.symbolic("train/cat/x.png", "../gone.png"),
+        "train/cat/x.png is a link to train/gone.png, and there is no such file",
+    ),
+    "a link to a folder": (
+        tars.symbolic("train/yak", "cat"),
+        "train/yak is a link to train/cat, and there is no such file",
+    ),
+    "links in a circle": (
+        tars.symbolic("train/cat/x.png", "y.png") + tars.symbolic("train/cat/y.png", "x.png"),
+        "train/cat/x.png is a link to train/cat/y.png",
+    ),
+    "a sparse file": (
+        tars.sparse("train/cat/x.png", png(2)),
+        "train/cat/x.png is a sparse file; unpack the archive",
+    ),
+    "a device": (tars.member("train/cat/x.png", kind=tarfile.FIFOTYPE), "x.png is a device or"),
+    "one path twice": (
+        tars.member("./train/cat/a.png", png(3)),
+        "there are two files train/cat/a.png; unpack the archive, keep one of them",
+    ),
+    "a link over a file": (tars.hard("train/cat/a.png", "val/cat/a.png"), "two files train/cat/a"),
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [pytest.param(*each, id=name) for name, each in REFUSED.items()]
+)
+def test_what_is_no_file_of_its_own_is_refused_by_name(
+    tmp_path: Path, more: bytes, message: str
+) -> None:
+    train = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
+    source = tars.write(tmp_path / "all.tar", train, more, VAL)
+    with pytest.raises(DataError) as caught:
+        imported(source, tmp_path / "out")
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+    (tmp_path / "train/cat/again").symlink_to(tmp_path / "train")
+    with pytest.raises(DataError, match="train/cat/again: leads back to a folder"):
+        imported(tmp_path, tmp_path / "out")
+
+
+def spoil_a_header(content: bytearray) -> None:
+    """Which Python's tarfile takes for the end."""
+    content[content.index(b"train/dog/a.png") + 1] ^= 1
+
+
+def lose_the_end(content: bytearray) -> None:
+    del content[-len(tars.END) :]
+
+
+def cut_a_picture(content: bytearray) -> None:
+    del content[-len(tars.END) - 300 :]
+
+
+def count_backwards(content: bytearray) -> None:
+    """State a length below zero, which Python's tarfile of old follows for ever."""
+    start = content.index(b"val/dog/a.png")
+    header = content[start : start + 512]
+    header[124:136] = (2**96 - 2048).to_bytes(12, "big")
+    header[0:13] = b"val/dog/a.txt"
+    content[start : start + 512] = tars.with_sum(header)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (spoil_a_header, "there is no header at byte 1024, or data behind its end"),
+        (lose_the_end, "the zeros at its end are missing"),
+        (cut_a_picture, "it is cut off in val/dog/a.png"),
+        (count_backwards, "the length of val/dog/a.txt is below zero"),
+    ],
+)
+def test_a_tar_that_is_not_whole_is_refused(
+    tmp_path: Path, spoil: Callable[[bytearray], None], reason: str
+) -> None:
+    train = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
+    content = bytearray(train + VAL + tars.END)
+    spoil(content)
+    (tmp_path / "all.tar").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        imported(tmp_path / "all.tar", tmp_path / "out")
+    assert f"all.tar: not a whole zip or tar ({reason}); fetch it again" in str(caught.value)
+
+
+def test_a_damaged_tar_in_a_tar_is_named(tmp_path: Path) -> None:
+    inner = bytearray(tars.member("a.png", png(0)) + tars.member("b.png", png(1)) + tars.END)
+    inner[inner.index(b"b.png")] ^= 1
+    tars.write(tmp_path / "train.tar", tars.member("n01.tar", bytes(inner)))
+    tars.write(tmp_path / "val.tar", tars.member("n01/a.png", png(0)))
+    with pytest.raises(DataError, match=r"train.tar: not a whole .*n01.tar in it: there is no"):
+        imported(tmp_path, tmp_path / "out")
+
+
+def test_members_of_a_tar_do_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's tarfile keeps a kilobyte of each, of a million members more than a gigabyte."""
+    many = [tars.member(f"train/cat/{n}.png", b"x") for n in range(500)]
+    source = tars.write(tmp_path / "all.tar", *many)
+    kept = []
+
+    def has_bytes(member: tarfile.TarInfo) -> bool:
+        if member.name.endswith("/499.png"):
+            kept.append(sum(type(each) is tarfile.TarInfo for each in gc.get_objects()))
+        return True
+
+    monkeypatch.setattr(archives, "has_bytes", has_bytes)
+    with archives.open_files(source, below=(), scratch=tmp_path) as files:
+        assert len(files.names) == 500
+    assert len(kept) == 1
+    assert kept[0] < 10

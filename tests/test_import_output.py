@@ -1,0 +1,96 @@
+import os
+import resource
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tars
+from importing import contents, imported, png
+
+from largebatch.data.packing import DataSet, write_shards
+from largebatch.errors import DataError
+
+
+def compressed(folder: Path) -> Path:
+    """A tgz that is far longer when it is unpacked."""
+    plain = tars.write(
+        folder / "plain",
+        tars.member("train/cat/a.png", png(0)),
+        tars.member("val/cat/a.png", png(0)),
+        tars.member("zeros", bytes(10**6)),
+    )
+    with tarfile.open(plain) as read, tarfile.open(folder / "all.tgz", "w:gz") as tar:
+        for info in read:
+            tar.addfile(info, read.extractfile(info))
+    plain.unlink()
+    return folder / "all.tgz"
+
+
+def test_a_compressed_tar_is_unpacked_beside_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "small and full"))
+    out = imported(compressed(tmp_path), tmp_path / "new/folder/out")
+    assert contents(out) == {"cat": [png(0)]}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """Writing more fails as it does on a full disk, with another error number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_room_to_unpack_is_said_with_the_place(tmp_path: Path) -> None:
+    source = compressed(tmp_path)
+    with no_file_longer_than(500_000), pytest.raises(DataError) as caught:
+        imported(source, tmp_path / "new/out")
+    assert str(caught.value) == (
+        f"{tmp_path}/new: {source} cannot be unpacked there (File too large), where the output "
+        "goes; make room for both, or choose another place with --out"
+    )
+
+
+def test_no_room_for_the_shards_is_said_with_the_place(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat/a.png").write_bytes(png(0, side=100))
+    with no_file_longer_than(20_000), pytest.raises(DataError) as caught:
+        imported(tmp_path, tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path}/out: cannot be written (File too large); make room or choose another place"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train", "val"]
+
+
+def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(tmp_path: Path) -> None:
+    def samples(split: str) -> Iterator[object]:
+        raise OSError(5, os.strerror(5), "a disk")
+        yield
+
+    data_set = DataSet(["cat"], {"train": 1}, samples)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="pictures of train cannot be read .*'a disk'"):
+        write_shards(data_set, tmp_path / "out", shard_bytes=10**6, progress=lambda *_: None)
+
+
+def test_an_archive_that_cannot_be_read_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+    """Linux lets nobody read the first page of a process's memory."""
+    (tmp_path / "all.tar").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError) as caught:
+        imported(tmp_path / "all.tar", tmp_path / "out")
+    assert str(caught.value) == f"{tmp_path}/all.tar: cannot be read (Input/output error)"
+
+
+def test_an_output_that_is_there_is_refused_before_the_archive_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").touch()
+    with pytest.raises(DataError, match="out: there is something already"):
+        imported(tmp_path / "no such archive", tmp_path / "out")

@@ -1,0 +1,94 @@
+import os
+from pathlib import Path
+
+import pytest
+from picture_folder import fields, write_folder, write_picture
+
+from largebatch.data import index as module
+from largebatch.data.index import kept, load_or_read, make, read_folder, refresh
+from largebatch.data.mapped import write_whole
+from largebatch.errors import DataError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_folder(tmp_path)
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def read_only(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse what would be written into `root`, also where the tests' user may do anything."""
+
+    def refuse(path: Path, content: bytes) -> None:
+        if path.parent == root:
+            raise OSError(30, "Read-only file system", str(path))
+        write_whole(path, content)
+
+    monkeypatch.setattr(module, "write_whole", refuse)
+
+
+@pytest.mark.usefixtures("read_only")
+def test_where_a_folder_cannot_be_written_to_the_users_cache_keeps_the_index(
+    root: Path, cache: Path
+) -> None:
+    content = make(root, "train")
+    assert content.file is not None
+    assert content.file.is_relative_to(cache)
+    (found,) = kept(root, "train")
+    assert found.file == content.file
+    assert [path.name for path in root.iterdir()] == ["train"]
+
+
+def test_an_old_index_that_cannot_be_replaced_does_not_hide_the_new_one(
+    root: Path, cache: Path, request: pytest.FixtureRequest
+) -> None:
+    old = make(root, "train").file
+    request.getfixturevalue("read_only")
+    write_picture(root / "train/dog/c.png")
+    with pytest.raises(DataError, match=f"c.png; gone: nothing.*the index is {old}"):
+        load_or_read(root, "train")
+    new = make(root, "train")
+    assert [content.file for content in kept(root, "train")] == [old, new.file]
+    assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
+    assert refresh(root, "train", drop_bad=False, progress=unwanted).file == new.file
+    (root / "train/dog/c.png").unlink()
+    with (root / "train/dog/b.png").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(DataError, match=rf"b.png has .*the index is {old}"):  # of the best place
+        load_or_read(root, "train")
+
+
+def unwanted(done: int, total: int) -> None:
+    raise AssertionError(f"{done} of {total} pictures were read again")
+
+
+def test_what_cannot_be_read_back_from_the_folder_is_kept_in_the_cache(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(path: Path, content: bytes) -> None:
+        write_whole(path, content[:-64] if path.parent == root else content)
+
+    monkeypatch.setattr(module, "write_whole", cut)
+    file = make(root, "train").file
+    assert file is not None
+    assert file.is_relative_to(cache)
+
+
+def test_an_index_that_can_be_kept_nowhere_is_used_all_the_same(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    content = make(root, "train")
+    assert content.file is None
+    assert len(content.arrays["labels"]) == 4
+    assert [path.name for path in root.iterdir()] == ["train"]
