@@ -94,8 +94,9 @@ def kept(index: Index, pixels: Pixels, starts: IntArray) -> Kept[Pixels]:
 def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
     """Decode every picture of an index, unless that has been done before, and map the pixels.
 
-    The first worker of each machine writes the file. Raises DataError with the path of a picture
-    that cannot be decoded, or if there are too many pixels to keep.
+    Worker 0 writes the file, then the first worker of each other machine that does not find it: in
+    a folder that machines share, nobody may replace what others have mapped. Raises DataError with
+    the path of a picture that cannot be decoded, or if there are too many pixels to keep.
     """
     sizes = 3 * index.heights * index.widths
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -107,10 +108,11 @@ def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
             "make the pictures smaller"
         )
     path = _place(index)
-    if backend.local_rank == 0 and not _is_whole(path, total):
-        _remove_unused(path.parent)
-        _write(path, index, threads)
-    backend.barrier()
+    for mine in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
+        if mine and not _is_whole(path, total):
+            _remove_unused(path.parent)
+            _write(path, index, threads)
+        backend.barrier()
     # Mapped as private, since torch warns of bytes that cannot be written to; nobody writes.
     pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
     return kept(index, pixels, starts)
