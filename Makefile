@@ -37,13 +37,15 @@ bench: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/loop.py
 	$(BENCH_PYTHON) benchmarks/reduction.py
 	$(BENCH_PYTHON) benchmarks/norm.py
+	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
+	$(BENCH_PYTHON) benchmarks/polish.py
 	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/index.py
 	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/input_pipeline.py
 	$(BENCH_PYTHON) benchmarks/table.py
 
 bench-gpu:
 	@$(BENCH_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA GPU"'
-	$(BENCH_PYTHON) -m pytest -q tests/test_cuda.py tests/test_lars_fast.py
+	$(BENCH_PYTHON) -m pytest -q tests/test_cuda.py tests/test_lars_fast.py tests/test_polish_cuda.py
 	CUDA_VISIBLE_DEVICES= $(BENCH_PYTHON) -m pytest -q $(CPU_REFEREES)
 	$(BENCH_PYTHON) benchmarks/lars.py
 	$(BENCH_PYTHON) benchmarks/loop.py

@@ -61,6 +61,24 @@ ROWS = (
         ("large", "ratio"),
     ),
     Row(
+        "statistics pass, ResNet-18 at 96 pixels / plain forward in training mode",
+        "<= 1.03",
+        "polish",
+        ("NCHW", "ratios", "ours / forward"),
+    ),
+    Row(
+        "statistics pass, ResNet-18 at 96 pixels / `swa_utils.update_bn`",
+        "<= 1.03",
+        "polish",
+        ("NCHW", "ratios", "ours / update_bn"),
+    ),
+    Row(
+        "statistics pass, ResNet-18 at 96 pixels / fvcore `update_bn_stats`",
+        "<= 1.03",
+        "polish",
+        ("NCHW", "ratios", "ours / fvcore"),
+    ),
+    Row(
         "full-size JPEGs decoded by DALI / DALI's own reader",
         "<= 1.0",
         "input_pipeline",

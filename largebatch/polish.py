@@ -4,16 +4,26 @@ Augmented training pictures are distributed differently from the clean ones that
 validated on, and running averages lag behind the weights (Kasagi et al., HPDC 2020, doi
 10.1145/3369583.3392687). The statistics pass shows the model clean training pictures, forward only,
 and replaces every running mean and variance by the moments over all of them, on all workers:
-counts, means and sums of squares are pooled (Chan, Golub and LeVeque 1983), never averaged.
+counts, means and sums of squares are pooled (`moments.py`), never averaged. What is exact is a
+layer's moments over every value that it was given; what it is given depends on how the layers
+before it normalise, and there are two answers:
 
-Each layer normalises by the statistics of its batch, as in training, so that the layers above see
-what they were trained on. With a span (`norm.py`) those are the recipe's, and neither the batch
-size nor the number of workers shows in the result; a plain BatchNorm's are the whole batch's.
+- In one pass, the default, each layer normalises by the statistics of its batch, as in training, so
+  that the layers above see what they were trained on. With a span (`norm.py`) those are the
+  recipe's, and neither the batch size nor the number of workers shows in the result; a plain
+  BatchNorm's are the whole batch's. A batch with one value per channel, which training refuses, is
+  normalised to zero.
+- `sequential`, each layer normalises by statistics that are polished already, as in evaluation, so
+  that each gets the moments of what it will see from then on. The order and the size of the
+  batches do not matter, nor does a span. It costs several passes.
+
+The first layer of a model has the same statistics either way. Further up the two come apart as far
+as statistics of batches differ from those of all data: much for small batches, little for large.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +31,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.contracts import Backend
 from largebatch.errors import DataError
+from largebatch.moments import Moments, pool
+from largebatch.norm import SpanBatchNorm
+
+Data = Iterable[tuple[Tensor, Tensor]]
+
+_SPARE_PASSES = 20
+"""Passes beyond one per layer, for layers that are used several times in a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,130 +54,236 @@ class LayerDrift:
     """Root mean square over the channels of ln(polished variance / running variance)."""
 
 
-Drift = tuple[LayerDrift, ...]
+class Drift(tuple[LayerDrift, ...]):
+    """What polishing changed: the layers it reached, in the order of the model."""
+
+    passes = 1
+    """How often the data was gone through."""
+
+    settling = 0.0
+    """Sequential: the largest change of the last pass, in standard deviations or ln(variance)."""
 
 
 @dataclass(slots=True)
-class _Moments:
-    """Per channel, over everything a layer has seen so far, in float64."""
+class _Statistics:
+    """A running mean and variance, and the layers that own them: one, or several that are tied."""
 
-    count: float
+    name: str
     mean: Tensor
-    deviations: Tensor
-    """Sum of squared deviations from the mean."""
+    var: Tensor
+    eps: float
+    layers: list[_BatchNorm] = field(default_factory=list)
 
-    def add(self, values: Tensor) -> None:
-        """Merge N x C x ... values (Chan, Golub and LeVeque 1983, equation 2.1)."""
-        values = values.double().transpose(0, 1).flatten(1)
-        count = values.shape[1]
-        var, mean = torch.var_mean(values, dim=1, correction=0)
-        total = self.count + count
-        shift = mean - self.mean
-        self.deviations += var * count + shift.square() * (self.count * count / total)
-        self.mean += shift * (count / total)
-        self.count = total
+    def drift(self, found: Moments) -> LayerDrift:
+        """Compare with what was found."""
+        old = self.mean, self.var
+        shift, ratio = _change(old, (found.mean, found.variance), eps=self.eps)
+        return LayerDrift(
+            name=self.name,
+            channels=len(self.mean),
+            mean_shift=shift.square().mean().sqrt().item(),  # sync: wanted in the report
+            log_variance_ratio=ratio.square().mean().sqrt().item(),  # sync: wanted in the report
+        )
 
 
 @torch.no_grad()
-def polish(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], backend: Backend) -> Drift:
+def polish(
+    model: nn.Module,
+    batches: Data,
+    backend: Backend,
+    *,
+    sequential: bool = False,
+    tolerance: float = 1e-6,
+) -> Drift:
     """Set the running statistics of every BatchNorm layer to the moments over all batches.
 
     Every worker gives its own batches of clean training data, or none; all get the same statistics.
-    Weights, training flags, momentum and num_batches_tracked stay as they were, and so does
-    everything if the pass fails; a layer that the forward pass does not use keeps its statistics.
+    Nothing else changes, and nothing at all if the pass fails; a layer that the forward pass does
+    not use keeps its statistics. Layers with the same buffers are measured together.
+
+    `sequential` goes through `batches` anew for each pass, so that they must be a list, a loader or
+    the like and not an iterator. A pass settles every layer all of whose predecessors are settled:
+    there is a pass for each BatchNorm on the longest way through the model, and one that finds
+    nothing moved. It stops before that once no mean moves by more than `tolerance` standard
+    deviations and no ln(variance) by more than `tolerance`; with 0 the result is exact.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
-    batch; ValueError if the model has no BatchNorm layer with running statistics.
+    batch, if a layer had a single value per channel, or if moments are not finite; ValueError if
+    the model has no BatchNorm layer with running statistics, or `batches` can be used only once.
     """
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
-    }
-    if not layers:
+    owners = _owners(model)
+    if not owners:
         raise ValueError("the model has no BatchNorm layer with running statistics to polish")
-    with _measuring(model, layers) as moments:
-        for images, _ in batches:
-            model(images)
-    pooled = _pool(moments, backend)
-    drift = tuple(
-        _apply(name, layers[name], found) for name, found in pooled.items() if found.count
-    )
-    if not drift:
-        raise DataError("polishing needs clean training pictures, and no worker was given any")
+    if sequential and isinstance(batches, Iterator):
+        raise ValueError(
+            f"sequential polishing needs the batches again for every pass, and a "
+            f"{type(batches).__name__} gives them once; pass a list, a loader or another iterable"
+        )
+    passes, settling = 1, 0.0
+    with _borrowed(model, owners):
+        if sequential:
+            found, passes, settling = _settle(model, owners, batches, backend, tolerance=tolerance)
+        else:
+            found = _measure(model, owners, batches, backend, as_in_training=True)
+    pairs = [(owner, part) for owner, part in zip(owners, found, strict=True) if part.count]
+    drift = Drift(owner.drift(part) for owner, part in pairs)
+    for owner, part in pairs:
+        owner.mean.copy_(part.mean)
+        owner.var.copy_(part.variance)
+    drift.passes, drift.settling = passes, settling
     return drift
 
 
+def _owners(model: nn.Module) -> list[_Statistics]:
+    """Return the running statistics of the model, each once, in its order."""
+    owners: dict[int, _Statistics] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+            mean, var = layer.running_mean, layer.running_var
+            assert var is not None
+            fresh = _Statistics(name, mean, var, layer.eps)
+            owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
+    return list(owners.values())
+
+
 @contextmanager
-def _measuring(model: nn.Module, layers: dict[str, _BatchNorm]) -> Iterator[dict[str, _Moments]]:
-    """Yield the moments of each layer's input, gathered as it is used; undo everything on exit."""
+def _borrowed(model: nn.Module, owners: list[_Statistics]) -> Iterator[None]:
+    """Let everything be in evaluation mode, and give everything back on exit, whatever happens.
+
+    Flags are set one by one: a module may do more than that in its own train() and eval().
+    """
     modes = {module: module.training for module in model.modules()}
-    tracks = {layer: layer.track_running_stats for layer in layers.values()}
-    moments = {}
-    hooks = []
-    model.eval()
+    tracks = {layer: layer.track_running_stats for owner in owners for layer in owner.layers}
     try:
-        for name, layer in layers.items():
-            zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)  # type: ignore[arg-type]  # not None: see polish
-            moments[name] = _Moments(0.0, zeros, zeros.clone())
-            hooks.append(layer.register_forward_pre_hook(_measure(moments[name])))
-            layer.training = True  # not train(): a dropout inside the layer stays off
-            layer.track_running_stats = False
-        yield moments
+        for module in modes:
+            module.training = False
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        _take_back(owners)
         for layer, track in tracks.items():
             layer.track_running_stats = track
         for module, training in modes.items():
             module.training = training
 
 
-def _measure(moments: _Moments) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        moments.add(inputs[0])
+def _settle(
+    model: nn.Module,
+    owners: list[_Statistics],
+    batches: Data,
+    backend: Backend,
+    *,
+    tolerance: float,
+) -> tuple[list[Moments], int, float]:
+    """Repeat the pass with the statistics of the one before; return also how often, how settled."""
+    passes, settling = 0, float("inf")
+    found: list[Moments] = []
+    while not settling <= tolerance and passes < len(owners) + _SPARE_PASSES:  # NaN goes on
+        found = []  # frees the last pass's before there are others
+        found = _measure(model, owners, batches, backend, as_in_training=False)
+        passes += 1
+        moved = [
+            _replace(owner, part) for owner, part in zip(owners, found, strict=True) if part.count
+        ]
+        settling = torch.stack(moved).max().item()  # sync: whether another pass is needed
+    return found, passes, settling
 
-    return hook
+
+def _replace(owner: _Statistics, found: Moments) -> Tensor:
+    """Let the layers normalise by what was found, and return by how much that differs at most."""
+    mean, var = found.mean.to(owner.mean), found.variance.to(owner.var)
+    used = owner.layers[0]
+    assert used.running_mean is not None
+    assert used.running_var is not None
+    change = _change((used.running_mean, used.running_var), (mean, var), eps=owner.eps)
+    for layer in owner.layers:
+        layer.running_mean, layer.running_var = mean, var
+    return torch.stack(change).abs().max()
 
 
-def _pool(moments: dict[str, _Moments], backend: Backend) -> dict[str, _Moments]:
-    """Return every layer's moments over all workers, after one broadcast and one all-reduce.
+def _measure(
+    model: nn.Module,
+    owners: list[_Statistics],
+    batches: Data,
+    backend: Backend,
+    *,
+    as_in_training: bool,
+) -> list[Moments]:
+    """Go through the batches once and return the moments of what each layer was given, pooled."""
+    parts = [Moments.of_nothing(len(owner.mean), device=owner.mean.device) for owner in owners]
+    hooks = []
+    try:
+        for owner, part in zip(owners, parts, strict=True):
+            watch = _watch(part, as_in_training=as_in_training)
+            for layer in owner.layers:
+                hooks += [layer.register_forward_pre_hook(watch, with_kwargs=True)]
+        for images, _ in batches:
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if as_in_training:
+        _take_back(owners)  # frees what the last batch's moments occupy
+    origins = [owner.layers[0].get_buffer("running_mean") for owner in owners]
+    found = pool(parts, origins=origins, backend=backend)
+    _check(owners, found)
+    return found
 
-    Worker 0's means serve all workers as the origin, so that sums of squares about it add up
-    without cancellation however far a mean lies from zero.
+
+def _take_back(owners: list[_Statistics]) -> None:
+    """Give the layers their own buffers again."""
+    for owner in owners:
+        for layer in owner.layers:
+            layer.running_mean, layer.running_var = owner.mean, owner.var
+
+
+def _watch(part: Moments, *, as_in_training: bool) -> Callable[..., None]:
+    """Return what looks at a layer's input before the layer does.
+
+    To normalise as in training, the layer stays in evaluation mode and is lent the batch's own
+    moments as running statistics: the same numbers, measured once instead of twice, no dropout
+    inside a layer, and no other flag to change. Only several spans in a batch take a layer's own
+    way; it counts nothing then.
     """
-    origin = torch.cat([found.mean for found in moments.values()])
-    backend.broadcast(origin)
-    sizes = [len(found.mean) for found in moments.values()]
-    parts = []
-    for found, centre in zip(moments.values(), origin.split(sizes), strict=True):
-        shift = found.mean - centre
-        first = found.count * shift
-        parts += [found.mean.new_tensor([found.count]), first, found.deviations + first * shift]
-    totals = torch.cat(parts)
-    backend.all_reduce(totals).wait()
-    pooled = {}
-    split = iter(totals.split([size for c in sizes for size in (1, c, c)]))
-    for name, centre in zip(moments, origin.split(sizes), strict=True):
-        count, first, second = next(split).item(), next(split), next(split)  # sync: once per layer
-        shift = first / max(count, 1)
-        pooled[name] = _Moments(count, centre + shift, second - first * shift)
-    return pooled
+
+    def watch(layer: _BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        values = [*args, *kwargs.values()][0]
+        if not values.numel():
+            return
+        mean, var = part.add(values)
+        if not as_in_training:
+            return
+        if isinstance(layer, SpanBatchNorm):
+            layer.track_running_stats = False
+            layer.training = len(values) > layer.span
+        layer.running_mean = mean.to(layer.running_mean)
+        layer.running_var = var.to(layer.running_var)
+
+    return watch
 
 
-def _apply(name: str, layer: _BatchNorm, found: _Moments) -> LayerDrift:
-    """Fill the running buffers in place; variance with Bessel's correction, as PyTorch keeps it."""
-    mean, var = layer.running_mean, layer.running_var
-    assert mean is not None
-    assert var is not None
-    new_var = found.deviations / max(found.count - 1, 1)
-    shift = (found.mean - mean) / (var.double() + layer.eps).sqrt()
-    ratio = torch.log((new_var + layer.eps) / (var + layer.eps))
-    mean.copy_(found.mean)
-    var.copy_(new_var)
-    return LayerDrift(
-        name=name,
-        channels=layer.num_features,
-        mean_shift=shift.square().mean().sqrt().item(),  # sync: wanted in the report
-        log_variance_ratio=ratio.square().mean().sqrt().item(),  # sync: wanted in the report
-    )
+def _change(
+    old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the shift of means, in old standard deviations, and the change of ln(variance)."""
+    (mean, var), (new_mean, new_var) = old, new
+    shift = (new_mean.double() - mean) / (var.double() + eps).sqrt()
+    return shift, torch.log((new_var.double() + eps) / (var.double() + eps))
+
+
+def _check(owners: list[_Statistics], found: list[Moments]) -> None:
+    """Refuse moments that cannot be running statistics."""
+    if not any(part.count for part in found):
+        raise DataError("polishing needs clean training pictures, and no worker was given any")
+    sums = torch.stack([part.mean.sum() + part.deviations.sum() for part in found])
+    finite = sums.isfinite().tolist()  # sync: once for all layers
+    for owner, part, usable in zip(owners, found, finite, strict=True):
+        if part.count == 1:
+            raise DataError(
+                f"layer {owner.name} was given a single value per channel, which has no variance; "
+                "polish with more pictures"
+            )
+        if not usable:
+            raise DataError(
+                f"layer {owner.name} was given infinite values or not numbers; look at the "
+                "pictures, at the weights and at the precision that the model computes in"
+            )

@@ -1,11 +1,13 @@
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.backends.serial import Serial
-from largebatch.errors import DataError
+from largebatch.errors import DataError, PeerLostError
 from largebatch.norm import SpanBatchNorm, with_span
 from largebatch.polish import polish
 from largebatch.vision import require_torchvision
@@ -63,24 +65,69 @@ def test_with_a_span_the_device_batch_does_not_matter() -> None:
     assert not whole[0].moments.any()
 
 
-def test_only_the_running_statistics_change() -> None:
+def state_of(model: nn.Module) -> dict[str, object]:
+    """Everything that polishing must leave alone, except what the running statistics say."""
+    return {
+        "modes": [module.training for module in model.modules()],
+        "buffers": {name: id(value) for name, value in model.named_buffers()},
+        "addresses": {name: value.data_ptr() for name, value in model.state_dict().items()},
+        "trained": [(p.requires_grad, p.grad) for p in model.parameters()],
+        "hooks": [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()],
+        "norms": [
+            (m.momentum, m.eps, m.track_running_stats, m.__dict__.keys() - {"moments"})
+            for m in model.modules()
+            if isinstance(m, _BatchNorm)
+        ],
+        "generator": torch.get_rng_state().tolist(),
+    }
+
+
+def peculiar() -> nn.Sequential:
+    """A model whose every setting is one that is easily lost."""
     model = first_layer()
+    model[2].eval()
     model[3].eval()
     model[0].momentum = None  # type: ignore[assignment]  # PyTorch's cumulative average
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    addresses = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    modes = [module.training for module in model.modules()]
+    model[2].track_running_stats = False  # type: ignore[assignment]  # a flag
+    model[1].requires_grad_(False)
+    model[2].register_forward_pre_hook(lambda *_: None)
+    model[2].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("span", [None, 2])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_only_the_running_statistics_change(sequential: bool, span: int | None) -> None:
+    model = with_span(first_layer(), span) if span else peculiar()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
-    generator = torch.get_rng_state()
-    polish(model, batches(4), CPU)
-    changed = {name for name, value in model.state_dict().items() if not value.equal(before[name])}
+    before = state_of(model)
+    polish(model, batches(4), CPU, sequential=sequential)
+    assert state_of(model) == before
+    changed = {name for name, value in model.state_dict().items() if not value.equal(values[name])}
     assert changed == {"0.running_mean", "0.running_var", "2.running_mean", "2.running_var"}
-    assert addresses == {name: value.data_ptr() for name, value in model.state_dict().items()}
-    assert modes == [module.training for module in model.modules()]
-    assert model[0].momentum is None
-    assert torch.get_rng_state().equal(generator)
-    assert not model[0]._forward_pre_hooks
-    assert model[0].track_running_stats
+
+
+def test_a_layers_own_hooks_see_and_may_change_what_it_is_given() -> None:
+    model, data = nn.Sequential(nn.BatchNorm2d(3)).double(), batches(4)
+    model[0].register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    polish(model, data, CPU)
+    torch.testing.assert_close(model[0].running_mean, 2 * data[0][0].mean((0, 2, 3)))
+
+
+def test_the_input_may_be_given_by_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3).double()
+
+        def forward(self, images: Tensor) -> Tensor:
+            result: Tensor = self.norm(input=images)
+            return result
+
+    model, data = Named(), batches(4)
+    polish(model, data, CPU)
+    torch.testing.assert_close(model.norm.running_mean, data[0][0].mean((0, 2, 3)))
 
 
 def test_dropout_inside_a_layer_stays_off() -> None:
@@ -95,19 +142,40 @@ def test_dropout_inside_a_layer_stays_off() -> None:
     assert model.get_submodule("0.drop").training
 
 
-def test_a_failure_in_the_middle_leaves_the_model_untouched() -> None:
-    def failing() -> Iterator[tuple[Tensor, Tensor]]:
-        yield from batches(4)
-        raise OSError("the disk is gone")
+class Fails(Serial):
+    """A backend whose other workers are gone."""
 
-    model = first_layer().eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(OSError, match="the disk is gone"):
-        polish(model, failing(), CPU)
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    assert not any(module.training for module in model.modules())
-    assert not model[0]._forward_pre_hooks
-    assert model[0].track_running_stats
+    def all_reduce(self, tensor: Tensor) -> NoReturn:
+        raise PeerLostError("gone")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("where", ["batches", 0, 1, 2, 3, 4, "workers"])
+@pytest.mark.parametrize("span", [None, 2])
+def test_a_failure_in_the_middle_leaves_the_model_untouched(
+    error: type[BaseException], where: str | int, span: int | None
+) -> None:
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(where)
+        if len(calls) == 2:
+            raise error
+
+    def data() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from batches(4, 4)
+        if where == "batches":
+            raise error
+
+    model = with_span(first_layer(), span) if span else peculiar()
+    if isinstance(where, int):
+        model[where].register_forward_hook(fail)
+    before = state_of(model)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PeerLostError if where == "workers" else error):
+        polish(model, data(), Fails(CPU.device) if where == "workers" else CPU)
+    assert state_of(model) == before
+    torch.testing.assert_close(dict(model.state_dict()), values, rtol=0, atol=0)
 
 
 def test_no_data_and_no_batchnorm_are_refused() -> None:

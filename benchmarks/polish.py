@@ -1,0 +1,250 @@
+"""The statistics pass of Final Polishing beside its peers: time for a picture, and error.
+
+    [LARGEBATCH_DATA=DIR] python benchmarks/polish.py [--rounds 15] [--pictures 144] [--batch 64]
+
+The peers are torch.optim.swa_utils.update_bn and fvcore's update_bn_stats (pip install fvcore);
+beside them stands a plain forward pass in training mode, which every such pass contains. All go
+through the same batches, which lie in memory, on copies of a ResNet-18 at 96 pixels, in turns.
+
+The error of a running variance is relative, that of a running mean in standard deviations: the
+largest of all channels of all layers, against moments in float64 of what each layer is given in a
+plain forward pass. The last batch is smaller than the others. With two workers of unequal shares
+ours are two processes over torch; the peers do not communicate, so that a worker keeps its own
+statistics or somebody averages them. Pictures are Imagenette's if LARGEBATCH_DATA names the folder
+that holds imagenette224, else noise. Writes benchmarks/results/polish_<hardware>_<date>.json.
+"""
+
+import argparse
+import copy
+import io
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from measuring import Step, paired_ratio, spread, take_turns, write
+from PIL import Image
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+from largebatch.backends.serial import Serial
+from largebatch.models import build
+from largebatch.polish import polish
+from largebatch.workers import start_workers
+
+CPU = Serial(torch.device("cpu"))
+TARGET = 1.03
+PIXELS = 96
+SHARE = 3
+"""One of two workers gets one batch in so many."""
+
+Pairs = list[tuple[Tensor, Tensor]]
+State = dict[str, Tensor]
+Arrays = dict[str, npt.NDArray[np.float32]]
+Pass = Callable[[nn.Module, Pairs], object]
+
+
+def ours(model: nn.Module, batches: Pairs) -> object:
+    return polish(model, batches, Serial())
+
+
+def swa(model: nn.Module, batches: Pairs) -> None:
+    update_bn(batches, model.train())
+
+
+def fvcore(model: nn.Module, batches: Pairs) -> None:
+    try:
+        from fvcore.nn.precise_bn import update_bn_stats
+    except ImportError:
+        sys.exit("benchmarks/polish.py needs a peer to compare with: pip install fvcore")
+    update_bn_stats(model.train(), [images for images, _ in batches], num_iters=len(batches))
+
+
+@torch.no_grad()
+def plain(model: nn.Module, batches: Pairs) -> None:
+    model.train()
+    for images, _ in batches:
+        model(images)
+
+
+PEERS: dict[str, Pass] = {"update_bn": swa, "fvcore": fvcore}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return build("resnet18", num_classes=10)
+
+
+def pictures(number: int, batch: int) -> Pairs:
+    """Return the first pictures of Imagenette's classes in turn, or noise, in batches."""
+    data = os.environ.get("LARGEBATCH_DATA")
+    if data is None:
+        images = torch.randn(number, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
+    else:
+        pixels = _imagenette(Path(data) / "imagenette224/val.zip", number)
+        images = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.45) / 0.22
+    images = images.contiguous()
+    labels = torch.zeros(number, dtype=torch.long)
+    return list(zip(images.split(batch), labels.split(batch), strict=True))
+
+
+def _imagenette(path: Path, number: int) -> npt.NDArray[np.uint8]:
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in sorted(archive.namelist()) if name.endswith(".JPEG")]
+        found = []
+        for name in names[:: len(names) // number][:number]:
+            with Image.open(io.BytesIO(archive.read(name))) as image:
+                found.append(np.asarray(image.convert("RGB").resize((PIXELS, PIXELS))))
+    return np.stack(found)
+
+
+@torch.no_grad()
+def exact(model: nn.Module, batches: Pairs) -> State:
+    """Return the statistics in float64: first all means, then all squared deviations from them."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    counts = dict.fromkeys(layers, 0)
+    means = {name: torch.zeros(m.num_features).double() for name, m in layers.items()}
+    squares = copy.deepcopy(means)
+
+    def add(name: str, values: Tensor) -> None:
+        counts[name] += values.numel() // values.shape[1]
+        means[name] += values.double().sum((0, 2, 3))
+
+    def deviate(name: str, values: Tensor) -> None:
+        squares[name] += (values.double() - means[name].view(-1, 1, 1)).square().sum((0, 2, 3))
+
+    for look in (add, deviate):
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, inputs, look=look, name=name: look(name, *inputs)
+            )
+            for name, layer in layers.items()
+        ]
+        plain(model, batches)
+        for hook in hooks:
+            hook.remove()
+        if look is add:
+            for name, count in counts.items():
+                means[name] /= count
+    state = {f"{name}.running_mean": mean for name, mean in means.items()}
+    return state | {f"{name}.running_var": squares[name] / (counts[name] - 1) for name in layers}
+
+
+def statistics(model: nn.Module) -> State:
+    return {name: value for name, value in model.state_dict().items() if "running" in name}
+
+
+def error(found: State, right: State) -> dict[str, float]:
+    """Return the largest errors over layers and channels."""
+    worst = {"variance, relative": 0.0, "mean, in standard deviations": 0.0}
+    for name, var in right.items():
+        if not name.endswith("running_var"):
+            continue
+        mean = name.replace("running_var", "running_mean")
+        ratios = ((found[name] - var) / var, (found[mean] - right[mean]) / var.sqrt())
+        for what, values in zip(worst, ratios, strict=True):
+            worst[what] = max(worst[what], values.abs().max().item())
+    return worst
+
+
+def share(batches: Pairs, rank: int) -> Pairs:
+    return [pair for place, pair in enumerate(batches) if (place % SHARE == 0) == (rank == 0)]
+
+
+def polish_share(number: int, batch: int) -> Arrays:
+    """Polish as one of two workers; tensors would go through memory that ends with the worker."""
+    from largebatch.backends.torch_distributed import TorchDistributed
+
+    torch.set_num_threads(1)
+    backend = TorchDistributed()
+    model = network()
+    polish(model, share(pictures(number, batch), backend.rank), backend)
+    backend.close()
+    return {name: value.numpy() for name, value in statistics(model).items()}
+
+
+def errors(batches: Pairs, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everybody's error, on one worker and on two."""
+    right = exact(network(), batches)
+
+    def after(rival: Pass, part: Pairs) -> State:
+        model = network()
+        rival(model, part)
+        return statistics(model)
+
+    alone = {name: error(after(rival, batches), right) for name, rival in PEERS.items()}
+    two: dict[str, Any] = {"ours": error(_two_workers(args), right)}
+    for name, rival in PEERS.items():
+        first, second = (after(rival, share(batches, rank)) for rank in range(2))
+        mean = {key: (first[key].double() + second[key]) / 2 for key in first}
+        two[f"{name}, worker 0's own"] = error(first, right)
+        two[f"{name}, averaged over workers"] = error(mean, right)
+    return {"one worker": {"ours": error(after(ours, batches), right), **alone}, "two workers": two}
+
+
+def _two_workers(args: argparse.Namespace) -> State:
+    found = start_workers(polish_share, args.pictures, args.batch, workers=2)
+    return {name: torch.from_numpy(values) for name, values in found.items()}
+
+
+def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[str, Any]:
+    """Let everybody take turns; a step is a pass over all batches."""
+    device = Serial().device
+    model = network().to(device)
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
+    moved = [(x.to(device, memory_format=layout), y.to(device)) for x, y in batches]
+
+    def step(rival: Pass) -> Step:
+        own = copy.deepcopy(model)
+        return lambda: rival(own, moved)
+
+    rivals = {"ours": ours, "forward": plain, **PEERS}
+    found = take_turns(
+        {name: step(rival) for name, rival in rivals.items()}, rounds=rounds, steps=1
+    )
+    number = sum(len(images) for images, _ in batches)
+    return {
+        "milliseconds a picture": {
+            name: spread([1000 * seconds / number for seconds in values])
+            for name, values in found.items()
+        },
+        "ratios": {
+            f"ours / {name}": paired_ratio(found["ours"], found[name])
+            for name in found
+            if name != "ours"
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--pictures", type=int, default=144)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    batches = pictures(args.pictures, args.batch)
+    layouts = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last}
+    result = {
+        "settings": {**vars(args), "pictures are": _source()},
+        "target": f"ours at most {TARGET} of each",
+        "error": errors(batches, args),
+        **{name: times(batches, rounds=args.rounds, layout=it) for name, it in layouts.items()},
+    }
+    print(json.dumps(result, indent=1))
+    print(write("polish", " ".join(["python", *sys.argv]), result))
+
+
+def _source() -> str:
+    return "imagenette224" if "LARGEBATCH_DATA" in os.environ else "noise"
+
+
+if __name__ == "__main__":
+    main()

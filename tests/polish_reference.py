@@ -1,0 +1,99 @@
+"""Final Polishing written a second time, slowly: keep all that a layer is given, then two moments.
+
+Nothing of ours is used but a layer's span. Everything is float64 and one process.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Pairs = list[tuple[Tensor, Tensor]]
+Moments = dict[str, tuple[Tensor, Tensor]]
+
+
+class Recorder(nn.Module):
+    """Stands for a BatchNorm layer: keeps its inputs, and normalises them as in training."""
+
+    def __init__(self, like: _BatchNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = like.weight, like.bias, like.eps
+        self.span = getattr(like, "span", None)
+        self.after = nn.Sequential(*like.children())
+        self.seen: list[Tensor] = []
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.seen.append(values)
+        return torch.cat([self._normalise(part) for part in values.split(self.span or len(values))])
+
+    def _normalise(self, part: Tensor) -> Tensor:
+        rows = part.transpose(0, 1).flatten(1)
+        mean = rows.mean(1, keepdim=True)
+        normal = (rows - mean) / ((rows - mean).square().mean(1, keepdim=True) + self.eps).sqrt()
+        if self.weight is not None:
+            normal = normal * self.weight.unsqueeze(1) + self.bias.unsqueeze(1)
+        result: Tensor = self.after(normal.view(part.transpose(0, 1).shape).transpose(0, 1))
+        return result
+
+
+def moments_of(seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and variance, with Bessel's correction, of all values together.
+
+    One value is taken away from all others first, which is exact where the mean is far from zero.
+    """
+    rows = torch.cat([values.double().transpose(0, 1).flatten(1) for values in seen], dim=1)
+    origin = rows[:, :1]
+    return (rows - origin).mean(1) + origin.flatten(), (rows - origin).var(1)
+
+
+@torch.no_grad()
+def one_pass(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
+    """Return what polishing in one pass should find, by the name of the layer."""
+    model = copy.deepcopy(model).double().eval()
+    recorders: dict[str, Recorder] = {}
+    replaced: dict[nn.Module, Recorder] = {}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(layer, _BatchNorm):
+            if layer not in replaced:
+                recorders[name] = replaced[layer] = Recorder(layer)
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, replaced[layer])
+    for images, _ in batches:
+        model(images.double())
+    return {name: moments_of(layer.seen) for name, layer in recorders.items() if layer.seen}
+
+
+@torch.no_grad()
+def layer_by_layer(model: nn.Module, images: Tensor, order: Sequence[str]) -> Moments:
+    """Return what sequential polishing should find: settle one layer after the other."""
+    model = copy.deepcopy(model).double().eval()
+    found: Moments = {}
+    for name in order:
+        seen: list[Tensor] = []
+        layer = model.get_submodule(name)
+        assert isinstance(layer, _BatchNorm)
+        hook = layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.extend(inputs))
+        model(images.double())
+        hook.remove()
+        found[name] = moments_of(seen)
+        layer.running_mean, layer.running_var = found[name]
+    return found
+
+
+def norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm))
+
+
+def assert_right(model: nn.Module, right: Moments, *, rel: float) -> None:
+    """Compare variances relative to themselves, and means to themselves or the deviation."""
+    layers = dict(norms(model))
+    assert right
+    for name, (mean, var) in right.items():
+        found_mean, found_var = layers[name].running_mean, layers[name].running_var
+        assert found_mean is not None
+        assert found_var is not None
+        assert ((found_var - var).abs() <= rel * var).all(), (name, found_var, var)
+        wrong = (found_mean - mean).abs()
+        assert (wrong <= rel * torch.maximum(mean.abs(), var.sqrt())).all(), (name, wrong, mean)

@@ -1,0 +1,67 @@
+"""Polishing on a GPU: the moments of float64, and one wait per layer and pass.
+
+`make bench-gpu` runs these before it measures anything.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from polish_reference import assert_right, moments_of, norms
+from torch import Tensor, nn
+
+from largebatch.backends.serial import Serial
+from largebatch.models import build
+from largebatch.polish import polish
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"
+)
+
+GPU = Serial(torch.device("cuda"))
+
+
+def polish_and_compare(
+    model: nn.Module, sizes: list[int], *, layout: torch.memory_format, rel: float
+) -> None:
+    """Compare with moments in float64 of what each layer was given."""
+    torch.manual_seed(0)
+    model.to(GPU.device, memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
+    parts = [torch.randn(size, 3, 64, 64, device=GPU.device) for size in sizes]
+    seen: dict[str, list[Tensor]] = {name: [] for name, _ in norms(model)}
+    for name, layer in norms(model):
+        layer.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen[name].append(inputs[0].cpu())
+        )
+    polish(model, [(part.to(memory_format=layout), part) for part in parts], GPU)
+    assert_right(model.cpu(), {name: moments_of(values) for name, values in seen.items()}, rel=rel)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", ["float32", "autocast"])
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_a_gpu_finds_the_moments_of_float64(
+    kind: str, layout: torch.memory_format, offset: float
+) -> None:
+    model = build("resnet18", num_classes=10)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.bias = nn.Parameter(torch.full((module.out_channels,), offset))
+    with torch.autocast("cuda", torch.float16, enabled=kind == "autocast"):
+        polish_and_compare(model, [16, 7, 32], layout=layout, rel=1e-6)
+
+
+def test_a_gpu_is_waited_for_only_by_the_first_batch() -> None:
+    model = build("resnet18", num_classes=10).to(GPU.device)
+    images = torch.randn(8, 3, 64, 64, device=GPU.device)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield images, images
+        torch.cuda.set_sync_debug_mode("error")
+        yield images, images
+        torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        polish(model, batches(), GPU)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
