@@ -38,9 +38,9 @@ def build(
     else:
         model = _build_timm(name, num_classes=num_classes, arguments=arguments or {})
     if head_std is not None:
-        head = model.get_classifier()  # type: ignore[operator]  # both kinds of model have one
-        nn.init.normal_(head.weight, std=head_std)
-        nn.init.zeros_(head.bias)
+        head = classifier(model)
+        nn.init.normal_(head.weight, std=head_std)  # type: ignore[arg-type]  # a layer has both
+        nn.init.zeros_(head.bias)  # type: ignore[arg-type]
     return model
 
 
@@ -68,6 +68,32 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
         if isinstance(module, _NORMS)
         for parameter in module.parameters(recurse=False)
     }
+
+
+def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the scales and shifts of BatchNorm layers and all parameters of the classifier."""
+    norms = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for parameter in module.parameters(recurse=False)
+    }
+    return norms | set(classifier(model).parameters())
+
+
+def classifier(model: nn.Module) -> nn.Module:
+    """Return the layer that gives the logits: what the model calls so, else its last nn.Linear.
+
+    Raises ValueError where there is neither.
+    """
+    if hasattr(model, "get_classifier"):  # timm's models and ours
+        head: nn.Module = model.get_classifier()  # type: ignore[operator]
+        if any(True for _ in head.parameters()):
+            return head
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no classifier that could be found")
+    return layers[-1]
 
 
 def _build_timm(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
