@@ -20,10 +20,11 @@ class Model(Section):
     """The network."""
 
     name: str
-    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), or the name of any timm model."""
+    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm model, or
+    `torchvision/` and that of one of torchvision's."""
 
     arguments: dict[str, JsonValue] = Field(default={})
-    """Passed to timm.create_model as they are."""
+    """Passed to timm.create_model, or torchvision's get_model, as they are."""
 
     head_std: PositiveFloat | None = None
     """Draw the classifier's weights from N(0, head_std) with zero bias; null keeps the model's

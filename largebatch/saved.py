@@ -1,15 +1,18 @@
-"""What can be done with a checkpoint after its run: evaluate it, or polish its statistics."""
+"""What can be done with a checkpoint after its run: evaluate it, polish it, compare polishings."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from largebatch import checkpoint
+from largebatch.build import portable
 from largebatch.checkpoint import Checkpoint
+from largebatch.compare import Row, compare, small_rate, with_updates
 from largebatch.errors import CheckpointError
 from largebatch.evaluate import Metrics
 from largebatch.finishing import Polish, Statistics
 from largebatch.folder import check_folder
-from largebatch.recipe import Recipe
+from largebatch.recipe import Recipe, Reduction
 from largebatch.runner import Options, carry_out, open_session
 from largebatch.session import Session, end_stage, measure
 from largebatch.stages import polish_statistics
@@ -32,7 +35,7 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
     """
     check_folder(options.out, resume=False)
     state = _load(path)
-    recipe = _with_statistics(state.recipe, samples)
+    recipe = with_statistics(state.recipe, samples)
     with open_session(recipe, options, measuring=True) as (session, trackers):
         session.restore(replace(state, stages=[], average={}, before={}))
 
@@ -42,6 +45,22 @@ def polish_checkpoint(path: Path, options: Options, *, samples: int | None = Non
             return True
 
         return carry_out(session, trackers, options.out, work)
+
+
+def compare_checkpoint(
+    path: Path, options: Options, *, samples: int | None, epochs: float, lr: float | None
+) -> Iterator[Row]:
+    """Measure what each way of polishing would do to a checkpoint; it is only read.
+
+    `lr` None: a small one. The machine that trained it may have had what this one lacks.
+    """
+    state = _load(path)
+    recipe = portable(state.recipe).model_copy(update={"reduction": Reduction()})
+    rate = lr or small_rate(recipe)
+    recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
+    with open_session(recipe, options) as (session, _):
+        session.model.load_state_dict(state.model)
+        yield from compare(session)
 
 
 def _load(path: Path) -> Checkpoint:
@@ -62,7 +81,7 @@ def _stage(session: Session) -> str:
     return "clean" if session.step > plan.train_steps else "train"
 
 
-def _with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
+def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     """Return the recipe with a statistics pass over so many samples."""
     span, there = recipe.batch.bn_span, recipe.train_samples
     if span is None:

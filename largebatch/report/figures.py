@@ -57,7 +57,7 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
     if figure.bbox.width * 72 / figure.dpi < 480:
         during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
     else:
-        during, after = figure.subplots(1, 2, width_ratios=[2, 1])
+        during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
     _draw_curve(during, run)
     return _draw_slopes(after, run)
 
