@@ -111,7 +111,7 @@ class Session:
 
     def remember(self) -> None:
         """Keep the state as it is now, if a stage that begins here may be undone."""
-        if self.judged and not self.before:
+        if self.judged and self.stages and not self.before:  # the first stage is not undone
             average = self.average.state_dict() if self.average is not None else {}
             self.before = {"model": _copy(self.model.state_dict()), "average": _copy(average)}
 

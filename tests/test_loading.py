@@ -76,6 +76,13 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["data.eval_resize=8"], "eval_resize (8) must be at least image_size (32)"),
         (["polish={}"], "polish: give at least one of clean, ema, affine and statistics"),
         (["polish.statistics.samples=2000"], "(2000) must not exceed data.train_samples (1437)"),
+        (
+            ["polish.statistics_samples=9"],
+            "polish.statistics_samples: unknown key; did you mean 'st",
+        ),
+        (["polish.affine={epochs: 1}"], "polish.affine.lr: missing"),
+        (["polish.affine={lr: 1}"], "polish.affine: give either epochs or steps"),
+        (["polish.ema=1"], "polish.ema: input should be less than 1, got 1"),
         (["batch.bn_span=null"], "polish is for models with BatchNorm"),
         (["polish.statistics.samples=49"], "(49) leaves a single picture for the last BatchNorm"),
         (["reduction.dtype=fp16"], "reduction.dtype: fp16 needs precision: fp16"),

@@ -40,7 +40,8 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
             known = [*known, *(f"{tagged}.{one}" for one in _tags(tagged))]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"see {library}'s list_models()"
+        where = "torchvision.models" if library == "torchvision" else library
+        hint = f"did you mean {', '.join(close)}?" if close else f"see {where}.list_models()"
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
 
 
@@ -49,16 +50,16 @@ def same_name(name: str) -> list[str]:
 
     Raises RecipeError with the nearest names of timm if neither has one.
     """
-    found = []
+    found, reasons = [], []
     for each in [name] if name.startswith(TORCHVISION) else [name, TORCHVISION + name]:
         try:
             require_known(each)
         except RecipeError as error:
-            reason = error
+            reasons.append(error)
         else:
             found.append(each)
     if not found:
-        raise reason
+        raise reasons[0]
     return found
 
 
