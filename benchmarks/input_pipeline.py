@@ -235,7 +235,6 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, then print and write the result."""
     args = _arguments()
-    torch.set_num_threads(1)  # the threads compared are those that decode
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["XDG_CACHE_HOME"] = scratch
         folder = Path(scratch)

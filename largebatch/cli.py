@@ -32,7 +32,7 @@ from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.workers import launched_rank
 
-DONE, FAILED, USER, INTERRUPTED = 0, 1, 2, 75
+DONE, FAILED, USER, INTERRUPTED, STOPPED = 0, 1, 2, 75, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif not isinstance(error, (RecipeError, PlanError)):  # which every worker finds alike
             print(f"largebatch: worker {rank}: {error}", file=sys.stderr)
         return USER
+    except KeyboardInterrupt:
+        print("largebatch: stopped at once", file=sys.stderr)
+        return STOPPED
     except (PeerLostError, WorkerFailedError) as error:
         if rank == 0:
             print(f"largebatch: {error}", file=sys.stderr)

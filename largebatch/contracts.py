@@ -18,6 +18,7 @@ from largebatch.section import Triple
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Batch(NamedTuple):

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -102,6 +103,11 @@ def _work(
         outcome = ("crash", f"worker {places['RANK']} failed:\n{traceback.format_exc()}")
     pipe.send(outcome)
     pipe.close()
+    if outcome[0] != "done":
+        # Threads of libraries may be in the middle of something, at which C++ would complain.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _end_with_parent() -> None:

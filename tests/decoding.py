@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from largebatch.backends.serial import Serial
-from largebatch.contracts import Batches, Request, View
+from largebatch.contracts import Batches, Bytes, Request, View
 from largebatch.data import cached, dali, torchvision, train_request
-from largebatch.data.cached import Bytes, Kept
+from largebatch.data.cached import Kept
 from largebatch.data.index import Index, load_or_read
 
 CPU = torch.device("cpu")

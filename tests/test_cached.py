@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from largebatch.backends.serial import Serial
-from largebatch.contracts import Batches, Request
+from largebatch.contracts import Batches, Bytes, Request
 from largebatch.data import cached, clean_request, on_device, torchvision
-from largebatch.data.cached import Bytes
 from largebatch.data.index import Index
 from largebatch.data.pipeline import open_pipeline
 from largebatch.data.resampling import resample

@@ -3,8 +3,10 @@
 import errno
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -40,15 +42,32 @@ def test_pictures_are_decoded_once_for_all_runs(
             assert np.array_equal(first.part(sample, box), np.asarray(picture.convert("RGB")))
 
 
-def test_only_the_first_worker_of_a_machine_writes(folder: Index, tmp_path: Path) -> None:
-    def decode_meanwhile() -> None:
-        keep(folder)
+@pytest.mark.parametrize("shared", [True, False], ids=["common folder", "a folder each"])
+def test_one_worker_of_each_folder_writes(
+    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Two machines of two workers, whose folders for caches are one or two."""
+    barrier = threading.Barrier(4, timeout=30)
+    written = []
+    real, local = cached._write, threading.local()
 
-    second: Any = SimpleNamespace(local_rank=1, barrier=lambda: None)
-    with pytest.raises(FileNotFoundError):
-        cached.keep(folder, backend=second, threads=1)
-    second.barrier = decode_meanwhile
-    assert len(cached.keep(folder, backend=second, threads=1).pixels) > 0
+    def count(path: Path, index: Index, threads: int) -> None:
+        written.append(local.rank)
+        real(path, index, threads)
+
+    def place(_: Index) -> Path:
+        return tmp_path / ("common" if shared else f"machine {local.rank // 2}") / "pixels"
+
+    def work(rank: int) -> int:
+        local.rank = rank
+        worker: Any = SimpleNamespace(rank=rank, local_rank=rank % 2, barrier=barrier.wait)
+        return len(cached.keep(folder, backend=worker, threads=1).pixels)
+
+    monkeypatch.setattr(cached, "_write", count)
+    monkeypatch.setattr(cached, "_place", place)
+    with ThreadPoolExecutor(4) as pool:
+        assert min(pool.map(work, range(4))) > 0
+    assert sorted(written) == ([0] if shared else [0, 2])
 
 
 def kept_files(tmp_path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from largebatch.checkpoint import load, save
-from largebatch.cli import DONE, FAILED, USER, main
+from largebatch.cli import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 from largebatch.loading import load_recipe
 
@@ -213,6 +213,17 @@ def test_a_failure_that_is_not_the_users_exits_with_1(
     monkeypatch.setattr("largebatch.runner.run", fail)
     assert main(["train", DIGITS]) == FAILED
     assert capsys.readouterr().err == f"largebatch: {error}\n"
+
+
+def test_who_stops_at_once_gets_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("largebatch.runner.run", stop)
+    assert main(["train", DIGITS]) == STOPPED
+    assert capsys.readouterr().err == "largebatch: stopped at once\n"
 
 
 def test_what_is_wrong_on_every_worker_is_said_by_worker_0(

@@ -1,4 +1,5 @@
 import lzma
+import os
 import shutil
 import tarfile
 import zipfile
@@ -275,3 +276,14 @@ def test_real_imagenette_is_imported_with_its_bytes(real_data: Path, tmp_path: P
                 file.seek(offset)
                 assert file.read(num_bytes) == archive.read(name)
             assert name.split("/")[1] == val.classes[val.labels[sample]]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_in_a_folder_is_refused_by_name(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    for split in ("train", "val"):
+        write_picture(tmp_path / f"in/{split}/cat/a.png")
+    make(tmp_path / "in/train/cat/b.png")
+    with pytest.raises(DataError, match="in/train/cat/b.png: is no file but a pipe"):
+        imported(tmp_path / "in", tmp_path / "out")

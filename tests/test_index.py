@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -6,9 +7,11 @@ import pytest
 from picture_folder import fields, write_folder, write_picture
 
 from largebatch.cli import main
+from largebatch.data import building
 from largebatch.data.index import (
     BadPicturesError,
     check_same_classes,
+    index_of,
     kept,
     load_or_read,
     make,
@@ -67,10 +70,12 @@ def spoil(root: Path) -> dict[str, str]:
     (root / "train/cat/empty.png").touch()
     (root / "train/cat/gone.jpg").symlink_to("nowhere.jpg")
     write_picture(root / "train/cat/deep.png", mode="I;16")
+    os.mkfifo(root / "train/cat/pipe.png")
     return {
         "train/cat/deep.png": "its pixels are PNG colour type 0 with 16 bits",
         "train/cat/empty.png": "the file is empty",
         "train/cat/gone.jpg": "No such file or directory",
+        "train/cat/pipe.png": "it is no file but a folder, a pipe or a device",
         "train/cat/text.jpg": "no readable picture",
         "train/dog/cut.jpg": "it is cut off",
     }
@@ -81,12 +86,37 @@ def test_every_broken_picture_is_reported_at_once(root: Path) -> None:
     with pytest.raises(BadPicturesError) as caught:
         read_folder(root, "train")
     message = str(caught.value)
-    assert message.startswith(f"{root}: 5 of 9 pictures in train cannot be used; replace or remove")
+    assert message.startswith(
+        f"{root}: 6 of 10 pictures in train cannot be used; replace or remove"
+    )
     assert f"largebatch data index {root} --drop-bad" in message
     for path, reason in reasons.items():
         assert f"{path}: {reason}" in message
     assert "a.JPEG" not in message
     assert "..." not in message
+
+
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_disk_that_fails_is_asked_again_and_its_pictures_are_not_taken_for_bad_ones(
+    root: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    expected = fields(read_folder(root, "train"))
+    path, real, failures = root / "train/dog/b.png", os.pread, iter(range(times))
+    identity = path.stat().st_ino
+
+    def failing(file: int, length: int, offset: int) -> bytes:
+        if os.fstat(file).st_ino == identity and next(failures, None) is not None:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, length, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(building, "PAUSES", (0.01, 0.02, 0.03))
+    if times == 3:
+        assert fields(index_of(make(root, "train", drop_bad=True), root)) == expected
+        return
+    with pytest.raises(DataError, match=rf"{path}: cannot be read \(Input/output error\), tried 4"):
+        make(root, "train", drop_bad=True)
+    assert not list(kept(root, "train"))
 
 
 def test_a_message_lists_no_more_than_ten_pictures_but_the_error_all(tmp_path: Path) -> None:

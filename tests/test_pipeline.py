@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 
 from largebatch.backends.serial import Serial
 from largebatch.contracts import Batch, Batches, Request
-from largebatch.data import dali, torchvision
+from largebatch.data import changes, dali, torchvision
 from largebatch.data.index import Index
 from largebatch.data.pipeline import open_pipeline
 from largebatch.errors import DataError
@@ -147,3 +148,22 @@ def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Mon
             assert torch.equal(ours.labels, other.labels)
             std = min(load_recipe(DIGITS).data.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
+
+
+def test_kept_pictures_are_compared_with_every_file_since_none_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(changes, "MOST", 2)
+
+    def train_index(*overrides: str) -> Index:
+        recipe = load_recipe(DIGITS, list(overrides))
+        plan = make_plan(recipe, workers=1)
+        return open_pipeline(recipe, plan, CPU, folder=None, decoder="torchvision").train_index
+
+    path = train_index().locate(1).path
+    os.utime(path, ns=(0, 0))  # in place: only the file itself shows it
+    assert len(train_index())
+    recipe = load_recipe(DIGITS, ["data.cache=memory"])
+    with pytest.raises(DataError, match=f"{path.name} was changed"):
+        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=None, decoder=None)

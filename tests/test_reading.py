@@ -15,7 +15,7 @@ from decoding import Decode, both_decoders, photograph, run
 from PIL import Image
 
 from largebatch.backends.serial import Serial
-from largebatch.contracts import Request
+from largebatch.contracts import Bytes, Request
 from largebatch.data import cached, reading
 from largebatch.data.index import Index, Location, load_or_read
 from largebatch.errors import DataError
@@ -145,7 +145,7 @@ def test_reads_that_hung_once_are_made_by_other_threads(
     pipes = [hang(folder, sample) for sample in hanging]
     real, moved = reading._read_again, []
 
-    def mend_first(location: Location, problem: str) -> reading.Bytes:
+    def mend_first(location: Location, problem: str) -> Bytes:
         """The disk is well again once the first read was given up."""
         for path, content in pipes:
             moved.append(path.rename(path.with_suffix(".pipe")))
@@ -168,6 +168,36 @@ def test_reads_that_hung_once_are_made_by_other_threads(
     assert len(moved) == len(hanging)
 
 
+def test_as_many_threads_share_a_batch_as_the_one_before_needed(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request,), real, seconds = whole(folder, len(folder)), os.preadv, 0.0
+
+    def slow(file: int, buffers: list[memoryview], offset: int) -> int:
+        time.sleep(seconds)
+        return real(file, buffers, offset)
+
+    def sharing(reader: reading.Reader) -> int:
+        given = reader.start(folder, request)
+        reader.finish(given)
+        return len(given.shares)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
+    with reading.open_reader() as reader:
+        assert sharing(reader) == reading.THREADS  # nothing is known of the disk yet
+        sharing(reader)
+        seconds = 0.01
+        sharing(reader)
+        assert sharing(reader) >= 4
+        seconds = 0.1
+        sharing(reader)
+        assert sharing(reader) == reading.THREADS
+        seconds = 0.0
+        sharing(reader)
+        assert sharing(reader) < 4
+
+
 def test_memory_that_a_read_may_still_write_into_is_not_used_again(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +214,7 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
             return len(buffers[0])
         return real(file, buffers, offset)
 
-    def again(location: Location, _: str) -> reading.Bytes:
+    def again(location: Location, _: str) -> Bytes:
         return np.frombuffer(location.path.read_bytes(), dtype=np.uint8)
 
     monkeypatch.setattr(os, "preadv", late)

@@ -89,10 +89,19 @@ def test_who_finds_the_file_maps_it(
     content = make(root, "train")
     indexes = share(root, content, [0, 1, 0])
     assert [fields(index) for index in indexes] == [fields(load_or_read(root, "train"))] * 3
-    # The others' pictures may be copies: only worker 0's are of the times that its index says.
-    assert [index.mtimes is None for index in indexes] == [False, True, True]
+    assert all(index.mtimes is not None for index in indexes)
     assert mapped_files().count(".largebatch-train.index") >= 3
     assert not cache.exists()
+
+
+def test_files_of_a_copy_of_the_folder_may_have_other_times(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 finds another file there than worker 0, with the same content."""
+    number = iter(range(9))
+    monkeypatch.setattr(sharing, "_identity", lambda _: [next(number), 0])
+    indexes = share(root, make(root, "train"), [0, 0])
+    assert [index.mtimes is None for index in indexes] == [False, True]
 
 
 def test_who_does_not_find_it_gets_the_bytes_once_a_machine(

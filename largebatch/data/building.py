@@ -5,9 +5,12 @@ Threads, because they mostly wait for the storage; Python's lock lets them read 
 headers a second, so a million pictures take less than a minute on any number of cores.
 """
 
+import errno
 import hashlib
 import json
 import os
+import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from largebatch.contracts import IntArray
-from largebatch.data.headers import BadPictureError, measure_part
+from largebatch.data.headers import BadPictureError, Size, measure_part
 from largebatch.data.mapped import Arrays, Header
 from largebatch.data.scan import ClassFolder, Shard, Source
 from largebatch.data.shards import Unusable, read_shard
+from largebatch.errors import DataError
 
 FORMAT = 3
 """Of a kept index; one of another format is not used."""
@@ -31,6 +35,20 @@ THREADS = 16
 
 PART = 256
 """Pictures that a thread takes at a time."""
+
+PAUSES = (0.1, 1.0, 5.0)
+"""Seconds before each further attempt at a read that failed, here and in a run."""
+
+OF_THE_FILE = (
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENXIO,
+    errno.EPERM,
+)
+"""Errors that are the same next time: who may read a file, where a link leads, what it is."""
 
 Progress = Callable[[int, int], None]
 """Told how many of how many files are done, after every few."""
@@ -188,16 +206,32 @@ def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[In
         path = f"{source.split}/{folder.name}/{folder.names[row]}"
         facts = folder.sizes[row], folder.mtimes[row]
         try:
-            file = os.open(f"{source.root}/{path}", os.O_RDONLY)
-            try:
-                sizes[place] = measure_part(file, 0, folder.sizes[row])
-            finally:
-                os.close(file)
+            sizes[place] = _measure_file(f"{source.root}/{path}", folder.sizes[row])
         except BadPictureError as error:
             bad.append(Bad(path, str(error), *facts))
-        except OSError as error:
-            bad.append(Bad(path, error.strerror or str(error), *facts))
     return sizes, bad
+
+
+def _measure_file(path: str, num_bytes: int) -> Size:
+    """Measure a picture; what is wrong with the disk and not with the file is no bad picture."""
+    for pause in (0.0, *PAUSES):
+        time.sleep(pause)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise BadPictureError("it is no file but a folder, a pipe or a device")
+                return measure_part(file, 0, num_bytes)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                raise BadPictureError(os.strerror(error.errno)) from None
+            problem = error
+    raise DataError(
+        f"{path}: cannot be read ({problem.strerror}), tried {1 + len(PAUSES)} times; see that the "
+        "disk is well"
+    )
 
 
 def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]:

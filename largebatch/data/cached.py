@@ -17,28 +17,26 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import PIL
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.contracts import Backend, Batches, IntArray, Request, View
+from largebatch.contracts import Backend, Batches, Bytes, IntArray, Request, View
 from largebatch.data.augment import clean_request
-from largebatch.data.filling import Filling, empty_pixels, fill_ahead, finisher
+from largebatch.data.filling import Part, fill_ahead
 from largebatch.data.index import Index, user_cache
 from largebatch.data.mapped import whole_file
 from largebatch.data.reading import open_reader, read_ahead
-from largebatch.data.resampling import resample
 from largebatch.data.torchvision import Picture, pictures_of, to_pillow
 from largebatch.errors import DataError
 from largebatch.pictures import Interpolation
 
-Bytes = npt.NDArray[np.uint8]
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 
 LIMIT = 16 * 2**30
@@ -52,10 +50,6 @@ UNUSED_DAYS = 30
 
 EACH = 64
 """How many pictures a thread makes at a time."""
-
-SMALL = 3 * 48 * 48
-"""How many bytes a picture may have that is resized with others at once, where all have one size.
-Beyond, the matrix products of `resample` take longer than a call for every picture."""
 
 AT_ONCE = 2**22
 """How many bytes of a file are checked at a time."""
@@ -94,8 +88,9 @@ def kept(index: Index, pixels: Pixels, starts: IntArray) -> Kept[Pixels]:
 def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
     """Decode every picture of an index, unless that has been done before, and map the pixels.
 
-    The first worker of each machine writes the file. Raises DataError with the path of a picture
-    that cannot be decoded, or if there are too many pixels to keep.
+    Worker 0 writes the file, then the first worker of each other machine that does not find it: in
+    a folder that machines share, nobody may replace what others have mapped. Raises DataError with
+    the path of a picture that cannot be decoded, or if there are too many pixels to keep.
     """
     sizes = 3 * index.heights * index.widths
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -107,10 +102,11 @@ def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
             "make the pictures smaller"
         )
     path = _place(index)
-    if backend.local_rank == 0 and not _is_whole(path, total):
-        _remove_unused(path.parent)
-        _write(path, index, threads)
-    backend.barrier()
+    for mine in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
+        if mine and not _is_whole(path, total):
+            _remove_unused(path.parent)
+            _write(path, index, threads)
+        backend.barrier()
     # Mapped as private, since torch warns of bytes that cannot be written to; nobody writes.
     pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
     return kept(index, pixels, starts)
@@ -203,33 +199,29 @@ def decode(
 ) -> Batches:
     """Return one batch for each request, in order; the threads end when it ends or is closed."""
 
-    def start(pool: ThreadPoolExecutor, request: Request) -> Filling:
-        pixels = empty_pixels(len(request.samples), view, device)
-        rows = (slice(first, first + EACH) for first in range(0, len(pixels), EACH))
-        to_fill = pixels.numpy()
-        jobs = [pool.submit(_fill, kept, request, r, to_fill, view.interpolation) for r in rows]
-        return Filling(jobs, pixels, kept.index.labels[request.samples])
+    def divide(request: Request) -> tuple[IntArray, list[Part]]:
+        rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
+        parts = [Part(r, partial(_fill, kept, request, r, view.interpolation)) for r in rows]
+        return kept.index.labels[request.samples], parts
 
-    return fill_ahead(requests, start, finisher(view, device), threads=threads)
+    return fill_ahead(requests, divide, view=view, device=device, threads=threads)
 
 
 def _fill(
-    kept: Kept[Bytes], request: Request, rows: slice, pixels: Bytes, interpolation: Interpolation
+    kept: Kept[Bytes], request: Request, rows: slice, interpolation: Interpolation, pixels: Bytes
 ) -> None:
-    """Write the parts that were asked for into these rows of `pixels`."""
-    samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
-    if kept.alike is not None and kept.alike[0].size <= SMALL:
-        images = resample(
-            *map(torch.from_numpy, (kept.alike[samples], boxes, flips)),
-            size=pixels.shape[1],
-            interpolation=interpolation,
-        )
-        pixels[rows] = images.permute(0, 2, 3, 1).numpy()
-        return
+    """Write what these rows of a request ask for into `pixels`."""
+    each = zip(
+        request.samples[rows].tolist(),
+        request.boxes[rows].tolist(),
+        request.flips[rows].tolist(),
+        pixels,
+        strict=True,
+    )
     size = pixels.shape[1:3]
-    each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels[rows], strict=True)
     for sample, box, flip, out in each:
-        part = torch.from_numpy(kept.part(sample, box).transpose(2, 0, 1)[None])
+        # unsqueeze, not [None], whose stride of 0 would hide from PyTorch that channels come last.
+        part = torch.from_numpy(kept.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
         resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)
-        turned = resized.numpy()[0].transpose(1, 2, 0)
-        out[:] = turned[:, ::-1] if flip else turned
+        whole = resized.permute(0, 2, 3, 1).numpy()[0]
+        out[:] = whole[:, ::-1] if flip else whole

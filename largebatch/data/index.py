@@ -119,14 +119,15 @@ def read_folder(root: Path, split: str) -> Index:
     return index_of(_read(root, split), root)
 
 
-def open_content(root: Path, split: str) -> Content:
+def open_content(root: Path, split: str, *, every_file: bool = False) -> Content:
     """Return the index kept for this folder; where there is none, read the folder and keep one.
 
-    Raises DataError where the folder is no longer what its index says.
+    `every_file`: compare them all now, since they will not be read. Raises DataError where the
+    folder is no longer what its index says.
     """
     reasons = []
     for content in kept(root, split):
-        changed = _difference(content, root, every_file=False)
+        changed = _difference(content, root, every_file=every_file)
         if changed is None:
             return content
         reasons.append(f"{changed} (the index is {content.file})")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, BoolArray, IntArray, Request, View
-from largebatch.data.cached import Bytes, Kept, kept
+from largebatch.contracts import Batch, Batches, BoolArray, Bytes, IntArray, Request, View
+from largebatch.data.cached import Kept, kept
 from largebatch.data.resampling import resample
 from largebatch.errors import DataError
 

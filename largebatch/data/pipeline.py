@@ -215,7 +215,8 @@ def _open_indexes(data: Data, backend: Backend, folder: Path | None) -> tuple[In
     if backend.rank > 0:
         return share_index(None, None, backend), share_index(None, None, backend)
     root = _root(data, folder)
-    contents = [open_content(root, split) for split in ("train", "val")]
+    unread = data.cache is not None  # their pixels are kept
+    contents = [open_content(root, split, every_file=unread) for split in ("train", "val")]
     _check(data, *(index_of(content, root) for content in contents))
     train, val = (share_index(root, content, backend) for content in contents)
     return train, val

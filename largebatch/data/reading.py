@@ -4,9 +4,11 @@ Pictures lie on disks and networks that fail or stand still for a moment, and a 
 not end over that; nor may it wait for ever without saying for what. The threads are daemons, so
 one that hangs inside the operating system keeps neither a run nor the process from ending.
 
-A batch is read into one buffer that is used again: fresh memory costs more than copying into it.
+A batch is read into one buffer, which can be used again: fresh memory costs more than reading what
+the system has cached.
 """
 
+import logging
 import os
 import threading
 import time
@@ -16,9 +18,9 @@ from itertools import accumulate
 from queue import SimpleQueue
 
 import numpy as np
-import numpy.typing as npt
 
-from largebatch.contracts import Request
+from largebatch.contracts import Bytes, Request
+from largebatch.data.building import PAUSES
 from largebatch.data.changes import changed
 from largebatch.data.index import Index, Location
 from largebatch.errors import DataError
@@ -30,13 +32,11 @@ THREAD_SECONDS = 0.02
 """How much reading of the batch before brings in another thread. What lies in memory is read best
 by one: several would spend more time on handing Python's lock to each other than on reading."""
 
-PAUSES = (0.1, 1.0, 5.0)
-"""Seconds before each further attempt at a read that failed."""
-
 SLOW_SECONDS = 60.0
 """How long a read may take before another one is tried beside it."""
 
-Bytes = npt.NDArray[np.uint8]
+
+_LOG = logging.getLogger(__name__)
 
 
 def name_of(location: Location) -> str:
@@ -81,6 +81,7 @@ def _compare(location: Location, found: os.stat_result) -> None:
 def _read_again(location: Location, problem: str) -> Bytes:
     """Try a read that failed or hangs again, each time in a thread that may hang too."""
     for pause in PAUSES:
+        _LOG.warning("%s: cannot be read (%s); trying again", name_of(location), problem)
         time.sleep(pause)
         share = _Share([location], [np.empty(location.num_bytes, dtype=np.uint8)])
         threading.Thread(target=share.carry_out, name="read again", daemon=True).start()
@@ -207,6 +208,8 @@ class Reader:
         following = None
         contents, problems = list(share.contents), share.problems
         if not share.wait():
+            # Its read may end this very moment. Then one picture is read twice and one more thread
+            # comes and goes, which does no harm: all write the same bytes to the same place.
             share.left, hung = True, share.current
             reading.buffer = None  # the thread that is given up may still write into it
             following = _Share(share.locations[hung + 1 :], share.contents[hung + 1 :])

@@ -25,11 +25,13 @@ def share_index(root: Path | None, content: Content | None, backend: Backend) ->
     note = None
     if content is not None:
         file = None if content.file is None else str(content.file.resolve())
-        about = [str(root), content.header["split"], file, content.header["digest"]]
+        about = [str(root), content.header["split"], content.header["digest"]]
+        about += [file, _identity(content.file)]
         note = json.dumps(about).encode("ascii")
-    folder, split, file, digest = json.loads(broadcast_bytes(note, backend))
+    folder, split, digest, file, identity = json.loads(broadcast_bytes(note, backend))
     if content is None and file is not None:
         content = _find(Path(file), digest)
+    original = backend.rank == 0 or (content is not None and _identity(content.file) == identity)
     have = torch.tensor([content is not None], dtype=torch.int64, device=backend.device)
     if not backend.all_gather(have).all().item():  # sync: once, before training
         # Named by the folder, not the digest: an index made anew takes the place of the one before.
@@ -38,7 +40,7 @@ def share_index(root: Path | None, content: Content | None, backend: Backend) ->
     assert content is not None
     index = index_of(content, Path(folder))
     # A machine may have a copy of the folder, whose files have times of their own.
-    return index if backend.rank == 0 else replace(index, mtimes=None)
+    return index if original else replace(index, mtimes=None)
 
 
 def _send(content: Content | None, file: Path, digest: str, backend: Backend) -> Content:
@@ -53,6 +55,15 @@ def _send(content: Content | None, file: Path, digest: str, backend: Backend) ->
             write_whole(file, packed)
     backend.barrier()
     return _find(file, digest) or Content(*unpack(packed))
+
+
+def _identity(file: Path | None) -> list[int] | None:
+    """Return what the same file has on all machines that share it, and no copy of it."""
+    try:
+        stat = None if file is None else file.stat()
+    except OSError:
+        return None
+    return None if stat is None else [stat.st_ino, stat.st_mtime_ns]
 
 
 def _find(file: Path, digest: str) -> Content | None:

@@ -5,18 +5,17 @@ Pillow lets go of the interpreter lock while it decodes and resizes, so threads 
 
 import io
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 
-from largebatch.contracts import Batches, IntArray, Request, View
-from largebatch.data.filling import Filling, empty_pixels, fill_ahead, finisher
+from largebatch.contracts import Batches, Bytes, IntArray, Request, View
+from largebatch.data.filling import Part, fill_ahead
 from largebatch.data.index import Index, Location
-from largebatch.data.reading import Bytes, Reading, name_of, open_reader, read_ahead
+from largebatch.data.reading import Reading, name_of, open_reader, read_ahead
 from largebatch.errors import DataError
 from largebatch.vision import require_torchvision
 
@@ -55,18 +54,18 @@ def decode(
 def _decode(
     index: Index, requests: Iterable[Request], view: View, *, device: torch.device, threads: int
 ) -> Batches:
+    def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
+        request = reading.request
+        each = zip(pictures_of(index, reading), request.boxes, request.flips, strict=True)
+        parts = [
+            Part(slice(row, row + 1), partial(_decode_one, view, *picture))
+            for row, picture in enumerate(each)
+        ]
+        return index.labels[request.samples], parts
+
     with open_reader() as reader:
-
-        def start(pool: ThreadPoolExecutor, reading: Reading) -> Filling:
-            request = reading.request
-            pixels = empty_pixels(len(request.samples), view, device)
-            pictures = pictures_of(index, reading)
-            each = zip(pictures, request.boxes, request.flips, pixels.numpy(), strict=True)
-            jobs = [pool.submit(_decode_one, view, *arguments) for arguments in each]
-            return Filling(jobs, pixels, index.labels[request.samples])
-
         readings = read_ahead(index, requests, reader)
-        yield from fill_ahead(readings, start, finisher(view, device), threads=threads)
+        yield from fill_ahead(readings, divide, view=view, device=device, threads=threads)
 
 
 def pictures_of(index: Index, reading: Reading) -> list[Picture]:
@@ -94,16 +93,14 @@ def to_pillow(picture: Picture) -> Image.Image:
     return pixels
 
 
-def _decode_one(
-    view: View, picture: Picture, box: IntArray, flip: np.bool_, pixels: npt.NDArray[np.uint8]
-) -> None:
-    """Write the part of a picture that was asked for into `pixels`, H x W x 3."""
+def _decode_one(view: View, picture: Picture, box: IntArray, flip: np.bool_, pixels: Bytes) -> None:
+    """Write the part of a picture that was asked for into `pixels`, 1 x H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
     part = functional.resized_crop(
         to_pillow(picture),
         *box.tolist(),
-        list(pixels.shape[:2]),
+        list(pixels.shape[1:3]),
         InterpolationMode(view.interpolation),
     )
-    pixels[:] = functional.hflip(part) if flip else part
+    pixels[0] = functional.hflip(part) if flip else part

@@ -83,8 +83,12 @@ def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
                 continue
             if entry.is_dir():
                 yield from _walk(root, path, (*above, here))
-            else:
+            elif entry.is_file():
                 yield path
+            elif is_picture(entry.name):
+                raise DataError(
+                    f"{root / path}: is no file but a pipe, a device or a link to nowhere"
+                )
 
 
 class _Listing(Generic[P]):
