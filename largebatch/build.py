@@ -1,4 +1,4 @@
-"""Recipe -> model and optimizer."""
+"""Recipe -> model, optimizer, and what sums gradients."""
 
 import math
 from typing import assert_never
@@ -15,10 +15,12 @@ from largebatch.backends.reducer import Reducer, divide
 from largebatch.contracts import Backend
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
-from largebatch.models import build, norm_parameters, param_groups
+from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.norm import SpanBatchNorm, with_span
 from largebatch.plan import Plan
 from largebatch.recipe import Recipe
+from largebatch.schedules import cosine
+from largebatch.session import Means
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,6 +78,29 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
             return SGD(groups, lr=peak_lr, momentum=section.momentum, nesterov=section.nesterov)
         case _:
             assert_never(section)
+
+
+def build_extra(
+    recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
+) -> Means:
+    """Build what makes the updates after the schedule, and freeze the weights they leave alone.
+
+    Momentum SGD without a trust ratio, as LARS does for most of these weights: `affine_only` are
+    BatchNorm's scales and shifts and the classifier. The rate falls from `lr` to zero, so that the
+    last batches leave no mark of their own.
+    """
+    section = recipe.optimizer
+    trained = affine_parameters(model) if affine_only else set(model.parameters())
+    for weight in model.parameters():
+        weight.requires_grad_(weight in trained)
+    groups = param_groups(model, weight_decay=section.weight_decay)
+    for group in groups:
+        del group["adapt"]
+    nesterov = isinstance(section, recipes.SGD) and section.nesterov
+    optimizer = SGD(groups, lr=lr, momentum=section.momentum, nesterov=nesterov)
+    fall = cosine(peak=lr, steps=plan.affine_steps)
+    reducer = build_reducer(recipe, model, backend)
+    return optimizer, lambda step: fall(step - plan.steps), reducer
 
 
 def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer:

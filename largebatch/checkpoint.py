@@ -49,6 +49,12 @@ class Checkpoint:
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that have ended, as in summary.json."""
 
+    average: dict[str, Any] = field(default_factory=dict)
+    """The moving average, until it becomes the model; empty where there is none."""
+
+    before: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The state in which the stage under way began, where it may have to come back."""
+
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `folder/step-<step>.pt` atomically, then delete all but the newest few."""

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print, exit code. Only it and its two parts print.
+"""The command line: parse, call, print, exit code. Only it and its parts print.
 
 Nothing here imports PyTorch before a command needs it, so `check` and `explain` answer at once, and
 `plan` has printed all but its last row by then.
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from largebatch import cli_data, cli_recipe
+from largebatch import cli_data, cli_polish, cli_recipe
 from largebatch.cli_recipe import add_command, add_set, count
 from largebatch.errors import (
     BackendError,
@@ -31,9 +31,6 @@ from largebatch.folder import check_folder, default_folder
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.workers import launched_rank
-
-if TYPE_CHECKING:
-    from largebatch.runner import Options
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED = 0, 1, 2, 75, 130
 
@@ -111,39 +108,23 @@ def _become_horovodrun(args: argparse.Namespace) -> NoReturn:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from largebatch.runner import Options
     from largebatch.saved import evaluate_checkpoint
 
-    metrics = evaluate_checkpoint(args.checkpoint, _options(args, out=Path()))
+    options = Options(
+        out=Path(),
+        data=args.data,
+        backend=args.backend,
+        device_batch=args.device_batch,
+        decoder=args.decoder,
+    )
+    metrics = evaluate_checkpoint(args.checkpoint, options)
     if _rank() == 0:
         print(
             f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
             f"({metrics.samples} samples)"
         )
     return DONE
-
-
-def _polish(args: argparse.Namespace) -> int:
-    from largebatch.saved import polish_checkpoint
-
-    summary = polish_checkpoint(args.checkpoint, _options(args, out=args.out), samples=args.samples)
-    if _rank() == 0:
-        before, after = summary.stages
-        for key in ("top1", "top5", "loss"):
-            print(f"{key:>5}: {before[key]:.4f} -> {after[key]:.4f}")
-        print(f"report: {args.out / 'report.html'}")
-    return DONE
-
-
-def _options(args: argparse.Namespace, *, out: Path) -> "Options":
-    from largebatch.runner import Options
-
-    return Options(
-        out=out,
-        data=args.data,
-        backend=args.backend,
-        device_batch=args.device_batch,
-        decoder=args.decoder,
-    )
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -183,12 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", type=Path)
     _add_machine(evaluate)
 
-    polish = command("polish", _polish, "do the statistics pass on a checkpoint of any run")
-    polish.add_argument("checkpoint", type=Path)
-    polish.add_argument("--out", type=Path, required=True, metavar="DIR", help="new run folder")
-    polish.add_argument("--samples", type=count, metavar="N", help="pictures to measure (all)")
-    _add_machine(polish)
-
+    cli_polish.add_commands(command, _add_machine)
     cli_recipe.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from largebatch.errors import LargebatchError
 from largebatch.explain import explain
+from largebatch.finishing import Polish
 from largebatch.loading import load_recipe
-from largebatch.plan import describe_spans, make_plan
+from largebatch.plan import Plan, describe_spans, make_plan
 from largebatch.rates import build_schedule, follow
+from largebatch.recipe import Recipe
 
 Call = Callable[[argparse.Namespace], int]
 
@@ -64,8 +66,6 @@ def _plan(args: argparse.Namespace) -> int:
     plan = make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
     course = follow(recipe)
     rates, peak = course.rates, course.peak
-    polish = recipe.polish
-    samples = polish.statistics_samples if polish else None
     rows = {
         "recipe": recipe.name,
         "global batch": f"{plan.global_batch:,} = {plan.workers} workers x {plan.accumulation} "
@@ -79,7 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
         "rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
         f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
         "warm-up": f"{plan.warmup_steps:,} steps",
-        "statistics": f"{samples:,} clean samples" if samples else "none",
+        **_polishing(recipe, plan),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
     for name, value in rows.items():
@@ -88,6 +88,21 @@ def _plan(args: argparse.Namespace) -> int:
 
     print(f"gradient groups  {describe_groups(recipe)}")  # last: building the model takes seconds
     return 0
+
+
+def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Say what comes after the schedule, and who judges it."""
+    polish = recipe.polish or Polish.model_construct()
+    rows = {}
+    if polish.ema:
+        rows["average"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
+    if polish.affine:
+        rows["affine"] = f"{plan.affine_steps:,} steps more, rate from {polish.affine.lr:g} to 0"
+    samples = polish.statistics.samples if polish.statistics else 0
+    rows["statistics"] = f"{samples:,} clean samples" if samples else "none"
+    if polish.held_out:
+        rows["held out"] = f"{polish.held_out:,} training samples, which judge every stage"
+    return rows
 
 
 def _check(args: argparse.Namespace) -> int:

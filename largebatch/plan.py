@@ -34,12 +34,17 @@ class Plan:
     """How many workers side by side share each span while training; 1: each holds whole spans."""
 
     train_samples: int
+    """Those that are trained on: pictures held out are not among them."""
+
     val_samples: int
     steps: int
-    """Optimizer updates in the whole run, clean ones included."""
+    """Optimizer updates of the schedule, clean ones included."""
 
     warmup_steps: int
     clean_steps: int
+    affine_steps: int = 0
+    """Updates after the schedule, in which few weights move."""
+
     evaluate_after: tuple[int, ...]
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
 
@@ -47,6 +52,11 @@ class Plan:
     def train_steps(self) -> int:
         """Updates on augmented pictures; the clean ones follow."""
         return self.steps - self.clean_steps
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in the whole run."""
+        return self.steps + self.affine_steps
 
     @property
     def statistics_batch(self) -> int:
@@ -109,7 +119,7 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
     steps_in = converter(recipe)
     steps = steps_in(recipe.duration, math.ceil)
     warmup = recipe.schedule.warmup
-    clean = recipe.polish.clean if recipe.polish else None
+    clean, affine = (recipe.polish.clean, recipe.polish.affine) if recipe.polish else (None, None)
     plan = Plan(
         workers=workers,
         global_batch=batch.global_batch,
@@ -117,23 +127,32 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
         accumulation=per_worker // device_batch,
         bn_span=batch.bn_span,
         sync_workers=max(1, span // device_batch),
-        train_samples=recipe.data.train_samples,
+        train_samples=recipe.train_samples,
         val_samples=recipe.data.val_samples,
         steps=steps,
         warmup_steps=steps_in(warmup) if warmup else 0,
         clean_steps=steps_in(clean) if clean else 0,
+        affine_steps=steps_in(affine) if affine else 0,
         evaluate_after=_evaluations(recipe, steps=steps),
     )
-    if plan.warmup_steps >= steps:
-        raise RecipeError(
-            f"schedule.warmup ({plan.warmup_steps} steps) must be shorter than duration "
-            f"({steps} steps)"
-        )
-    if plan.clean_steps >= steps:
-        raise RecipeError(
-            f"polish.clean ({plan.clean_steps} steps) must be shorter than duration ({steps} steps)"
-        )
+    _check_lengths(recipe, plan)
     return plan
+
+
+def _check_lengths(recipe: Recipe, plan: Plan) -> None:
+    """Raise RecipeError where a part of the schedule is as long as all of it."""
+    for key, length in (("schedule.warmup", plan.warmup_steps), ("polish.clean", plan.clean_steps)):
+        if length >= plan.steps:
+            raise RecipeError(
+                f"{key} ({length} steps) must be shorter than duration ({plan.steps} steps)"
+            )
+    ema = recipe.polish.ema if recipe.polish else None
+    if ema is not None and 1 / (1 - ema) > plan.steps:
+        raise RecipeError(
+            f"polish.ema ({ema:g}) averages over {1 / (1 - ema):,.0f} updates and the schedule has "
+            f"{plan.steps:,}: the average would be of weights from the start; give less than "
+            f"{1 - 1 / plan.steps:.6g}"
+        )
 
 
 def measuring_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) -> Plan:
@@ -163,7 +182,7 @@ def describe_spans(plan: Plan) -> str:
 
 def converter(recipe: Recipe) -> Callable[..., int]:
     """Return what turns epochs into steps: the nearest number, but at least one."""
-    steps_per_epoch = recipe.data.train_samples / recipe.batch.global_batch
+    steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
 
     def steps_in(span: Span, rounding: Callable[[float], int] = round) -> int:
         if span.steps is not None:
@@ -179,7 +198,7 @@ def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
     if every is None:
         return ()
     steps_in = converter(recipe)
-    last_epoch = steps * recipe.batch.global_batch / recipe.data.train_samples
+    last_epoch = steps * recipe.batch.global_batch / recipe.train_samples
     epochs = [offset + k * every for k in range(math.ceil(last_epoch / every) + 1)]
     points = {steps_in(Span(epochs=epoch)) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))

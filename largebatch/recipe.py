@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from largebatch.finishing import Polish
 from largebatch.pictures import Data
 from largebatch.policy import Schedule
 from largebatch.section import Momentum, Section, Span
@@ -19,10 +20,11 @@ class Model(Section):
     """The network."""
 
     name: str
-    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), or the name of any timm model."""
+    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm model, or
+    `torchvision/` and that of one of torchvision's."""
 
     arguments: dict[str, JsonValue] = Field(default={})
-    """Passed to timm.create_model as they are."""
+    """Passed to timm.create_model, or torchvision's get_model, as they are."""
 
     head_std: PositiveFloat | None = None
     """Draw the classifier's weights from N(0, head_std) with zero bias; null keeps the model's
@@ -148,24 +150,6 @@ class Reduction(Section):
     """Sum inside each machine first, then across machines, each worker a part of every group."""
 
 
-class Polish(Section):
-    """Final Polishing (Kasagi et al., HPDC 2020): let BatchNorm see clean training data."""
-
-    clean: Span | None = None
-    """The last part of the run trains on clean pictures, at the schedule's rate; null: none."""
-
-    statistics_samples: PositiveInt | None = None
-    """How many clean training pictures the final forward-only pass measures; null: no pass."""
-
-    @model_validator(mode="after")
-    def _does_something(self) -> Self:
-        if self.clean is None and self.statistics_samples is None:
-            raise ValueError(
-                "give clean, statistics_samples or both; without polishing, leave polish out"
-            )
-        return self
-
-
 class Evaluation(Section):
     """When validation accuracy is measured, besides at the end of every stage."""
 
@@ -211,20 +195,36 @@ class Recipe(Section):
     tracking: tuple[Literal["wandb"], ...] = ()
     """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
 
+    @property
+    def train_samples(self) -> int:
+        """Training pictures that are trained on: all but those held out."""
+        held_out = self.polish.held_out if self.polish else None
+        return self.data.train_samples - (held_out or 0)
+
     @model_validator(mode="after")
-    def _statistics_fit_the_data(self) -> Self:
-        samples = 0 if self.polish is None else self.polish.statistics_samples or 0
-        if samples > self.data.train_samples:
+    def _polishing_fits_the_data(self) -> Self:
+        if self.polish is None:
+            return self
+        if self.train_samples < 1:
             raise ValueError(
-                f"polish.statistics_samples ({samples}) must not exceed data.train_samples "
+                f"polish.held_out ({self.polish.held_out}) must be fewer than data.train_samples "
                 f"({self.data.train_samples})"
             )
-        if self.polish is not None and self.batch.bn_span is None:
+        span, statistics = self.batch.bn_span, self.polish.statistics
+        if span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
-        if self.batch.bn_span is not None and samples % self.batch.bn_span == 1:
+        if statistics is None:
+            return self
+        if statistics.samples > self.train_samples:
+            left = " less polish.held_out" if self.polish.held_out else ""
             raise ValueError(
-                f"polish.statistics_samples ({samples}) leaves a single picture for the last "
-                f"BatchNorm span of {self.batch.bn_span}; give one more or one less"
+                f"polish.statistics.samples ({statistics.samples}) must not exceed "
+                f"data.train_samples{left} ({self.train_samples})"
+            )
+        if statistics.samples % span == 1 and not statistics.sequential:
+            raise ValueError(
+                f"polish.statistics.samples ({statistics.samples}) leaves a single picture for the "
+                f"last BatchNorm span of {span}; give one more or one less"
             )
         return self
 

@@ -13,7 +13,7 @@ from largebatch.contracts import Backend, Tracker
 from largebatch.errors import CheckpointError
 from largebatch.loading import dump_recipe
 from largebatch.recipe import Recipe
-from largebatch.stages import Session
+from largebatch.session import Session
 from largebatch.tracking.console import Console
 from largebatch.tracking.jsonl import JsonLines
 from largebatch.tracking.wandb import Wandb

@@ -8,33 +8,39 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from largebatch.average import Average
 from largebatch.backends import Name, open_backend
 from largebatch.build import (
+    build_extra,
     build_model,
     build_optimizer,
     build_reducer,
     build_scaler,
     portable,
 )
-from largebatch.contracts import Tracker
+from largebatch.contracts import Backend, Tracker
 from largebatch.data.pipeline import open_pipeline
 from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
-from largebatch.plan import make_plan, measuring_plan
+from largebatch.plan import Plan, make_plan, measuring_plan
 from largebatch.rates import build_schedule
 from largebatch.recipe import Recipe, Reduction
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
-from largebatch.stages import Session, StepLog, run_stages
+from largebatch.session import Means, Session
+from largebatch.stages import run_stages
+from largebatch.steplog import StepLog
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
 from largebatch.workers import available_cores, launched_rank, start_workers
 
@@ -118,7 +124,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         state = read_state(recipe, options.out, session.backend) if options.resume else None
         if state is not None:
             session.restore(state)
-        until = session.plan.steps if options.max_steps is None else options.max_steps
+        until = session.plan.updates if options.max_steps is None else options.max_steps
         return carry_out(session, trackers, options.out, lambda: run_stages(session, until=until))
 
 
@@ -148,32 +154,40 @@ def open_session(
     here = recipe
     if measuring:
         here = portable(recipe).model_copy(update={"reduction": Reduction()})
-    with (
-        _stop_requests() as wants_stop,
-        closing(build_reducer(here, model, backend)) as reducer,
-    ):
-        yield (
-            Session(
-                recipe=recipe,
-                plan=plan,
-                backend=backend,
-                pipeline=pipeline,
-                model=model,
-                optimizer=build_optimizer(here, model),
-                criterion=cross_entropy(
-                    smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
-                ),
-                schedule=build_schedule(recipe),
-                reducer=reducer,
-                spans=Spans(model, backend, sync_workers=plan.sync_workers),
-                scaler=build_scaler(recipe, plan, backend),
-                emit=emit,
-                log=StepLog(plan, backend, emit, wants_stop),
-                checkpoints=options.out / "checkpoints",
+    polish = recipe.polish
+    with _stop_requests() as wants_stop:
+        session = Session(
+            recipe=recipe,
+            plan=plan,
+            backend=backend,
+            pipeline=pipeline,
+            model=model,
+            optimizer=build_optimizer(here, model),
+            criterion=cross_entropy(
+                smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
             ),
-            trackers,
+            schedule=build_schedule(recipe),
+            reducer=build_reducer(here, model, backend),
+            build_affine=partial(_build_affine, here, plan, model, backend),
+            average=Average(model, decay=polish.ema) if polish and polish.ema else None,
+            spans=Spans(model, backend, sync_workers=plan.sync_workers),
+            scaler=build_scaler(recipe, plan, backend),
+            emit=emit,
+            log=StepLog(plan, backend, emit, wants_stop),
+            checkpoints=options.out / "checkpoints",
         )
+        try:
+            yield session, trackers
+        finally:
+            session.reducer.close()
     backend.close()
+
+
+def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Means:
+    assert recipe.polish is not None
+    assert recipe.polish.affine is not None
+    rate = recipe.polish.affine.lr
+    return build_extra(recipe, plan, model, backend, affine_only=True, lr=rate)
 
 
 def carry_out(
@@ -207,7 +221,7 @@ def _finish(summary: Summary, trackers: list[Tracker], folder: Path) -> None:
 def summarize(session: Session, status: Status) -> Summary:
     """Say in numbers how far the run has come."""
     plan, log = session.plan, session.log
-    last = session.stages[-1] if session.stages else {}
+    last = session.last_kept or {}
     return Summary(
         recipe=session.recipe.name,
         commit=source_commit() if session.backend.rank == 0 else None,

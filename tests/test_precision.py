@@ -24,7 +24,7 @@ from largebatch.checkpoint import load
 from largebatch.contracts import Backend, Batch
 from largebatch.errors import DivergedError
 from largebatch.norm import Spans, with_span
-from largebatch.stages import StepLog
+from largebatch.steplog import StepLog
 from largebatch.train import Update, train
 from largebatch.workers import start_workers
 

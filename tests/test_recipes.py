@@ -52,7 +52,8 @@ def test_a_pair_differs_only_in_what_a_large_batch_needs(small: str, large: str)
     assert (ours.optimizer.kind, other.optimizer.kind) == ("sgd", "lars")
     assert ours.polish is None
     assert other.polish is not None
-    assert other.polish.statistics_samples == other.data.train_samples
+    assert other.polish.statistics is not None
+    assert other.polish.statistics.samples == other.data.train_samples
     assert other.schedule.warmup is not None
     assert other.loss.label_smoothing == 0.1
 
@@ -103,7 +104,7 @@ def test_it_starts_on_real_pictures(
     recipe = load(name)
     changes = [*SAMPLES, f"batch.global_batch={min(recipe.batch.global_batch, 64)}"]
     if recipe.polish is not None:
-        changes.append(f"polish.statistics_samples={CLASSES * TRAIN}")
+        changes.append(f"polish.statistics.samples={CLASSES * TRAIN}")
     if recipe.data.eval_resize is not None:
         changes += ["data.image_size=64", "data.eval_resize=73"]
     changed = load(name, *changes)
@@ -124,7 +125,7 @@ def test_the_large_batch_recipes_run_to_the_end(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = (
         *("batch.global_batch=64", "duration={steps: 4}", "schedule.warmup={steps: 1}"),
-        *("polish={clean: {steps: 1}, statistics_samples: 64}", "evaluation.every_epochs=null"),
+        *("polish={clean: {steps: 1}, statistics: {samples: 64}}", "evaluation.every_epochs=null"),
     )
     size = ("data.image_size=64", "data.eval_resize=73") if data == "imagenette224" else ()
     recipe = load(PAIRS[data][1], *SAMPLES, *small, *size)

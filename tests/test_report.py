@@ -18,7 +18,7 @@ from PIL import Image
 
 from largebatch.errors import MissingPackageError
 from largebatch.report import write_report
-from largebatch.report.figures import draw_drift, draw_loss
+from largebatch.report.figures import draw_accuracy, draw_drift, draw_loss
 from largebatch.report.headline import duration, headlines, verdict
 from largebatch.report.page import make_page
 from largebatch.report.reading import read_run
@@ -65,6 +65,7 @@ class Attributes(HTMLParser):
         fake_runs.interrupted_after_a_skipped_step,
         fake_runs.failed_at_once,
         fake_runs.killed,
+        fake_runs.judged,
         fake_runs.polished_checkpoint,
     ],
 )
@@ -171,6 +172,37 @@ def test_what_is_unknown_is_a_dash(
 ) -> None:
     run = read_run(make(tmp_path / "run"))
     assert [number.value for number in headlines(run)] == values
+
+
+def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path: Path) -> None:
+    run = read_run(fake_runs.judged(tmp_path / "run"))
+    assert [stage.kept for stage in run.stages] == [True, True, False, True, False]
+    befores = [stage.before.top1 if stage.before else None for stage in run.stages]
+    assert befores == [None, 0.9583, 0.9722, 0.9722, 0.9806]
+    assert [number.value for number in headlines(run)][:2] == ["98.06", "+2.23"]
+    page = make_page(run)
+    words = Attributes(page).words
+    for word in ("clean", "ema (discarded)", "affine", "statistics (discarded)"):
+        assert word in words
+    assert (
+        "ema did not raise top-1 on 200 training pictures held out (97.00 % before, 96.00 % after) "
+        "and was discarded: the model is as it was before." in words
+    )
+    assert "affine raised top-1 on 200 training pictures held out (97.00 %" in page
+    assert "lowered it" not in page
+    figure = Figure()
+    draw_accuracy(figure, run)
+    ends = figure.axes[1]
+    assert [label.get_text().split("\n") for label in ends.get_xticklabels()] == [
+        ["train", ""],
+        ["clean", "+1.39"],
+        ["ema", "−1.11", "discarded"],
+        ["affine", "+0.84"],
+        ["statistics", "−1.67", "discarded"],
+    ]
+    assert np.asarray(ends.lines[0].get_xdata()).tolist() == [0, 1, 3]  # the line of what was kept
+    hollow = [line.get_markerfacecolor() == "none" for line in ends.lines[1:]]
+    assert hollow == [False, False, True, False, True]
 
 
 def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:

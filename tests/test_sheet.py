@@ -30,7 +30,7 @@ def recipe(*changes: str) -> Recipe:
         *(f"data.train_samples={CLASSES * EACH}", f"data.val_samples={2 * CLASSES}"),
         *("data.crop_area=[0.5,1.0]", "data.flip=true", "batch.global_batch=6", "batch.bn_span=6"),
         *("duration.epochs=10", "schedule.warmup.epochs=1", "polish.clean.epochs=2"),
-        "polish.statistics_samples=12",
+        "polish.statistics.samples=12",
     )
     return load_recipe(RECIPES / "digits_96.yaml", [*always, *changes])
 

@@ -45,6 +45,15 @@ EVALUATION = {
     "loss": 0.25,
     "samples": 360,
 }
+DECISION = {
+    "event": "decision",
+    "stage": "clean",
+    "step": 2,
+    "samples": 1200,
+    "before": 0.95,
+    "after": 0.94,
+    "kept": False,
+}
 LAYER = {"name": "bn1", "channels": 4, "mean_shift": 0.5, "log_variance_ratio": 0.25}
 DRIFT = {"event": "drift", "stage": "statistics", "step": 2, "samples": 9, "layers": [LAYER]}
 SUMMARY = {
@@ -97,7 +106,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     console = Console(stream)
     console.start(CONFIG, resume_step=0)
-    for record in (*STEPS, EVALUATION, DRIFT):
+    for record in (*STEPS, EVALUATION, DECISION, DRIFT):
         console.record(record)
     console.finish(SUMMARY)
     assert stream.getvalue().splitlines() == [
@@ -105,8 +114,20 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "     train  step 1/2  loss 2.5000  rate 0.125  192 samples/s  0 s left",
         "     train  step 2/2  loss 1.5000  rate 0.125  192 samples/s  0 s left",
         "     clean  epoch   0.13  top-1  97.50%  top-5 100.00%  val loss 0.2500",
+        "     clean  discarded: top-1 95.00% -> 94.00% on 1,200 training pictures held out",
         "finished after 1.2 s",
     ]
+
+
+def test_updates_after_the_schedule_are_counted_too() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start({**CONFIG, "plan": {**PLAN, "affine_steps": 5}}, resume_step=0)
+    console.record({**STEPS[0], "stage": "affine", "step": 3})
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("digits-96: 2 and 5 more steps of 96 samples")
+    assert second.startswith("    affine  step 4/7 ")
+    assert second.endswith("2 s left")
 
 
 def test_lines_come_seldom() -> None:
@@ -148,7 +169,7 @@ def test_wandb_records_offline_without_a_key(
     folder.mkdir()
     tracker = Wandb(folder)
     tracker.start(CONFIG, resume_step=0)
-    for record in (*STEPS, EVALUATION, DRIFT):
+    for record in (*STEPS, EVALUATION, DECISION, DRIFT):
         tracker.record(record)
     from PIL import Image
 
@@ -162,7 +183,8 @@ def test_wandb_records_offline_without_a_key(
     assert [row["train/loss"] for row in history if "train/loss" in row] == [2.5, 1.5]
     assert [row["train/lr"] for row in history if "train/lr" in row] == [0.125, 0.125]
     assert [row["val/top1"] for row in history if "val/top1" in row] == [0.975]
-    assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2]
+    assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2, 2]
+    assert [row["held_out/top1"] for row in history if "held_out/top1" in row] == [0.94]
     assert any(row.get("drift/bn1/mean_shift") == 0.5 for row in history)
     assert summary["status"] == "finished"
     assert summary["report/_type"] == "image-file"

@@ -7,3 +7,4 @@ decide nothing.
 
 from largebatch.data.augment import clean_request as clean_request
 from largebatch.data.augment import train_request as train_request
+from largebatch.data.augment import training_samples as training_samples

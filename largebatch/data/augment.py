@@ -18,6 +18,13 @@ ATTEMPTS = 10
 """How often a random box is drawn before the central one is taken, as in torchvision."""
 
 
+def training_samples(index: Index, positions: range, *, seed: int) -> IntArray:
+    """Return the samples at these positions of the run: each once an epoch, none held out."""
+    if index.trained is None:
+        return sample_ids(positions, seed=seed, num_samples=len(index))
+    return index.trained[sample_ids(positions, seed=seed, num_samples=len(index.trained))]
+
+
 def train_request(
     index: Index,
     positions: range,
@@ -31,7 +38,7 @@ def train_request(
 
     `area` None shows whole pictures.
     """
-    samples = sample_ids(positions, seed=seed, num_samples=len(index))
+    samples = training_samples(index, positions, seed=seed)
     heights, widths = index.heights[samples], index.widths[samples]
     if area is None:
         boxes = whole_boxes(heights, widths)

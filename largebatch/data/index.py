@@ -66,6 +66,9 @@ class Index:
     digest: str = ""
     """Of the content: two indexes with one digest list the same pictures."""
 
+    trained: IntArray | None = None
+    """The samples that a run may train on, rising; None: all of them."""
+
     def __len__(self) -> int:
         return len(self.labels)
 

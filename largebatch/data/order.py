@@ -29,6 +29,7 @@ class Stream(enum.IntEnum):
     FLIP = 2
     NOISE = 3
     PATTERN = 4
+    HELD_OUT = 5
 
 
 def random_words(
@@ -63,14 +64,30 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     return np.concatenate(parts, dtype=np.int64)
 
 
+def divide(num_samples: int, *, held_out: int, seed: int) -> tuple[IntArray, IntArray]:
+    """Return the samples to train on and those held out, both in rising order.
+
+    A function of the seed and the two numbers alone, drawn from a stream of its own.
+    """
+    if not 0 < held_out < num_samples:
+        raise ValueError(f"held_out must be from 1 to {num_samples - 1}, got {held_out}")
+    order = _draw(seed, Stream.HELD_OUT, part=0, num_samples=num_samples)
+    return np.sort(order[held_out:]).astype(np.int64), np.sort(order[:held_out]).astype(np.int64)
+
+
 @functools.lru_cache(maxsize=1)  # positions only rise: an epoch that is over is not asked for again
 def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Return the order of one epoch.
+    """Return the order of one epoch."""
+    return _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples)
+
+
+def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:
+    """Return a random order of the samples.
 
     Every worker holds one, in numbers of 32 bits: 5 MB for ImageNet, and some 30 MB of working
     memory for the quarter of a second in which it is drawn.
     """
     assert num_samples < 2**32, "more samples need wider numbers"
     num_blocks = -(-num_samples // WORDS_PER_BLOCK)
-    words = random_words(seed, Stream.ORDER, block=0, num_blocks=num_blocks, part=epoch)
+    words = random_words(seed, stream, block=0, num_blocks=num_blocks, part=part)
     return np.argsort(words.reshape(-1)[:num_samples], kind="stable").astype(np.uint32)

@@ -5,13 +5,13 @@ chosen only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from largebatch.contracts import Backend, Batches, Request, View
+from largebatch.contracts import Backend, Batches, IntArray, Request, View
 from largebatch.data import (
     cached,
     clean_request,
@@ -21,9 +21,10 @@ from largebatch.data import (
     synthetic,
     torchvision,
     train_request,
+    training_samples,
 )
 from largebatch.data.index import Index, check_same_classes, index_of, open_content
-from largebatch.data.order import sample_ids
+from largebatch.data.order import divide
 from largebatch.data.sharing import share_index
 from largebatch.errors import DataError
 from largebatch.pictures import Data
@@ -45,6 +46,8 @@ class Pipeline:
     val_index: Index
     decode: Decode
     decode_clean: Decode
+    held_out_samples: IntArray
+    """Training pictures that no stage is trained or measured on."""
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.
@@ -65,18 +68,20 @@ class Pipeline:
 
         Every batch holds whole BatchNorm spans, also where several workers share one in training.
         """
-        samples = sample_ids(
-            range(num_samples), seed=self.recipe.seed, num_samples=self.plan.train_samples
-        )
+        samples = self._samples(range(num_samples))
         requests = self._clean(self.train_index, samples, size=self.plan.statistics_batch)
+        return self.decode_clean(self.train_index, requests)
+
+    def held_out(self) -> Batches:
+        """Return this worker's share of the training pictures held out, clean; it may be none."""
+        requests = self._clean(self.train_index, self.held_out_samples, size=self.plan.device_batch)
         return self.decode_clean(self.train_index, requests)
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Ask for what training shows at these positions of the run."""
         data, seed = self.recipe.data, self.recipe.seed
         if clean:
-            samples = sample_ids(positions, seed=seed, num_samples=self.plan.train_samples)
-            return self.clean_request(self.train_index, samples)
+            return self.clean_request(self.train_index, self._samples(positions))
         return train_request(
             self.train_index,
             positions,
@@ -90,6 +95,9 @@ class Pipeline:
         """Ask for these samples as validation shows them."""
         data = self.recipe.data
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
+
+    def _samples(self, positions: range) -> IntArray:
+        return training_samples(self.train_index, positions, seed=self.recipe.seed)
 
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
         for step in steps:
@@ -131,6 +139,7 @@ def open_pipeline(
         for one in opened:
             one(train, iter(())).close()  # what cannot decode is found out here, not in the run
         decode, decode_clean = opened
+    train, held_out = _hold_out(train, recipe)
     return Pipeline(
         recipe=recipe,
         plan=plan,
@@ -139,7 +148,17 @@ def open_pipeline(
         val_index=val,
         decode=decode,
         decode_clean=decode_clean,
+        held_out_samples=held_out,
     )
+
+
+def _hold_out(train: Index, recipe: Recipe) -> tuple[Index, IntArray]:
+    """Return the index of what is trained on, and the samples that are not."""
+    number = recipe.polish.held_out if recipe.polish else None
+    if number is None:
+        return train, np.empty(0, dtype=np.int64)
+    trained, held_out = divide(len(train), held_out=number, seed=recipe.seed)
+    return replace(train, trained=trained), held_out
 
 
 def _choose_decode(data: Data, name: str) -> Callable[..., Batches]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from largebatch.contracts import Batches, IntArray, Request
-from largebatch.data.order import sample_ids
+from largebatch.data.augment import training_samples
 from largebatch.data.pipeline import Pipeline
 from largebatch.pictures import Data
 
@@ -79,8 +79,8 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
 
 def _one_of_each_class(pipeline: Pipeline) -> IntArray:
     """Return the first sample of each class in the order of the run, sorted by class."""
-    number = pipeline.plan.train_samples
-    order = sample_ids(range(number), seed=pipeline.recipe.seed, num_samples=number)
+    once = range(pipeline.plan.train_samples)
+    order = training_samples(pipeline.train_index, once, seed=pipeline.recipe.seed)
     labels = pipeline.train_index.labels[order]
     _, first = np.unique(labels, return_index=True)
     chosen = np.sort(first)[:CLASSES]
@@ -93,7 +93,7 @@ def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
     columns = []
     for start in range(0, num_passes * number, number):
         positions = range(start, start + number)
-        order = sample_ids(positions, seed=pipeline.recipe.seed, num_samples=number)
+        order = training_samples(pipeline.train_index, positions, seed=pipeline.recipe.seed)
         columns.append([start + int(np.flatnonzero(order == sample)[0]) for sample in samples])
     return np.array(columns, dtype=np.int64).T
 

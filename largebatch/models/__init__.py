@@ -1,6 +1,5 @@
 """Models by name, and which of their parameters are decayed and adapted."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from largebatch.errors import MissingPackageError, RecipeError
+from largebatch.errors import RecipeError
+from largebatch.models import zoo
 from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
 from largebatch.models.lenet5 import LeNet5
-from largebatch.vision import require_torchvision
 
 _OURS: dict[str, Callable[[int], nn.Module]] = {"lenet5": LeNet5} | {
     f"cifar_resnet{depth}": partial(CifarResNet, depth=depth) for depth in DEPTHS
@@ -26,21 +25,22 @@ def build(
     arguments: Mapping[str, Any] | None = None,
     head_std: float | None = None,
 ) -> nn.Module:
-    """Build one of our models or timm's, with fresh weights: N x 3 x H x W to N x num_classes.
+    """Build one of our models, timm's or torchvision's: N x 3 x H x W to N x num_classes.
 
-    `arguments` go to timm.create_model; `head_std` draws the classifier from N(0, head_std) with
-    zero bias. Raises RecipeError for a name or an argument that timm does not know.
+    Weights are fresh. `arguments` go to timm or torchvision; `head_std` draws the classifier from
+    N(0, head_std) with zero bias. Raises RecipeError for a name or an argument that is not known.
     """
     if name in _OURS:
         if arguments:
             raise RecipeError(f"model.arguments: {name} takes none, got {', '.join(arguments)}")
         model = _OURS[name](num_classes)
     else:
-        model = _build_timm(name, num_classes=num_classes, arguments=arguments or {})
+        zoo.require_known(name, others=tuple(_OURS))
+        model = zoo.build(name, num_classes=num_classes, arguments=arguments or {})
     if head_std is not None:
-        head = model.get_classifier()  # type: ignore[operator]  # both kinds of model have one
-        nn.init.normal_(head.weight, std=head_std)
-        nn.init.zeros_(head.bias)
+        head = classifier(model)
+        nn.init.normal_(head.weight, std=head_std)  # type: ignore[arg-type]  # a layer has both
+        nn.init.zeros_(head.bias)  # type: ignore[arg-type]
     return model
 
 
@@ -70,21 +70,27 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def _build_timm(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
-    require_torchvision()
-    try:
-        import timm
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "timm", purpose=f"model.name: {name}", install="pip install 'timm>=1,<2'"
-        ) from None
-    known = [*_OURS, *timm.list_models()]
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
-        raise RecipeError(f"model.name: timm has no model {name!r}; {hint}")
-    try:
-        model: nn.Module = timm.create_model(name, num_classes=num_classes, **arguments)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"model.arguments: timm cannot build {name} with them: {error}") from None
-    return model
+def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the scales and shifts of BatchNorm layers and all parameters of the classifier."""
+    norms = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for parameter in module.parameters(recurse=False)
+    }
+    return norms | set(classifier(model).parameters())
+
+
+def classifier(model: nn.Module) -> nn.Module:
+    """Return the layer that gives the logits: what the model calls so, else its last nn.Linear.
+
+    Raises ValueError where there is neither.
+    """
+    if hasattr(model, "get_classifier"):  # timm's models and ours
+        head: nn.Module = model.get_classifier()  # type: ignore[operator]
+        if any(True for _ in head.parameters()):
+            return head
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no classifier that could be found")
+    return layers[-1]

@@ -24,10 +24,16 @@ MARGIN = 14
 """In points, around and between what is drawn into a PNG file."""
 
 INK, MUTED, RULE, PAPER = "#1c2430", "#667180", "#e4e7eb", "#ffffff"
-COLOURS = {"train": "#0068a8", "clean": "#c06000", "statistics": "#008060"}
-"""Blue, orange and bluish green: told apart with any kind of colour vision."""
+COLOURS = {
+    "train": "#0068a8",
+    "clean": "#c06000",
+    "ema": "#7a6a00",
+    "affine": "#a8477f",
+    "statistics": "#008060",
+}
+"""Blue, orange, olive, purple and bluish green; the markers tell apart what colours may not."""
 
-MARKERS = {"train": "o", "clean": "s", "statistics": "D"}
+MARKERS = {"train": "o", "clean": "s", "ema": "^", "affine": "v", "statistics": "D"}
 
 _VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper"} | {
     colour: name for name, colour in COLOURS.items()

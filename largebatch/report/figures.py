@@ -12,7 +12,7 @@ import numpy as np
 
 from largebatch.report.canvas import COLOURS, INK, MARKERS, MUTED
 from largebatch.report.headline import images_per_second, percent, points
-from largebatch.report.records import FloatArray, Run, Trace
+from largebatch.report.records import FloatArray, Run, Stage, Trace
 from largebatch.report.series import ceiling, thin
 
 if TYPE_CHECKING:
@@ -57,23 +57,27 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
     if figure.bbox.width * 72 / figure.dpi < 480:
         during, after = figure.subplots(2, 1, height_ratios=[1.2, 1])
     else:
-        during, after = figure.subplots(1, 2, width_ratios=[2, 1])
+        during, after = figure.subplots(1, 2, width_ratios=[6, len(run.stages)])
     _draw_curve(during, run)
     return _draw_slopes(after, run)
 
 
 def _draw_curve(axes: "Axes", run: Run) -> None:
     """Draw top-1 over the whole run; name its last value where no other picture does."""
-    epochs = [evaluation.epoch for evaluation in run.evaluations]
-    top1 = [100 * evaluation.top1 for evaluation in run.evaluations]
+    undone = {stage.name for stage in run.stages if not stage.kept}
+    kept = [evaluation for evaluation in run.evaluations if evaluation.stage not in undone]
+    epochs = [evaluation.epoch for evaluation in kept]
+    top1 = [100 * evaluation.top1 for evaluation in kept]
     axes.plot(epochs, top1, color=MUTED, lw=1)
     for stage in run.stages:
         found = [evaluation for evaluation in run.evaluations if evaluation.stage == stage.name]
-        axes.plot(
+        _draw_points(
+            axes,
             [evaluation.epoch for evaluation in found],
             [100 * evaluation.top1 for evaluation in found],
-            color=COLOURS[stage.name], marker=MARKERS[stage.name], ms=6, lw=0, clip_on=False,
-        )  # fmt: skip
+            stage,
+            size=6,
+        )
     if len(run.stages) == 1:
         axes.annotate(
             percent(run.evaluations[-1].top1), (epochs[-1], top1[-1]), (0, 9), ha="right",
@@ -86,10 +90,11 @@ def _draw_curve(axes: "Axes", run: Run) -> None:
 def _draw_slopes(axes: "Axes", run: Run) -> None:
     """Draw top-1 after each stage on a scale of its own, every point with its value."""
     values = [100 * stage.after.top1 for stage in run.stages]
-    axes.plot(values, color=MUTED, lw=1)
+    kept = [place for place, stage in enumerate(run.stages) if stage.kept]
+    axes.plot(kept, [values[place] for place in kept], color=MUTED, lw=1)
     for place, (stage, value) in enumerate(zip(run.stages, values, strict=True)):
         colour = COLOURS[stage.name]
-        axes.plot(place, value, color=colour, marker=MARKERS[stage.name], ms=8)
+        _draw_points(axes, [place], [value], stage, size=8)
         x, y = _label_offset(values, place)
         axes.annotate(
             percent(stage.after.top1), (place, value), (x, y), textcoords="offset points",
@@ -99,15 +104,31 @@ def _draw_slopes(axes: "Axes", run: Run) -> None:
     span = max(np.ptp(values), 0.2)
     axes.set_ylim(min(values) - 0.4 * span, max(values) + 0.4 * span)
     axes.set_xlim(-0.5, len(values) - 0.5)
-    changes = [points(stage.before, stage.after) if stage.before else "" for stage in run.stages]
-    names = [f"{stage.name}\n{change}" for stage, change in zip(run.stages, changes, strict=True)]
-    axes.set_xticks(range(len(values)), names)
+    axes.set_xticks(range(len(values)), map(_stage_name, run.stages))
     for label, stage in zip(axes.get_xticklabels(), run.stages, strict=True):
         label.set_color(COLOURS[stage.name])
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
     name_axes(axes, y="Top-1 after each stage, %")
+
+
+def _draw_points(
+    axes: "Axes", x: Sequence[float], y: Sequence[float], stage: Stage, *, size: float
+) -> None:
+    """Draw the markers of a stage, hollow if it was discarded."""
+    colour = COLOURS[stage.name]
+    (markers,) = axes.plot(
+        x, y, color=colour, marker=MARKERS[stage.name], ms=size, lw=0, clip_on=False
+    )
+    if not stage.kept:
+        markers.set(markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.5)
+
+
+def _stage_name(stage: Stage) -> str:
+    """Return what stands below a stage: its name, what it changed, and if that was undone."""
+    change = points(stage.before, stage.after) if stage.before else ""
+    return f"{stage.name}\n{change}" + ("" if stage.kept else "\ndiscarded")
 
 
 def _label_offset(values: Sequence[float], place: int) -> tuple[int, int]:
@@ -189,20 +210,26 @@ def _lonely(steps: FloatArray) -> str:
 
 
 def _mark_stages(axes: "Axes", run: Run) -> None:
-    """Shade the clean stage, and name it and the one before at their border."""
+    """Shade every stage but the first, and name them where that one ends."""
     first, end = run.steps[0].step, run.steps[-1].step + 1
     axes.set_xlim(first - 0.5, end)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if len(run.traces) < 2:
         return
-    before, after = run.traces
-    axes.axvspan(after.step[0], end, color=COLOURS[after.stage], alpha=0.08, lw=0)
-    border = max(after.step[0], first + 0.75 * (end - first))  # the title has the left
-    for trace, offset, side in ((before, -6, "right"), (after, 0, "left")):
-        axes.annotate(
+    ends = [trace.step[0] for trace in run.traces[2:]] + [end]
+    for trace, stop in zip(run.traces[1:], ends, strict=True):
+        axes.axvspan(trace.step[0], stop, color=COLOURS[trace.stage], alpha=0.08, lw=0)
+    border = max(run.traces[1].step[0], first + 0.75 * (end - first))  # the title has the left
+    for trace, offset, side in zip(run.traces, (-6, 0), ("right", "left"), strict=False):
+        text = axes.annotate(
             trace.stage, (border, 1), (offset, 8), xycoords=axes.get_xaxis_transform(),
             textcoords="offset points", ha=side, color=COLOURS[trace.stage],
+        )  # fmt: skip
+    for trace in run.traces[2:]:
+        text = axes.annotate(
+            trace.stage, (1, 1), (6, 8), xycoords=(text, "axes fraction"),
+            textcoords="offset points", color=COLOURS[trace.stage],
         )  # fmt: skip
 
 

@@ -66,9 +66,9 @@ def _skipped(run: Run) -> str:
 
 
 def _accuracy(run: Run) -> Headline:
-    if not run.evaluations:
+    last = run.result
+    if last is None:
         return Headline("Top-1 accuracy", UNKNOWN, "", "never measured")
-    last = run.evaluations[-1]
     polished = len(run.stages) > 1 and verdict(run) is None
     when = "after polishing" if polished else f"after {last.step:,} steps"
     return Headline("Top-1 accuracy", percent(last.top1), "%", when)
@@ -77,7 +77,8 @@ def _accuracy(run: Run) -> Headline:
 def _gain(run: Run) -> Headline:
     if len(run.stages) < 2:
         return Headline("Gain by polishing", UNKNOWN, "", "not polished")
-    first, last = run.stages[0].after, run.stages[-1].after
+    first, last = run.stages[0].after, run.result
+    assert last is not None
     good = None if last.top1 == first.top1 else last.top1 > first.top1
     return Headline(
         "Gain by polishing", points(first, last), "points", f"from {percent(first.top1)} %", good
@@ -97,7 +98,7 @@ def verdict(run: Run) -> str | None:
     summary = run.summary
     if summary is not None and summary.status == "finished":
         return None
-    done = f"{run.num_steps:,} of {run.plan.steps:,} steps"
+    done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
     if summary is None:
         words = f"No summary: the run did not end by itself. Its log ends after {done}."
     elif summary.status == "interrupted":
@@ -122,6 +123,23 @@ def subtitle(run: Run) -> str:
         steps = ", ".join(f"{start.resume_step:,}" for start in run.starts[1:])
         words.append(f"resumed at step {steps}")
     return " · ".join(words)
+
+
+def judgements(run: Run) -> tuple[str, ...]:
+    """Say of every stage that was judged whether it was kept, and why."""
+    said = []
+    for stage in run.stages:
+        decision = stage.decision
+        if decision is None:
+            continue
+        change = "raised" if decision.kept else "did not raise"
+        end = "kept" if decision.kept else "discarded: the model is as it was before"
+        said.append(
+            f"{stage.name} {change} top-1 on {decision.samples:,} training pictures held out "
+            f"({percent(decision.before)} % before, {percent(decision.after)} % after) and was "
+            f"{end}."
+        )
+    return tuple(said)
 
 
 def percent(part: float) -> str:

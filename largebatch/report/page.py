@@ -9,6 +9,7 @@ from largebatch.report.headline import (
     UNKNOWN,
     duration,
     headlines,
+    judgements,
     percent,
     points,
     subtitle,
@@ -51,7 +52,8 @@ def _stages(run: Run) -> str:
     names = ("Stage", "Updates", "Time", "Top-1", "Change", "Top-5", "Loss")
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     rows = "\n".join(_stage_row(stage, names[1:]) for stage in run.stages)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return table + "".join(f'<p class="note">{escape(said)}</p>' for said in judgements(run))
 
 
 def _stage_row(stage: Stage, names: tuple[str, ...]) -> str:
@@ -67,7 +69,8 @@ def _stage_row(stage: Stage, names: tuple[str, ...]) -> str:
     columns = "".join(
         f'<td data-name="{name}">{cell}</td>' for name, cell in zip(names, cells, strict=True)
     )
-    return f'<tr><th scope="row" class="{stage.name}">{stage.name}</th>{columns}</tr>'
+    name = stage.name if stage.kept else f"{stage.name} (discarded)"
+    return f'<tr><th scope="row" class="{stage.name}">{name}</th>{columns}</tr>'
 
 
 def _change(before: str | None, after: str, unit: str = "") -> str:
@@ -91,8 +94,11 @@ def _captions(run: Run) -> dict[str, str]:
     samples = run.evaluations[-1].samples if run.evaluations else 1
     measured = run.drift.samples if run.drift else 0
     worse = [
-        stage.name for stage in run.stages if stage.before and stage.after.top1 < stage.before.top1
+        stage.name
+        for stage in run.stages
+        if stage.kept and stage.before and stage.after.top1 < stage.before.top1
     ]
+    undone = " A hollow mark is a stage that was discarded." * any(not s.kept for s in run.stages)
     lowered = f" Here the {' and the '.join(worse)} stage lowered it." if worse else ""
     return {
         "loss": (
@@ -103,7 +109,7 @@ def _captions(run: Run) -> dict[str, str]:
         "accuracy": (
             f"The share of the {samples:,} validation pictures that are classified right: during "
             "the run, and after each stage on a scale of its own. One picture more or less is "
-            f"{100 / samples:.2g} points.{lowered}"
+            f"{100 / samples:.2g} points.{lowered}{undone}"
         ),
         "throughput": (
             "Training images per second on all workers together, at every update (faint) and as "

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
-from largebatch.report.records import Drift, Evaluation, Run, Start, Step, Summary
+from largebatch.report.records import Decision, Drift, Evaluation, Run, Start, Step, Summary
 
-Record = Start | Step | Evaluation | Drift
+Record = Start | Step | Evaluation | Decision | Drift
 
 
 def read_run(folder: Path) -> Run:
@@ -33,6 +33,7 @@ def read_run(folder: Path) -> Run:
         steps=tuple(step for _, step in sorted(log.steps.items())),
         evaluations=tuple(log.evaluations.values()),
         drift=log.drift,
+        decisions=tuple(log.decisions.values()),
         summary=_read_summary(folder / "summary.json"),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
     )
@@ -45,6 +46,7 @@ class _Log:
     starts: list[Start] = field(default_factory=list)
     steps: dict[int, Step] = field(default_factory=dict)
     evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
+    decisions: dict[str, Decision] = field(default_factory=dict)
     drift: Drift | None = None
 
     def add(self, record: Record) -> None:
@@ -56,6 +58,8 @@ class _Log:
                 self.steps[record.step] = record
             case Evaluation():
                 self.evaluations[record.stage, record.step] = record
+            case Decision():
+                self.decisions[record.stage] = record
             case Drift():
                 self.drift = record
 
@@ -65,6 +69,9 @@ class _Log:
         self.evaluations = {
             key: found for key, found in self.evaluations.items() if found.step <= resume_step
         }
+        self.decisions = {
+            key: found for key, found in self.decisions.items() if found.step <= resume_step
+        }
         if self.drift is not None and self.drift.step > resume_step:
             self.drift = None
 
@@ -73,6 +80,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     "start": TypeAdapter(Start),
     "step": TypeAdapter(Step),
     "evaluation": TypeAdapter(Evaluation),
+    "decision": TypeAdapter(Decision),
     "drift": TypeAdapter(Drift),
 }
 _SUMMARY = TypeAdapter(Summary)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pydantic import BeforeValidator
 
 FloatArray = npt.NDArray[np.float64]
-StageName = Literal["train", "clean", "statistics"]
+StageName = Literal["train", "clean", "ema", "affine", "statistics"]
 Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A number that may have come out as none: the log then holds null, which is read as NaN."""
 
@@ -30,6 +30,12 @@ class Plan:
     accumulation: int
     steps: int
     steps_per_epoch: float
+    affine_steps: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Those of the schedule, and those after it."""
+        return self.steps + self.affine_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,18 @@ class Evaluation:
     top5: float
     loss: Measured
     samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether a stage was kept: top-1 on training pictures held out, before it and after it."""
+
+    stage: StageName
+    step: int
+    samples: int
+    before: float
+    after: float
+    kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +139,14 @@ class Stage:
     cost: StageCost | None
     """None where the stage, or the run, did not end by itself."""
 
+    decision: Decision | None = None
+    """None where nobody judged it: it was kept."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether what it did to the model stayed."""
+        return self.decision is None or self.decision.kept
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -142,6 +168,7 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     drift: Drift | None
+    decisions: tuple[Decision, ...] = ()
     summary: Summary | None
     recipe: str | None
     """The text of recipe.yaml."""
@@ -172,14 +199,23 @@ class Run:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Each stage with the last evaluation in it and in the one before."""
+        """Each stage with the last evaluation in it and in the one it went on from."""
         costs = {cost.name: cost for cost in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
-        before = [None, *last.values()]
-        return tuple(
-            Stage(name, earlier, after, costs.get(name))
-            for earlier, (name, after) in zip(before, last.items(), strict=False)
-        )
+        decisions = {decision.stage: decision for decision in self.decisions}
+        stages: list[Stage] = []
+        before = None
+        for name, after in last.items():
+            stages.append(Stage(name, before, after, costs.get(name), decisions.get(name)))
+            if stages[-1].kept:
+                before = after
+        return tuple(stages)
+
+    @property
+    def result(self) -> Evaluation | None:
+        """The last evaluation of the model as it was left; None if there was none."""
+        kept = [stage.after for stage in self.stages if stage.kept]
+        return kept[-1] if kept else None
 
 
 def _trace(stage: StageName, steps: list[Step]) -> Trace:

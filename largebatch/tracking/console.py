@@ -25,9 +25,12 @@ class Console:
     def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
         """Say what is about to run."""
         plan: Any = config["plan"]
-        self._steps = plan["steps"]
+        affine = plan.get("affine_steps", 0)
+        self._steps = plan["steps"] + affine
         self._console.print(
-            f"[bold]{config['name']}[/]: {plan['steps']} steps of {plan['global_batch']} samples = "
+            f"[bold]{config['name']}[/]: {plan['steps']} "
+            + (f"and {affine} more " if affine else "")
+            + f"steps of {plan['global_batch']} samples = "
             f"{plan['workers']} workers x {plan['accumulation']} x {plan['device_batch']}, "
             f"{plan['steps_per_epoch']:.2f} steps an epoch"
             + (f"; {config['left_out']} bad pictures left out" if "left_out" in config else "")
@@ -57,6 +60,13 @@ class Console:
                 f"{fields['stage']:>10}  epoch {fields['epoch']:6.2f}  "
                 f"top-1 {fields['top1']:7.2%}  top-5 {fields['top5']:7.2%}  "
                 f"val loss {fields['loss']:.4f}"
+            )
+
+        elif record["event"] == "decision":
+            self._console.print(
+                f"{fields['stage']:>10}  {'kept' if fields['kept'] else 'discarded'}: top-1 "
+                f"{fields['before']:.2%} -> {fields['after']:.2%} on {fields['samples']:,} "
+                "training pictures held out"
             )
 
     def finish(self, summary: Mapping[str, object]) -> None:

@@ -48,13 +48,15 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def record(self, record: Mapping[str, object]) -> None:
-        """Log numbers under `train/`, `val/` and `drift/`, by optimizer step."""
+        """Log numbers under `train/`, `val/`, `held_out/` and `drift/`, by optimizer step."""
         match record["event"]:
             case "step":
                 keys = ("loss", "lr", "images_per_second", "epoch")
                 values = {f"train/{key}": record[key] for key in keys}
             case "evaluation":
                 values = {f"val/{key}": record[key] for key in ("top1", "top5", "loss")}
+            case "decision":
+                values = {"held_out/top1": record["after"], "held_out/kept": record["kept"]}
             case "drift":
                 values = {
                     f"drift/{layer['name']}/{key}": layer[key]

@@ -1,0 +1,160 @@
+"""Polish weights that were trained elsewhere: any model of timm or torchvision.
+
+A recipe is made for them, from the folder of pictures and from how the model's library prepares
+pictures; everything else is what polishes our own runs. Only running means and variances change in
+the file that is written.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from largebatch.compare import Row, compare, small_rate, with_updates
+from largebatch.data.index import open_content
+from largebatch.errors import CheckpointError, DataError
+from largebatch.evaluate import Metrics
+from largebatch.loading import parse_recipe
+from largebatch.models import zoo
+from largebatch.recipe import Recipe
+from largebatch.runner import Options, open_session
+from largebatch.saved import with_statistics
+from largebatch.session import Session, measure
+from largebatch.stages import measure_statistics
+from largebatch.weights import Weights, check_format, read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What to polish, and how its pictures are shown."""
+
+    model: str
+    """As timm or torchvision call it; `torchvision/` before it leaves no doubt."""
+
+    weights: Path
+    averaged: bool = False
+    """Take the moving average that the file holds beside the weights."""
+
+    overrides: Sequence[str] = ()
+    """Changes to the recipe that is made, such as data.image_size=288."""
+
+
+def polish_weights(
+    what: Foreign, options: Options, *, samples: int | None = None
+) -> tuple[Metrics, Metrics]:
+    """Write a polished file to `options.out`; return what was measured before and after.
+
+    `samples` is the number of clean training pictures to measure; None: all of them.
+    """
+    check_format(what.weights, options.out)
+    weights = read(what.weights, averaged=what.averaged)
+    recipe, state = _fit(what, weights, options.data)
+    recipe = with_statistics(recipe, samples)
+    assert recipe.polish is not None
+    assert recipe.polish.statistics is not None
+    with _open(recipe, state, options, measuring=True) as session:
+        before = measure(session, "train")
+        section = recipe.polish.statistics
+        measure_statistics(session, section.samples, sequential=section.sequential)
+        after = measure(session, "statistics")
+        if session.backend.rank == 0:
+            weights.replace(_statistics(session))
+            weights.write(options.out)
+    return before, after
+
+
+def compare_weights(
+    what: Foreign, options: Options, *, samples: int | None, epochs: float, lr: float | None
+) -> Iterator[Row]:
+    """Measure what each way of polishing would do; the file is only read."""
+    weights = read(what.weights, averaged=what.averaged)
+    recipe, state = _fit(what, weights, options.data)
+    rate = lr or small_rate(recipe)
+    recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
+    with _open(recipe, state, options, measuring=False) as session:
+        yield from compare(session)
+
+
+@contextmanager
+def _open(
+    recipe: Recipe, state: dict[str, Tensor], options: Options, *, measuring: bool
+) -> Iterator[Session]:
+    """Build the model with these weights and all that works on it; no run folder."""
+    with open_session(recipe, replace(options, out=Path()), measuring=measuring) as (session, _):
+        session.model.load_state_dict(state)
+        yield session
+
+
+def _fit(what: Foreign, weights: Weights, folder: Path | None) -> tuple[Recipe, dict[str, Tensor]]:
+    """Return a recipe for the model that fits the weights, and these under its names.
+
+    timm and torchvision have models of the same name whose parts differ; the first that fits is it.
+    """
+    if folder is None:
+        raise DataError("polishing measures pictures: say where they are with --data DIR")
+    classes, train, val = _count(folder)
+    problems = []
+    for name in zoo.same_name(what.model):
+        with torch.device("meta"):
+            model = zoo.build(name, num_classes=classes, arguments={})
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise CheckpointError(f"{name} has no BatchNorm statistics to polish")
+        try:
+            state = weights.state_for(model)
+        except CheckpointError as error:
+            problems.append(f"{name}, {classes} classes: {error}")
+            continue
+        numbers = {"classes": classes, "train_samples": train, "val_samples": val}
+        return _recipe(name, numbers, what.overrides), state
+    raise CheckpointError("\n".join(problems))
+
+
+def _count(folder: Path) -> tuple[int, int, int]:
+    """Return how many classes, training and validation pictures a folder holds."""
+    train, val = (open_content(folder, split) for split in ("train", "val"))
+    return len(train.header["classes"]), len(train.arrays["labels"]), len(val.arrays["labels"])
+
+
+def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Recipe:
+    """Return a recipe that shows pictures to a model as its library does in evaluation.
+
+    Its schedule is never followed. Spans of 64 are what one device of those that train such models
+    usually holds; statistics of smaller ones are another network's.
+    """
+    tree = {
+        "name": name.replace("/", "-"),
+        "seed": 0,
+        "duration": {"steps": 1},
+        "data": {
+            "source": "folder",
+            **numbers,
+            **zoo.preparation(name),
+            "crop_area": None,
+            "flip": False,
+            "decoder": "torchvision",
+        },
+        "model": {"name": name},
+        "batch": {"global_batch": 256, "bn_span": 64},
+        "optimizer": {"kind": "sgd"},
+        "schedule": {"peak_lr": 1.0, "warmup": None, "decay": {"kind": "constant"}},
+    }
+    return parse_recipe(yaml.safe_dump(tree), overrides, source=f"the recipe made for {name}")
+
+
+def _statistics(session: Session) -> dict[str, Tensor]:
+    """Return the running means and variances under the names they have in a state_dict."""
+    layers = {
+        name: layer
+        for name, layer in session.model.named_modules(remove_duplicate=False)
+        if isinstance(layer, _BatchNorm)
+    }
+    return {
+        f"{name}.{key}": getattr(layer, key)
+        for name, layer in layers.items()
+        for key in ("running_mean", "running_var")
+    }

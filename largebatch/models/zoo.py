@@ -1,0 +1,118 @@
+"""Models of timm and torchvision by name, and how each library prepares pictures for them."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from largebatch.errors import MissingPackageError, RecipeError
+from largebatch.vision import require_torchvision
+
+TORCHVISION = "torchvision/"
+"""What the name of one of torchvision's models begins with."""
+
+
+def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
+    """Build a known model with fresh weights; raise RecipeError where its library refuses."""
+    own, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
+    create = _torchvision().get_model if own else _timm().create_model
+    try:
+        model: nn.Module = create(plain, num_classes=num_classes, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        library = "torchvision" if own else "timm"
+        raise RecipeError(
+            f"model.arguments: {library} cannot build {name} with them: {error}"
+        ) from None
+    return model
+
+
+def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
+    """Raise RecipeError with the nearest names, also of `others`, unless there is such a model."""
+    if name.startswith(TORCHVISION):
+        library, known = "torchvision", _torchvision_names()
+    else:
+        library, known = "timm", [*others, *_timm().list_models()]
+        tagged, _, tag = name.partition(".")
+        if tag and tagged in known:
+            known = [*known, *(f"{tagged}.{one}" for one in _tags(tagged))]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        where = "torchvision.models" if library == "torchvision" else library
+        hint = f"did you mean {', '.join(close)}?" if close else f"see {where}.list_models()"
+        raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
+
+
+def same_name(name: str) -> list[str]:
+    """Return the names under which the libraries have a model that somebody calls `name`.
+
+    Raises RecipeError with the nearest names of timm if neither has one.
+    """
+    found, reasons = [], []
+    for each in [name] if name.startswith(TORCHVISION) else [name, TORCHVISION + name]:
+        try:
+            require_known(each)
+        except RecipeError as error:
+            reasons.append(error)
+        else:
+            found.append(each)
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def preparation(name: str) -> dict[str, Any]:
+    """Return how pictures are shown to this model in evaluation, as keys of a recipe's data."""
+    if name.startswith(TORCHVISION):
+        transform = (
+            _torchvision().get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT.transforms()
+        )
+        size, resize = transform.crop_size[0], transform.resize_size[0]
+        mean, std, way = transform.mean, transform.std, transform.interpolation.value
+    else:
+        timm = _timm()
+        config = timm.data.resolve_data_config(
+            pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
+        )
+        size, mean, std = config["input_size"][-1], config["mean"], config["std"]
+        whole = config["crop_mode"] == "squash"
+        resize = None if whole else math.floor(size / config["crop_pct"])
+        way = config["interpolation"]
+    return {
+        "image_size": size,
+        "eval_resize": resize,
+        "mean": list(mean),
+        "std": list(std),
+        "interpolation": way,
+    }
+
+
+def _torchvision() -> ModuleType:
+    require_torchvision()
+    from torchvision import models
+
+    return models  # type: ignore[no-any-return]
+
+
+def _torchvision_names() -> list[str]:
+    models = _torchvision()
+    return [TORCHVISION + name for name in models.list_models(module=models)]
+
+
+def _timm() -> ModuleType:
+    require_torchvision()
+    try:
+        import timm
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            "timm", purpose="models that are not ours", install="pip install 'timm>=1,<2'"
+        ) from None
+    return timm
+
+
+def _tags(name: str) -> list[str]:
+    """Return what can stand behind a name of timm's, after a dot."""
+    found = _timm().list_pretrained(f"{name}.*")
+    return [each.partition(".")[2] for each in found]

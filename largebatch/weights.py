@@ -1,0 +1,168 @@
+"""Files of weights that others wrote: read, fitted to a model, and written again as they were.
+
+What timm, torchvision and PyTorch's tools save differs in where the weights are: bare, under a word
+beside other things, with a prefix before every name, as .pth or as .safetensors. All of that is
+kept; only the tensors that were replaced are others.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.errors import CheckpointError
+
+_PLACES = ("state_dict", "model")
+_AVERAGED = ("state_dict_ema", "model_ema")
+"""Under which words timm and torchvision keep weights, and the moving average of weights."""
+
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+"""What DistributedDataParallel, AveragedModel and torch.compile put before a name."""
+
+_SAFE = ".safetensors"
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The content of a file of weights."""
+
+    path: Path
+    content: Any
+    """All of it; of a .safetensors file, the tensors alone."""
+
+    tensors: MutableMapping[str, Tensor]
+    """The weights, by the names in the file: a part of the content."""
+
+    metadata: dict[str, str] | None = None
+    """Words that a .safetensors file carries."""
+
+    def state_for(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors under the model's names. Raises CheckpointError if they do not fit."""
+        here = self._by_plain_name()
+        there = model.state_dict()
+        counters = {name for name in there if name.endswith("num_batches_tracked")}
+        problems = {
+            "missing": sorted(there.keys() - here.keys() - counters),
+            "not known": sorted(here.keys() - there.keys()),
+            "of another shape": [
+                f"{name}: {_shape(self.tensors[key])}, expected {_shape(there[name])}"
+                for name, key in here.items()
+                if name in there and self.tensors[key].shape != there[name].shape
+            ],
+        }
+        said = [f"{len(keys)} {what} ({_some(keys)})" for what, keys in problems.items() if keys]
+        if said:
+            raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(said)}")
+        return {name: self.tensors[key] for name, key in here.items()}
+
+    def replace(self, changed: Mapping[str, Tensor]) -> None:
+        """Take over tensors under the model's names, in the type that each has in the file."""
+        here = self._by_plain_name()
+        for name, value in changed.items():
+            there = self.tensors[here[name]]
+            self.tensors[here[name]] = value.detach().to("cpu", there.dtype, copy=True)
+
+    def write(self, path: Path) -> None:
+        """Write a file of the same format, whole or not at all."""
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        try:
+            if _is_safe(path):
+                from safetensors.torch import save_file
+
+                save_file(dict(self.tensors), partial, metadata=self.metadata)
+            else:
+                torch.save(self.content, partial)
+            partial.replace(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _by_plain_name(self) -> dict[str, str]:
+        """Return the name in the file of each tensor, by the name in a model."""
+        return {_WRAPPERS.sub("", key): key for key in self.tensors if key != "n_averaged"}
+
+
+def read(path: Path, *, averaged: bool = False) -> Weights:
+    """Read a file of weights to the CPU; `averaged` takes the moving average beside them.
+
+    Nothing in the file is executed. Raises CheckpointError saying what is wrong with it.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file of weights")
+    try:
+        if _is_safe(path):
+            return _read_safe(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's options: plain values
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
+    return Weights(path, content, _find(path, content, averaged=averaged))
+
+
+def check_format(path: Path, out: Path) -> None:
+    """Raise CheckpointError unless `out` is a new file of the format of `path`."""
+    if _is_safe(path) != _is_safe(out):
+        raise CheckpointError(
+            f"{out}: polished weights are written as they came: give a name that ends in "
+            f"{path.suffix}"
+        )
+    if out.exists():
+        raise CheckpointError(f"{out}: is there already; choose another --out")
+    if not out.absolute().parent.is_dir():
+        raise CheckpointError(f"{out}: there is no folder {out.absolute().parent}")
+
+
+def _read_safe(path: Path) -> Weights:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- no mapping
+        return Weights(path, tensors, tensors, file.metadata())
+
+
+def _find(path: Path, content: object, *, averaged: bool) -> MutableMapping[str, Tensor]:
+    """Return the part of the content that holds the weights asked for."""
+    found = list(content) if isinstance(content, dict) else []
+    if isinstance(content, dict):
+        for word in _AVERAGED if averaged else _PLACES:
+            if _are_weights(content.get(word)):
+                return content[word]  # type: ignore[no-any-return]  # just seen
+        if _are_weights(content) and not averaged:
+            return content
+    words = " or ".join(_AVERAGED if averaged else _PLACES)
+    hint = "; its moving average is taken with --ema" if set(found) & set(_AVERAGED) else ""
+    what = f"a mapping of {_some(found)}" if found else type(content).__name__
+    raise CheckpointError(
+        f"{path}: expected weights{' of an average' * averaged} by name, "
+        f"{'' if averaged else 'bare or '}under {words}; found {what}{hint if not averaged else ''}"
+    )
+
+
+def _are_weights(content: object) -> bool:
+    """Tell a mapping from names to tensors."""
+    return (
+        isinstance(content, dict)
+        and len(content) > 0
+        and all(isinstance(value, Tensor) for value in content.values())
+    )
+
+
+def _is_safe(path: Path) -> bool:
+    return path.suffix == _SAFE
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "a number"
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")

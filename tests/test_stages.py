@@ -1,0 +1,285 @@
+"""The stages of polishing on the digits: what each changes, and what comes back where it harms.
+
+Runs are a few updates long. Where a result can be had without this package it is: momentum SGD from
+torch.optim on the model of timm, and a moving average in float64.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import SGD
+
+from largebatch import checkpoint, load_recipe, run
+from largebatch.backends.serial import Serial
+from largebatch.data.pipeline import open_pipeline
+from largebatch.plan import make_plan
+from largebatch.recipe import Recipe
+from largebatch.vision import require_torchvision
+
+DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
+CLEAN = "clean: {steps: 2}"
+AFFINE = "affine: {steps: 3, lr: 0.05}"
+STATISTICS = "statistics: {samples: 480}"
+JUDGED = "keep: better, held_out: 200"
+BEFORE = 8
+"""Updates of the schedule."""
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Drawing takes longer than these runs do."""
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
+
+
+@pytest.fixture
+def draws() -> None:
+    """Ask for the report all the same."""
+
+
+def a_recipe(*polish: str, changes: tuple[str, ...] = ()) -> Recipe:
+    return load_recipe(
+        DIGITS,
+        [
+            *(f"duration={{steps: {BEFORE}}}", "schedule.warmup={steps: 2}", "evaluation={}"),
+            *("model.arguments.drop_rate=0.3", f"polish={{{', '.join(polish)}}}"),
+            *changes,
+        ],
+    )
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Return the newest checkpoint."""
+    found: dict[str, Any] = torch.load(max((folder / "checkpoints").iterdir()))
+    return found
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = content(folder)["model"]
+    return state
+
+
+def log(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def assert_same(ours: object, other: object) -> None:
+    torch.testing.assert_close(ours, other, rtol=0, atol=0)
+
+
+def test_affine_moves_batchnorm_and_the_classifier_and_no_other_bit(tmp_path: Path) -> None:
+    recipe = a_recipe(CLEAN, AFFINE)
+    run(recipe, out=tmp_path / "run", max_steps=BEFORE)
+    before = weights(tmp_path / "run")
+    summary = run(recipe, out=tmp_path / "run", resume=True)
+    after = weights(tmp_path / "run")
+    changed = {name for name in before if not after[name].equal(before[name])}
+    norms = {name for name in before if ".bn" in f".{name}" or "downsample.1" in name}
+    assert changed == norms | {"fc.weight", "fc.bias"}
+    assert (summary.status, summary.steps) == ("finished", BEFORE + 3)
+    assert [stage["name"] for stage in summary.stages] == ["train", "clean", "affine"]
+    assert [stage["steps"] for stage in summary.stages] == [6, 2, 3]
+    last = summary.stages[-1]
+    assert last["before"]["loss"] == summary.stages[1]["loss"] != last["loss"] == summary.loss
+
+
+def test_affine_is_momentum_sgd_on_clean_pictures_at_a_rate_that_falls_to_zero(
+    tmp_path: Path,
+) -> None:
+    """Written with torch.optim and timm: three steps on the batches that follow the schedule's."""
+    changes = ("batch.bn_span=96", "model.arguments.drop_rate=0", "optimizer.weight_decay=0.01")
+    recipe = a_recipe(CLEAN, AFFINE, changes=changes)
+    run(recipe, out=tmp_path / "run", max_steps=BEFORE)
+    require_torchvision()
+    import timm
+
+    arguments: Any = recipe.model.arguments
+    model = timm.create_model("resnet18", num_classes=10, **arguments).train()
+    model.load_state_dict(weights(tmp_path / "run"))
+    named = dict(model.named_parameters())
+    moving = {name for name in named if ".bn" in f".{name}" or "downsample.1" in name}
+    for name, weight in named.items():
+        weight.requires_grad_(name in moving or name.startswith("fc."))
+    plain = [
+        weight for name, weight in named.items() if weight.requires_grad and name != "fc.weight"
+    ]
+    head: dict[str, Any] = {"params": [named["fc.weight"]], "weight_decay": 0.01}
+    optimizer = SGD([head, {"params": plain}], lr=1, momentum=0.9)
+    pipeline = open_pipeline(
+        recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None, decoder=None
+    )
+    batches = pipeline.training(range(BEFORE, BEFORE + 3), clean=True)
+    for step, (images, labels) in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (1 + math.cos(math.pi * step / 3)) / 2
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels, label_smoothing=0.1).backward()
+        optimizer.step()
+
+    run(recipe, out=tmp_path / "run", resume=True)
+    torch.testing.assert_close(weights(tmp_path / "run"), model.state_dict(), rtol=1e-4, atol=1e-5)
+    rates = [step["lr"] for step in log(tmp_path / "run", "step")[BEFORE:]]
+    assert rates == pytest.approx([0.05, 0.0375, 0.0125])
+
+
+def test_two_workers_finish_a_run_as_one_does(tmp_path: Path) -> None:
+    """Every stage after the schedule, from the same checkpoint."""
+    changes = ("data.flip=true", "model.arguments.drop_rate=0")  # workers drop different units
+    recipe = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED, changes=changes)
+    run(recipe, out=tmp_path / "1", max_steps=BEFORE - 1)
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    ends = [run(recipe, workers=w, out=tmp_path / str(w), resume=True) for w in (1, 2)]
+    alone, together = (log(tmp_path / name, "step")[BEFORE:] for name in ("1", "2"))
+    assert [s["loss"] for s in together] == pytest.approx([s["loss"] for s in alone], abs=1e-5)
+    verdicts = [[s["kept"] for s in end.stages] for end in ends]
+    assert verdicts[0] == verdicts[1]
+    for stage, other in zip(ends[0].stages, ends[1].stages, strict=True):
+        assert stage["held_out"] == pytest.approx(other["held_out"], abs=1.5 / 200)
+    torch.testing.assert_close(
+        weights(tmp_path / "2"), weights(tmp_path / "1"), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "judged", "stops"),
+    [(1, True, (5, 7, 8, 10)), (1, False, (5, 7, 8, 10)), (2, True, (10,))],
+)
+def test_a_run_stopped_in_any_stage_ends_with_identical_weights(
+    tmp_path: Path, workers: int, judged: bool, stops: tuple[int, ...]
+) -> None:
+    guard = (JUDGED,) if judged else ()
+    recipe = a_recipe(CLEAN, "ema: 0.7", AFFINE, STATISTICS, *guard)
+    whole = run(recipe, workers=workers, out=tmp_path / "whole")
+    for stop in stops:
+        resume = stop > stops[0]
+        run(recipe, workers=workers, out=tmp_path / "parts", max_steps=stop, resume=resume)
+        middle = content(tmp_path / "parts")
+        assert bool(middle["average"]) == (stop < 8)
+        assert bool(middle["before"]) == (judged and stop in {7, 10})
+    parts = run(recipe, workers=workers, out=tmp_path / "parts", resume=True)
+    assert_same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    ours, other = (content(tmp_path / name)["optimizer"]["state"] for name in ("parts", "whole"))
+    assert_same(ours, other)
+    keys = ("name", "steps", "top1", "loss", "held_out", "kept")
+    for stage, expected in zip(parts.stages, whole.stages, strict=True):
+        assert {key: stage[key] for key in keys} == {key: expected[key] for key in keys}
+    assert [stage["name"] for stage in parts.stages] == [
+        *("train", "clean", "ema", "affine", "statistics"),
+    ]
+    assert [step["step"] for step in log(tmp_path / "parts", "step")] == list(range(BEFORE + 3))
+
+
+def test_the_average_of_a_run_is_the_one_computed_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From checkpoints after every update; running statistics are averaged like weights."""
+    monkeypatch.setattr(checkpoint, "KEEP", 100)
+    changes = ("evaluation.every_epochs=0.066",)
+    run(a_recipe(CLEAN, changes=changes), out=tmp_path / "live")
+    run(a_recipe(CLEAN, "ema: 0.7", changes=changes), out=tmp_path / "averaged")
+    paths = sorted((tmp_path / "live/checkpoints").iterdir())
+    assert len(paths) == BEFORE
+    by_hand: dict[str, Tensor] = {}
+    for path in paths:
+        now = {name: value.double() for name, value in torch.load(path)["model"].items()}
+        by_hand = {n: 0.7 * by_hand.get(n, v) + 0.3 * v for n, v in now.items()}
+    for name, value in weights(tmp_path / "averaged").items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), by_hand[name], rtol=1e-5, atol=1e-6)
+    stages = content(tmp_path / "averaged")["stages"]
+    assert [stage["name"] for stage in stages] == ["train", "clean", "ema"]
+    assert stages[1]["loss"] == content(tmp_path / "live")["stages"][-1]["loss"]
+
+
+def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path, draws: None) -> None:
+    """Forty updates learn something; three absurd ones after them lose it."""
+    learned = ("duration={steps: 40}", "schedule.warmup={steps: 10}")
+    absurd = "affine: {steps: 3, lr: 500}"
+    summary = run(a_recipe(CLEAN, absurd, JUDGED, changes=learned), out=tmp_path / "with")
+    run(a_recipe(CLEAN, JUDGED, changes=learned), out=tmp_path / "without")
+    kept, affine = [stage for stage in summary.stages if stage["kept"]][-1], summary.stages[-1]
+    assert (affine["name"], affine["kept"]) == ("affine", False)
+    assert affine["held_out"] < 0.2 < kept["held_out"]
+    assert_same(weights(tmp_path / "with"), weights(tmp_path / "without"))
+    assert (summary.top1, summary.loss) == (kept["top1"], kept["loss"])
+    assert affine["before"] == {key: kept[key] for key in ("top1", "top5", "loss")}
+    assert log(tmp_path / "with", "decision")[-1] == {
+        "event": "decision",
+        "stage": "affine",
+        "step": 43,
+        "samples": 200,
+        "before": kept["held_out"],
+        "after": affine["held_out"],
+        "kept": False,
+    }
+    page = (tmp_path / "with/report.html").read_text()
+    assert "affine (discarded)" in page
+    assert "affine did not raise top-1 on 200 training pictures held out" in page
+
+
+def test_clean_epochs_that_harm_are_undone_and_so_is_their_share_of_the_average(
+    tmp_path: Path,
+) -> None:
+    """The rate jumps where the clean steps begin."""
+    jump = (
+        "schedule={peak_lr: 1e4, warmup: null, decay: {kind: piecewise, pieces: ["
+        "{length: {steps: 6}, peak_lr: 0.5, decay: {kind: constant}}, "
+        "{length: null, peak_lr: 1e4, decay: {kind: constant}}]}}"
+    )
+    recipe = a_recipe(CLEAN, "ema: 0.5", STATISTICS, JUDGED, changes=(jump,))
+    summary = run(recipe, out=tmp_path / "run")
+    stages = {stage["name"]: stage for stage in summary.stages}
+    assert not stages["clean"]["kept"]
+    assert stages["ema"]["before"]["loss"] == stages["train"]["loss"]
+    flat = "schedule={peak_lr: 0.5, warmup: null, decay: {kind: constant}}"
+    six = a_recipe("ema: 0.5", JUDGED, changes=(flat, "duration={steps: 6}"))
+    expected = run(six, out=tmp_path / "six")  # the same six updates, and no others
+    assert stages["ema"]["loss"] == expected.stages[-1]["loss"] != stages["train"]["loss"]
+    assert stages["ema"]["kept"] == expected.stages[-1]["kept"]
+    assert_same(
+        weights(tmp_path / "run")["conv1.weight"], weights(tmp_path / "six")["conv1.weight"]
+    )
+
+
+def test_a_stage_that_helps_is_kept(tmp_path: Path) -> None:
+    """After eight updates the running statistics lag far behind the weights."""
+    summary = run(a_recipe(STATISTICS, JUDGED), out=tmp_path / "run")
+    train, statistics = summary.stages
+    assert statistics["kept"]
+    assert statistics["held_out"] > train["held_out"]
+    assert summary.top1 == statistics["top1"]
+    (decision,) = log(tmp_path / "run", "decision")
+    assert (decision["kept"], decision["after"]) == (True, statistics["held_out"])
+    plain = run(a_recipe(STATISTICS, JUDGED), out=tmp_path / "stopped", max_steps=7)
+    assert plain.stages == []
+    measured, running = weights(tmp_path / "run"), weights(tmp_path / "stopped")
+    assert not torch.allclose(measured["bn1.running_mean"], running["bn1.running_mean"], rtol=0.1)
+
+
+def test_what_diverges_in_affine_names_the_rate_to_lower(tmp_path: Path) -> None:
+    from largebatch.errors import DivergedError
+
+    recipe = a_recipe(CLEAN, "affine: {steps: 3, lr: 1e38}")
+    with pytest.raises(DivergedError, match=r"lower polish.affine.lr$"):
+        run(recipe, out=tmp_path / "run")
+
+
+def test_sequential_statistics_go_through_the_pictures_again(tmp_path: Path) -> None:
+    once, again = (
+        a_recipe(f"statistics: {{samples: 480, sequential: {word}}}") for word in ("false", "true")
+    )
+    run(once, out=tmp_path / "once")
+    run(again, out=tmp_path / "again")
+    one, other = weights(tmp_path / "once"), weights(tmp_path / "again")
+    torch.testing.assert_close(one["bn1.running_mean"], other["bn1.running_mean"])
+    deep = "layer4.0.bn2.running_mean"
+    assert not torch.allclose(one[deep], other[deep], rtol=1e-3)
+    assert one["conv1.weight"].equal(other["conv1.weight"])

@@ -1,0 +1,216 @@
+"""Files of weights as other libraries write them: what is in them, and that all else stays."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from largebatch.errors import CheckpointError
+from largebatch.models import zoo
+from largebatch.weights import check_format, read
+
+State = dict[str, Tensor]
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return zoo.build("resnet10t", num_classes=3, arguments={})
+
+
+def state() -> State:
+    return {name: value.clone() for name, value in a_model().state_dict().items()}
+
+
+def wrapped(content: State) -> State:
+    return {f"module.{name}": value for name, value in content.items()}
+
+
+FORMS: dict[str, Callable[[State], Any]] = {
+    "bare": lambda content: content,
+    "DataParallel": wrapped,
+    "compiled": lambda content: {f"_orig_mod.{name}": value for name, value in content.items()},
+    "timm": lambda content: {
+        "epoch": 3,
+        "arch": "resnet10t",
+        "state_dict": content,
+        "args": argparse.Namespace(lr=0.5),
+        "state_dict_ema": {name: value + 1 for name, value in content.items()},
+    },
+    "torchvision": lambda content: {
+        "model": content,
+        "optimizer": {"state": {}, "param_groups": [{"lr": 0.5}]},
+        "model_ema": {"n_averaged": torch.tensor(7), **wrapped(content)},
+    },
+    "without counters": lambda content: {
+        name: value for name, value in content.items() if "num_batches" not in name
+    },
+    "half precision": lambda content: {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in content.items()
+    },
+}
+
+
+def flat(content: Any, prefix: str = "") -> dict[str, Any]:  # noqa: ANN401 -- any file
+    """Return every leaf of nested dicts under its path."""
+    if not isinstance(content, dict):
+        return {prefix: content}
+    return {
+        path: leaf
+        for key, below in content.items()
+        for path, leaf in flat(below, f"{prefix}/{key}").items()
+    }
+
+
+def assert_only(changed: set[str], before: Any, after: Any) -> None:  # noqa: ANN401 -- any file
+    ours, other = flat(before), flat(after)
+    assert list(ours) == list(other)
+    for path, value in ours.items():
+        if isinstance(value, Tensor):
+            assert value.dtype == other[path].dtype
+            assert value.equal(other[path]) == (path not in changed), path
+        else:
+            assert value == other[path] or vars(value) == vars(other[path])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_path: Path) -> None:
+    torch.save(FORMS[form](state()), tmp_path / "theirs.pth")
+    weights = read(tmp_path / "theirs.pth")
+    model = a_model()
+    model.load_state_dict(weights.state_for(model))
+    weights.replace({"bn1.running_mean": torch.full((64,), 0.25)})
+    weights.write(tmp_path / "ours.pth")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        before, after = (torch.load(tmp_path / name) for name in ("theirs.pth", "ours.pth"))
+    (changed,) = {
+        p
+        for p in flat(before)
+        if p.endswith("bn1.running_mean") and "layer" not in p and "ema" not in p
+    }
+    assert_only({changed}, before, after)
+    assert (flat(after)[changed] == 0.25).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs.pth", "ours.pth"}
+
+
+@pytest.mark.parametrize("form", ["timm", "torchvision"])
+def test_the_moving_average_is_taken_where_it_is_asked_for(form: str, tmp_path: Path) -> None:
+    torch.save(FORMS[form](state()), tmp_path / "theirs.pth")
+    weights = read(tmp_path / "theirs.pth", averaged=True)
+    found = weights.state_for(a_model())
+    assert found["fc.bias"].equal(state()["fc.bias"] + (form == "timm"))
+    weights.replace({"bn1.running_var": torch.zeros(64)})
+    weights.write(tmp_path / "ours.pth")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        before, after = (torch.load(tmp_path / name) for name in ("theirs.pth", "ours.pth"))
+    place = {"timm": "/state_dict_ema/", "torchvision": "/model_ema/module."}[form]
+    assert_only({f"{place}bn1.running_var"}, before, after)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_safetensors_file_keeps_its_names_and_its_metadata(prefix: str, tmp_path: Path) -> None:
+    metadata = {"format": "pt", "config": json.dumps({"epochs": 3})}
+    theirs = {prefix + name: value for name, value in state().items()}
+    save_file(theirs, tmp_path / "theirs.safetensors", metadata=metadata)
+    weights = read(tmp_path / "theirs.safetensors")
+    weights.state_for(a_model())
+    weights.replace({"bn1.running_mean": torch.ones(64)})
+    weights.write(tmp_path / "ours.safetensors")
+    with safe_open(tmp_path / "ours.safetensors", framework="pt") as file:
+        assert file.metadata() == metadata
+        ours = {key: file.get_tensor(key) for key in theirs}
+        assert set(file.keys()) == set(theirs)
+    assert_only({f"/{prefix}bn1.running_mean"}, theirs, ours)
+
+
+def extra(content: State) -> State:
+    return {**content, "head.weight": torch.zeros(1)}
+
+
+def without_a_layer(content: State) -> State:
+    return {name: value for name, value in content.items() if not name.startswith("layer2.0.conv")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(extra, r"1 not known \(head.weight\)", id="unknown"),
+        pytest.param(
+            without_a_layer,
+            r"2 missing \(layer2.0.conv1.weight, layer2.0.conv2.weight\)",
+            id="missing",
+        ),
+        pytest.param(
+            lambda content: {**content, "fc.weight": torch.zeros(10, 512)},
+            r"1 of another shape \(fc.weight: 10 x 512, expected 3 x 512\)",
+            id="shape",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_named(
+    change: Callable[[State], State], message: str, tmp_path: Path
+) -> None:
+    torch.save(change(state()), tmp_path / "theirs.pth")
+    with pytest.raises(CheckpointError, match=f"theirs.pth: the weights do not fit: {message}$"):
+        read(tmp_path / "theirs.pth").state_for(a_model())
+
+
+class Evil:
+    """Would run code if a file were unpickled as it says."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return print, ("ran",)
+
+
+def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.pth"
+    torch.save({"state_dict": Evil()}, path)
+    with pytest.raises(CheckpointError, match="theirs.pth: not a readable file of weights: "):
+        read(path)
+    assert "ran" not in capsys.readouterr().out
+    for content, message in [
+        ({"epoch": 3, "best": 0.5}, "under state_dict or model; found a mapping of epoch, best"),
+        ({}, "found dict"),
+        ([torch.zeros(3)], "found list"),
+        ({"model_ema": state()}, "found a mapping of model_ema; its moving average is taken with"),
+    ]:
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=message):
+            read(path)
+    with pytest.raises(
+        CheckpointError, match="expected weights of an average by name, under state"
+    ):
+        read(path.parent / _saved(tmp_path), averaged=True)
+    for name in ("absent.pth", "absent.safetensors"):
+        with pytest.raises(CheckpointError, match=f"{name}: there is no such file of weights"):
+            read(tmp_path / name)
+    (tmp_path / "broken.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="broken.safetensors: not a readable file of weights"):
+        read(tmp_path / "broken.safetensors")
+
+
+def _saved(folder: Path) -> str:
+    torch.save(state(), folder / "bare.pth")
+    return "bare.pth"
+
+
+def test_a_result_has_the_format_it_came_in_and_replaces_nothing(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.pth"
+    theirs.touch()
+    for out, message in {
+        "ours.safetensors": "written as they came: give a name that ends in .pth",
+        "theirs.pth": "is there already",
+        "nowhere/ours.pth": "there is no folder .*nowhere",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            check_format(theirs, tmp_path / out)
+    check_format(theirs, tmp_path / "ours.pt")
