@@ -28,7 +28,8 @@ _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
     """Build the model on the worker's device; every worker starts from the recipe's seed.
 
-    Raises RecipeError where the model's BatchNorm and `batch.bn_span` do not fit each other.
+    Raises RecipeError where the model's BatchNorm and `batch.bn_span` do not fit each other, and
+    where `polish.affine` finds no classifier.
     """
     section = recipe.model
     torch.manual_seed(recipe.seed)
@@ -39,6 +40,11 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
         head_std=section.head_std,
     )
     _set_span(model, recipe)
+    if recipe.polish is not None and recipe.polish.affine is not None:
+        try:
+            affine_parameters(model)
+        except ValueError as error:  # better now than after the whole schedule
+            raise RecipeError(f"polish.affine: {error}") from None
     model.to(backend.device)
     if backend.device.type == "cuda":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs

@@ -85,6 +85,8 @@ def _check(args: argparse.Namespace) -> None:
         raise LargebatchError("say where the result goes with --out; nothing is overwritten")
     if args.compare and args.out is not None and args.out.exists():
         raise CheckpointError(f"{args.out}: is there already; choose another --out")
+    if args.compare and args.out is not None and not args.out.parent.is_dir():
+        raise CheckpointError(f"{args.out}: there is no folder {args.out.parent}; make it first")
     if not args.epochs > 0 or (args.lr is not None and not args.lr > 0):
         raise LargebatchError("--epochs and --lr must be above 0")
 

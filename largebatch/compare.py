@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from largebatch.build import build_extra
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, LargebatchError
 from largebatch.evaluate import evaluate
-from largebatch.finishing import Affine, Polish
+from largebatch.finishing import Affine
 from largebatch.recipe import Recipe
 from largebatch.session import Session
 from largebatch.stages import make_updates, measure_statistics
@@ -45,8 +45,8 @@ def small_rate(recipe: Recipe) -> float:
 def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
     """Return the recipe with the updates of a comparison beside its statistics pass."""
     assert recipe.polish is not None
-    affine = Affine(epochs=epochs, lr=lr)
-    polish = Polish(affine=affine, statistics=recipe.polish.statistics)
+    changes = {"clean": None, "ema": None, "affine": Affine(epochs=epochs, lr=lr)}
+    polish = recipe.polish.model_copy(update=changes)  # what was held out stays so
     return recipe.model_copy(update={"polish": polish})
 
 
@@ -102,3 +102,5 @@ def _update(session: Session, mode: Mode, *, lr: float) -> None:
         make_updates(session, mode, range(plan.steps, plan.updates), until=plan.updates)
     except DivergedError as error:
         raise DivergedError(f"{mode}: {str(error).partition(';')[0]}; lower --lr") from None
+    if session.log.stopped:
+        raise LargebatchError(f"stopped in {mode}: there is no result for it")

@@ -175,6 +175,7 @@ def test_other_classes_than_the_folders_are_named(
         (["run", "--model", "a", "--weights", "b"], "say what to polish"),
         (["run"], "say where the result goes with --out"),
         (["run", "--out", "x", "--ema"], "--ema and --set are for --weights"),
+        (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
         (["run", "--compare", "--epochs", "0"], "--epochs and --lr must be above 0"),
         (["--model", "a", "--weights", "b", "--out", "x"], "b: there is no such file of weights"),
     ],

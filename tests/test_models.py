@@ -11,7 +11,7 @@ from largebatch.build import build_model, build_optimizer
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
 from largebatch.loading import load_recipe
-from largebatch.models import build, param_groups
+from largebatch.models import build, classifier, param_groups
 from largebatch.norm import SpanBatchNorm
 from largebatch.recipe import Recipe
 
@@ -60,6 +60,25 @@ def test_lenet5_takes_pictures_of_mnists_and_cifars_size(size: int) -> None:
     model = build("lenet5", num_classes=10)
     assert model(torch.zeros(2, 3, size, size)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == 432_080
+
+
+def test_a_classifier_of_two_layers_is_all_of_both() -> None:
+    model = build("levit_128s", num_classes=10)
+    heads = model.get_classifier()  # type: ignore[operator]  # timm's
+    assert isinstance(heads, tuple)
+    expected = {parameter for head in heads for parameter in head.parameters()}
+    assert set(classifier(model).parameters()) == expected
+    assert len(expected) > 2
+
+
+def test_an_affine_stage_without_a_classifier_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = load_recipe(RECIPES / "digits_96.yaml", ["polish={affine: {steps: 1, lr: 0.1}}"])
+    headless = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    monkeypatch.setattr("largebatch.build.build", lambda *_, **__: headless)
+    with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):
+        build_model(recipe, Serial())
 
 
 def test_the_classifier_is_drawn_as_asked() -> None:

@@ -82,12 +82,13 @@ def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def classifier(model: nn.Module) -> nn.Module:
-    """Return the layer that gives the logits: what the model calls so, else its last nn.Linear.
+    """Return what gives the logits: what the model calls so, else its last nn.Linear.
 
     Raises ValueError where there is neither.
     """
     if hasattr(model, "get_classifier"):  # timm's models and ours
-        head: nn.Module = model.get_classifier()  # type: ignore[operator]
+        found = model.get_classifier()  # type: ignore[operator]
+        head = found if isinstance(found, nn.Module) else nn.ModuleList(found)  # LeViT has two
         if any(True for _ in head.parameters()):
             return head
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
