@@ -18,7 +18,7 @@ from largebatch.errors import CheckpointError, RecipeError
 from largebatch.loading import dump_recipe, parse_recipe
 from largebatch.recipe import Recipe
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 2
 """How many checkpoints of a run stay on disk."""
 

@@ -109,6 +109,8 @@ def polish_statistics(session: Session) -> None:
             "stage": "statistics",
             "step": session.step,
             "samples": section.samples,
+            "passes": drift.passes,
+            "settling": drift.settling,
             "layers": [asdict(layer) for layer in drift],
         }
     )

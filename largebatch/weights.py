@@ -67,7 +67,13 @@ class Weights:
         here = self._by_plain_name()
         for name, value in changed.items():
             there = self.tensors[here[name]]
-            self.tensors[here[name]] = value.detach().to("cpu", there.dtype, copy=True)
+            cast = value.detach().to("cpu", there.dtype, copy=True)
+            if not cast.isfinite().all():
+                raise CheckpointError(
+                    f"{self.path}: the new {name} has values beyond what the {there.dtype} of the "
+                    "file can hold; convert the file to float32 first"
+                )
+            self.tensors[here[name]] = cast
 
     def write(self, path: Path) -> None:
         """Write a file of the same format, whole or not at all."""

@@ -214,3 +214,15 @@ def test_a_result_has_the_format_it_came_in_and_replaces_nothing(tmp_path: Path)
         with pytest.raises(CheckpointError, match=message):
             check_format(theirs, tmp_path / out)
     check_format(theirs, tmp_path / "ours.pt")
+
+
+def test_values_beyond_the_type_of_the_file_are_refused(tmp_path: Path) -> None:
+    halves = {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in state().items()
+    }
+    torch.save(halves, tmp_path / "theirs.pth")
+    weights = read(tmp_path / "theirs.pth")
+    weights.state_for(a_model())
+    with pytest.raises(CheckpointError, match="bn1.running_var has values beyond .*float16"):
+        weights.replace({"bn1.running_var": torch.full((64,), 7e4)})
