@@ -16,7 +16,7 @@ from torch import Tensor
 
 from largebatch.contracts import Backend
 
-_CACHED = 2**18
+_CACHED = 2**17
 """Values of a part of a batch that the processor's cache still holds for the second look at it."""
 
 _UNLIKE = 9.0
@@ -149,8 +149,12 @@ def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and squared deviations, from sums about an origin that is near the mean."""
     first, second = torch.zeros_like(origin), torch.zeros_like(origin)
     near = origin.to(torch.promote_types(values.dtype, torch.float32))
+    per_channel = near.view(-1, *[1] * (values.ndim - 2))
+    room = None  # for all parts: memory that is new costs more than what is done in it
     for part in _parts(values):
-        centred = part - near.view(-1, *[1] * (values.ndim - 2))
+        if room is None:
+            room = torch.empty_like(part, dtype=near.dtype)
+        centred = torch.sub(part, per_channel, out=room[: len(part)])
         first += _sum(centred)
         second += _sum(centred.square_())
     count = values.numel() // len(origin)
