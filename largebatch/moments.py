@@ -101,18 +101,20 @@ class Moments:
         return exact, var.double() * (values.numel() // len(mean))
 
 
-def pool(parts: Sequence[Moments], *, origins: Sequence[Tensor], backend: Backend) -> list[Moments]:
+def pool(
+    parts: Sequence[Moments], *, dtypes: Sequence[torch.dtype], backend: Backend
+) -> list[Moments]:
     """Return the moments of each part over all workers, after one all-reduce for all parts.
 
-    Sums of squares add up only about origins that all workers share. These are values which they
-    hold already, the running means, so nothing is sent to agree on them. Where one is so far from
-    the mean that digits are lost (running statistics that were never updated), all workers see it
-    in the sums and sum once more, about the means that they have just found.
+    Sums of squares add up only about origins that all workers share; zero is one that needs no
+    agreement. Where a mean is so far from it that digits are lost, all workers see that in the sums
+    and sum once more, about the means that they have just found, as numbers of `dtypes` and at
+    least float32.
     """
-    pooled, lossy = _pool_about(parts, origins, backend)
+    pooled, lossy = _pool_about(parts, [part.mean.new_zeros(1) for part in parts], backend)
     if lossy:
-        # In float32 the new origins are near enough, and all memory stays below a megabyte.
-        kinds = [torch.promote_types(origin.dtype, torch.float32) for origin in origins]
+        # In the layers' type the new origins are near enough, and memory stays below a megabyte.
+        kinds = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
         means = [part.mean.to(kind) for part, kind in zip(pooled, kinds, strict=True)]
         del pooled
         pooled, _ = _pool_about(parts, means, backend)

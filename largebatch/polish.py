@@ -184,7 +184,9 @@ def _settle(
         moved = [
             _replace(owner, part) for owner, part in zip(owners, found, strict=True) if part.count
         ]
-        settling = torch.stack(moved).max().item()  # sync: whether another pass is needed
+        change = torch.stack(moved).max() / backend.world_size
+        backend.all_reduce(change).wait()  # their statistics may differ before the first pass
+        settling = change.item()  # sync: whether another pass is needed
     return found, passes, settling
 
 
@@ -223,8 +225,7 @@ def _measure(
             hook.remove()
     if as_in_training:
         _take_back(owners)  # frees what the last batch's moments occupy
-    origins = [owner.layers[0].get_buffer("running_mean") for owner in owners]
-    found = pool(parts, origins=origins, backend=backend)
+    found = pool(parts, dtypes=[owner.mean.dtype for owner in owners], backend=backend)
     _check(owners, found)
     return found
 

@@ -72,6 +72,24 @@ def test_the_result_is_that_of_polishing_one_layer_at_a_time(
     assert on_threads(work, workers=workers) == [5] * workers
 
 
+def test_workers_that_begin_with_other_statistics_stop_together() -> None:
+    """Worker 0 has all the data and begins where the passes end."""
+    model = network()
+    right = layer_by_layer(model, images(), ORDER)
+    settled = copy.deepcopy(model)
+    polish(settled, batches(14), Serial(), sequential=True, tolerance=1e-12)
+
+    def work(worker: Thread) -> int:
+        own = copy.deepcopy(model if worker.rank else settled)
+        share = [] if worker.rank else batches(14)
+        drift = polish(own, share, cast("Backend", worker), sequential=True)
+        assert_right(own, right, rel=1e-5)
+        return drift.passes
+
+    first, second = on_threads(work, workers=2)
+    assert first == second >= 2
+
+
 def test_a_tolerance_saves_passes() -> None:
     model = network()
     drift = polish(model, batches(14), CPU, sequential=True, tolerance=1e9)
