@@ -53,10 +53,10 @@ def photograph(height: int, width: int) -> np.ndarray:
     return pixels.clip(0, 255).round().astype(np.uint8)
 
 
-def png_folder(root: Path, *, one_size: bool) -> Index:
+def png_folder(root: Path, *, one_size: bool, size: tuple[int, int] = (70, 90)) -> Index:
     """Write 13 pictures of two classes into root/train: colours, grey and palettes."""
     for number in range(13):
-        height, width = (70, 90) if one_size else (70 + 9 * number, 150)
+        height, width = size if one_size else (70 + 9 * number, 150)
         place = root / "train" / str(number % 2)
         place.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(photograph(height, width))

@@ -32,12 +32,13 @@ either_way = pytest.mark.parametrize("way", ["memory", "device"])
 either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 
 
-@pytest.fixture(params=["one size", "many sizes"])
+@pytest.fixture(params=["one size", "many sizes", "small"])
 def folder(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Index:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return png_folder(tmp_path, one_size=request.param == "one size")
+    size = (30, 38) if request.param == "small" else (70, 90)
+    return png_folder(tmp_path, one_size=request.param != "many sizes", size=size)
 
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:

@@ -38,6 +38,7 @@ def a_recipe(**changes: object) -> Recipe:
     words = [f"data.{key}={value}" for key, value in settings.items() if key != "global_batch"]
     batch = settings.get("global_batch", 96)
     others = ["batch.bn_span=null", "polish=null", f"batch.global_batch={batch}"]
+    others += ["schedule.warmup=null"]  # which must be shorter than a run may be here
     return load_recipe(DIGITS, [*words, *others, "data.crop_area=[0.2, 1]", "data.flip=true"])
 
 

@@ -2,7 +2,7 @@
 
 Nothing is read, decoded or copied from the host but a few numbers for each picture, and nothing
 waits for the device. On a processor the batched products would do many times the arithmetic of
-resizing one picture after the other.
+resizing one picture after the other, and pay for small ones only.
 """
 
 from collections.abc import Iterable
