@@ -215,7 +215,8 @@ def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[In
 def _measure_file(path: str, num_bytes: int) -> Size:
     """Measure a picture; what is wrong with the disk and not with the file is no bad picture."""
     for pause in (0.0, *PAUSES):
-        time.sleep(pause)
+        if pause:  # sleep(0) would hand Python's lock over, for every file
+            time.sleep(pause)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
             try:
