@@ -7,10 +7,9 @@ from typing import Literal, get_args
 
 from largebatch.build import build_extra
 from largebatch.errors import DivergedError, LargebatchError
-from largebatch.evaluate import evaluate
 from largebatch.finishing import Affine
 from largebatch.recipe import Recipe
-from largebatch.session import Session
+from largebatch.session import Session, measure
 from largebatch.stages import make_updates, measure_statistics
 
 Mode = Literal["none", "statistics", "affine", "clean"]
@@ -71,12 +70,7 @@ def compare(session: Session) -> Iterator[Row]:
         elif lr is not None:
             _update(session, mode, lr=lr)
         seconds = time.perf_counter() - begun
-        found = evaluate(
-            session.model,
-            session.pipeline.validation(),
-            session.backend,
-            expected=session.plan.val_samples,
-        )
+        found = measure(session, mode)
         yield Row(
             mode=mode,
             top1=found.top1,

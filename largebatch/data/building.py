@@ -220,7 +220,8 @@ def _measure_file(path: str, num_bytes: int) -> Size:
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
             try:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
+                # What is no file has no length.
+                if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
                     raise BadPictureError("it is no file but a folder, a pipe or a device")
                 return measure_part(file, 0, num_bytes)
             finally:

@@ -8,18 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from largebatch.contracts import Batch, Batches, Bytes, IntArray, View
-from largebatch.section import Triple
 
 Order = TypeVar("Order")
 """What says what a batch is to be: a request, alone or with bytes that were read for it."""
 
-Floats = npt.NDArray[np.float32]
 
 AHEAD = 2
 """How many batches are being filled in while one is used."""
@@ -31,6 +27,13 @@ class Part(NamedTuple):
     rows: slice
     fill: Callable[[Bytes], None]
     """Writes their pixels, n x H x W x 3."""
+
+
+class _Scale(NamedTuple):
+    """What bytes are subtracted and divided by, 3 x 1 x 1."""
+
+    center: Tensor
+    spread: Tensor
 
 
 class _Filling(NamedTuple):
@@ -59,56 +62,48 @@ def fill_ahead(
     `divide` gives a batch's labels and its parts.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+    scale = _Scale(*(torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)))
+    there = _Scale(*(each.to(device) for each in scale))
     started: deque[_Filling] = deque()
     try:
         for order in orders:
-            started.append(_start(pool, *divide(order), view, device))
+            labels, parts = divide(order)
+            filling = _room(labels, view.image_size, on_gpu=device.type == "cuda")
+            filling.jobs.extend(pool.submit(_make, part, filling, scale) for part in parts)
+            started.append(filling)
             if len(started) > AHEAD:
-                yield _finish(started.popleft(), view, device)
+                yield _finish(started.popleft(), there)
         while started:
-            yield _finish(started.popleft(), view, device)
+            yield _finish(started.popleft(), there)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _start(
-    pool: ThreadPoolExecutor,
-    labels: IntArray,
-    parts: Sequence[Part],
-    view: View,
-    device: torch.device,
-) -> _Filling:
-    size, on_gpu = view.image_size, device.type == "cuda"
+def _room(labels: IntArray, size: int, *, on_gpu: bool) -> _Filling:
     pixels = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=on_gpu)
     images = None if on_gpu else torch.empty((len(labels), 3, size, size))
-    numbers = None if images is None else images.numpy()
-    jobs = [pool.submit(_make, part, pixels.numpy(), numbers, view) for part in parts]
-    return _Filling(jobs, pixels, images, labels)
+    return _Filling([], pixels, images, labels)
 
 
-def _make(part: Part, pixels: Bytes, images: Floats | None, view: View) -> None:
+def _make(part: Part, filling: _Filling, scale: _Scale) -> None:
     """Fill some rows in; with NumPy, whose operations start no threads of their own."""
-    rows, fill = part
-    fill(pixels[rows])
-    if images is not None:
-        images[rows] = pixels[rows].transpose(0, 3, 1, 2)
-        images[rows] -= _scaled(view.mean).numpy()
-        images[rows] /= _scaled(view.std).numpy()
+    pixels = filling.pixels.numpy()[part.rows]
+    part.fill(pixels)
+    if filling.images is not None:
+        images = filling.images.numpy()[part.rows]
+        images[:] = pixels.transpose(0, 3, 1, 2)
+        images -= scale.center.numpy()
+        images /= scale.spread.numpy()
 
 
-def _finish(batch: _Filling, view: View, device: torch.device) -> Batch:
+def _finish(batch: _Filling, scale: _Scale) -> Batch:
     """Wait for a batch; on a GPU, copy and normalise it there without waiting for that."""
     for job in batch.jobs:
         job.result()
+    device = scale.center.device
     images = batch.images
     if images is None:
         images = batch.pixels.to(device, non_blocking=True).permute(0, 3, 1, 2)
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
-        center, spread = _scaled(view.mean).to(device), _scaled(view.std).to(device)
-        images = images.sub_(center).div_(spread)
+        images = images.sub_(scale.center).div_(scale.spread)
     return Batch(images, torch.from_numpy(batch.labels).to(device, non_blocking=True))
-
-
-def _scaled(values: Triple) -> Tensor:
-    """Return what stands for each colour on the scale 0 .. 1 on the scale 0 .. 255, 3 x 1 x 1."""
-    return torch.tensor(values).mul_(255).view(3, 1, 1)
