@@ -21,35 +21,23 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from input_pipeline import AREA, dali_reader, requests, view
 from measuring import Step, paired_ratio, spread, take_turns, write
 
 from largebatch.backends.serial import Serial
 from largebatch.cli import main as largebatch
-from largebatch.contracts import Request, View
-from largebatch.data import cached, dali, on_device, train_request
-from largebatch.data.index import Index, load_or_read
+from largebatch.contracts import Request
+from largebatch.data import cached, dali, on_device
+from largebatch.data.index import load_or_read
 from largebatch.workers import available_cores
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-ASPECT = (3 / 4, 4 / 3)
-SMALL_AREA, LARGE_AREA = (0.6, 1.0), (0.08, 1.0)
+SMALL_AREA = (0.6, 1.0)
 TARGET = 200_000
 """Images a second from `cache: device`."""
-
-
-def view(size: int) -> View:
-    return View(image_size=size, mean=MEAN, std=STD, interpolation="bilinear", antialias=True)
-
-
-def requests(index: Index, batch: int, area: tuple[float, float]) -> Iterator[Request]:
-    for number in count():
-        positions = range(number * batch, (number + 1) * batch)
-        yield train_request(index, positions, seed=0, area=area, aspect=ASPECT, flip=True)
 
 
 def step(batches: Iterator[object]) -> Step:
@@ -87,41 +75,6 @@ def rates(times: dict[str, list[float]], batch: int) -> dict[str, Any]:
     return {name: spread([batch / seconds for seconds in each]) for name, each in times.items()}
 
 
-def own_reader(folder: Path, args: argparse.Namespace) -> Iterator[object]:
-    """DALI's own reader, its random crops inside the decoder, all on the device."""
-    nvidia_dali: Any = importlib.import_module("nvidia.dali")
-    fn, types = nvidia_dali.fn, nvidia_dali.types
-    on_gpu = args.device.type == "cuda"
-    pipeline = nvidia_dali.Pipeline(
-        batch_size=args.jpeg_batch,
-        num_threads=args.threads,
-        device_id=torch.cuda.current_device() if on_gpu else None,
-        prefetch_queue_depth=dali.AHEAD,
-    )
-    with pipeline:
-        encoded, labels = fn.readers.file(file_root=str(folder / "train"), random_shuffle=True)
-        images = fn.decoders.image_random_crop(
-            encoded,
-            device="mixed" if on_gpu else "cpu",
-            random_area=list(LARGE_AREA),
-            random_aspect_ratio=list(ASPECT),
-        )
-        images = fn.resize(images, size=[224, 224], interp_type=types.INTERP_LINEAR, antialias=True)
-        images = fn.crop_mirror_normalize(
-            images,
-            mirror=fn.random.coin_flip(),
-            mean=[255 * value for value in MEAN],
-            std=[255 * value for value in STD],
-            dtype=types.FLOAT,
-            output_layout="CHW",
-        )
-        pipeline.set_outputs(images, labels)
-    stream = torch.cuda.current_stream(args.device) if on_gpu else None
-    while True:
-        images, labels = pipeline.run(stream)
-        yield images.as_tensor(), labels.as_tensor()
-
-
 def jpegs(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure full-size JPEGs, each written into a class folder of its own."""
     with zipfile.ZipFile(samples) as archive:
@@ -132,13 +85,14 @@ def jpegs(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     index = load_or_read(folder, "train")
     ours = dali.decode(
         index,
-        requests(index, args.jpeg_batch, LARGE_AREA),
+        requests(index, args.jpeg_batch, AREA),
         view(224),
         device=args.device,
         threads=args.threads,
         batch_size=args.jpeg_batch,
     )
-    rivals = {"ours on DALI": step(ours), "DALI's reader": step(own_reader(folder, args))}
+    theirs = dali_reader(folder, batch=args.jpeg_batch, threads=args.threads, device=args.device)
+    rivals = {"ours on DALI": step(ours), "DALI's reader": step(theirs)}
     times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=Serial(args.device))
     ours.close()
     return {

@@ -65,17 +65,24 @@ def ours(decode: Callable[..., Batches], index: Index, args: argparse.Namespace)
     )
 
 
-def dali_reader(folder: Path, args: argparse.Namespace) -> Rival:
-    """DALI's own reader, with cropping inside the decoder."""
+def dali_reader(folder: Path, *, batch: int, threads: int, device: torch.device = CPU) -> Rival:
+    """DALI's own reader, with cropping inside the decoder, all on the device."""
     nvidia_dali: Any = importlib.import_module("nvidia.dali")
     fn, types = nvidia_dali.fn, nvidia_dali.types
+    on_gpu = device.type == "cuda"
     pipeline = nvidia_dali.Pipeline(
-        batch_size=args.batch, num_threads=args.threads, device_id=None, prefetch_queue_depth=2
+        batch_size=batch,
+        num_threads=threads,
+        device_id=torch.cuda.current_device() if on_gpu else None,
+        prefetch_queue_depth=dali.AHEAD,
     )
     with pipeline:
         encoded, labels = fn.readers.file(file_root=str(folder / "train"), random_shuffle=True)
         images = fn.decoders.image_random_crop(
-            encoded, device="cpu", random_area=list(AREA), random_aspect_ratio=list(ASPECT)
+            encoded,
+            device="mixed" if on_gpu else "cpu",
+            random_area=list(AREA),
+            random_aspect_ratio=list(ASPECT),
         )
         images = fn.resize(images, size=[224, 224], interp_type=types.INTERP_LINEAR, antialias=True)
         images = fn.crop_mirror_normalize(
@@ -87,8 +94,9 @@ def dali_reader(folder: Path, args: argparse.Namespace) -> Rival:
             output_layout="CHW",
         )
         pipeline.set_outputs(images, labels)
+    stream = torch.cuda.current_stream(device) if on_gpu else None
     while True:
-        images, labels = pipeline.run()
+        images, labels = pipeline.run(stream)
         yield images.as_tensor(), labels.as_tensor()
 
 
@@ -152,7 +160,7 @@ def full_size(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str
     rates = compete(
         {
             "ours on DALI": ours(dali.decode, index, args),
-            "DALI's reader": dali_reader(folder, args),
+            "DALI's reader": dali_reader(folder, batch=args.batch, threads=args.threads),
             "DataLoader": data_loader(folder, args),
             "ours on torchvision": ours(torchvision.decode, index, args),
         },
