@@ -19,6 +19,7 @@ from largebatch.section import Triple
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 
 class Batch(NamedTuple):

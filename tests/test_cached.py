@@ -19,7 +19,7 @@ from largebatch.contracts import Batches, Bytes, Request
 from largebatch.data import cached, clean_request, on_device, torchvision
 from largebatch.data.index import Index
 from largebatch.data.pipeline import open_pipeline
-from largebatch.data.resampling import resample
+from largebatch.data.resampling import resample, resample_small
 from largebatch.errors import DataError
 from largebatch.loading import load_recipe
 from largebatch.pictures import Interpolation
@@ -126,6 +126,24 @@ def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
         difference = (image - (expected.flip(2) if flip else expected)).abs()
         assert difference.max() <= 2.01  # noise meets halves, which weights in int16 round away
         assert (difference > 1.01).sum() <= 0.002 * difference.numel() + 1
+
+
+@either_filter
+@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (8, 13, 20), (28, 40, 9)])
+def test_weights_that_are_looked_up_are_those_that_are_computed(
+    height: int, width: int, size: int, interpolation: Interpolation
+) -> None:
+    draw = np.random.default_rng(height)
+    pictures = draw.integers(0, 256, (300, height, width, 3), dtype=np.uint8)
+    tall, wide = draw.integers(1, height + 1, 300), draw.integers(1, width + 1, 300)
+    corners = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
+    boxes, flips = np.stack([*corners, tall, wide], axis=1), draw.integers(0, 2, 300) > 0
+    numbers = [torch.from_numpy(each) for each in (pictures, boxes, flips)]
+    expected = resample(*numbers, size=size, interpolation=interpolation)
+    found = resample_small(pictures, boxes, flips, size=size, interpolation=interpolation)
+    difference = np.abs(found - expected.numpy())
+    assert difference.max() <= 1.0  # where a sum is a half, its order decides
+    assert (difference > 0).mean() < 5e-3
 
 
 def test_a_device_resizes_a_few_pictures_at_a_time(

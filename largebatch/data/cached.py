@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.contracts import Backend, Batches, Bytes, IntArray, Request, View
+from largebatch.contracts import Backend, Batches, Bytes, Floats, IntArray, Request, View
 from largebatch.data.augment import clean_request
 from largebatch.data.filling import Part, fill_ahead
 from largebatch.data.index import Index, user_cache
 from largebatch.data.mapped import whole_file
 from largebatch.data.reading import open_reader, read_ahead
-from largebatch.data.resampling import resample
+from largebatch.data.resampling import resample_small
 from largebatch.data.torchvision import Picture, pictures_of, to_pillow
 from largebatch.errors import DataError
 from largebatch.pictures import Interpolation
@@ -53,8 +53,8 @@ EACH = 128
 """How many pictures a thread makes at a time."""
 
 SMALL = 40
-"""Up to how many pixels a side pictures of one size are resized together. One by one takes less
-arithmetic, but two threads then spend their time on handing Python's lock to each other."""
+"""Up to how many pixels a side pictures of one size are resized together: one by one, two threads
+spend their time on handing Python's lock to each other. Weights of all boxes take 20 MB then."""
 
 AT_ONCE = 2**22
 """How many bytes of a file are checked at a time."""
@@ -213,15 +213,20 @@ def decode(
 
 
 def _fill(
-    kept: Kept[Bytes], request: Request, rows: slice, interpolation: Interpolation, pixels: Bytes
+    kept: Kept[Bytes],
+    request: Request,
+    rows: slice,
+    interpolation: Interpolation,
+    pixels: Bytes | Floats,
 ) -> None:
     """Write what these rows of a request ask for into `pixels`."""
     samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
     size = pixels.shape[1:3]
     if kept.alike is not None and max(*kept.alike.shape[1:3], *size) <= SMALL:
-        numbers = map(torch.from_numpy, (kept.alike[samples], boxes, flips))
-        images = resample(*numbers, size=size[0], interpolation=interpolation)
-        pixels[:] = images.permute(0, 2, 3, 1).numpy()
+        whole = kept.alike[samples]
+        pixels[:] = resample_small(
+            whole, boxes, flips, size=size[0], interpolation=interpolation
+        ).transpose(0, 2, 3, 1)
         return
     each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
     for sample, box, flip, out in each:

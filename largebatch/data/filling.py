@@ -1,6 +1,6 @@
-"""Batches of bytes that threads fill in ahead of their use, made into normalised numbers.
+"""Batches that threads fill in ahead of their use, and normalise, part by part.
 
-On a processor the same threads do that, part by part; a GPU is sent the bytes, a quarter as much.
+A GPU is sent bytes, a quarter as much, and normalises them itself.
 """
 
 from collections import deque
@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, Bytes, IntArray, View
+from largebatch.contracts import Batch, Batches, Bytes, Floats, IntArray, View
 
 Order = TypeVar("Order")
 """What says what a batch is to be: a request, alone or with bytes that were read for it."""
@@ -25,8 +26,8 @@ class Part(NamedTuple):
     """Some rows of a batch, which one thread makes."""
 
     rows: slice
-    fill: Callable[[Bytes], None]
-    """Writes their pixels, n x H x W x 3."""
+    fill: Callable[[Bytes | Floats], None]
+    """Writes their pixels, n x H x W x 3, values 0 .. 255 of either type."""
 
 
 class _Scale(NamedTuple):
@@ -40,11 +41,9 @@ class _Filling(NamedTuple):
     """A batch that is being filled in."""
 
     jobs: list[Future[None]]
-    pixels: Tensor
-    """uint8, N x H x W x 3, where a copy to the device is quick."""
-
-    images: Tensor | None
-    """float32, N x 3 x H x W, normalised; None: made by the GPU."""
+    images: Tensor
+    """N x 3 x H x W. On a processor float32, normalised; else bytes, channels last, where a copy to
+    the GPU is quick."""
 
     labels: IntArray
 
@@ -80,18 +79,17 @@ def fill_ahead(
 
 
 def _room(labels: IntArray, size: int, *, on_gpu: bool) -> _Filling:
-    pixels = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=on_gpu)
-    images = None if on_gpu else torch.empty((len(labels), 3, size, size))
-    return _Filling([], pixels, images, labels)
+    if on_gpu:
+        pixels = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=True)
+        return _Filling([], pixels.permute(0, 3, 1, 2), labels)
+    return _Filling([], torch.empty((len(labels), 3, size, size)), labels)
 
 
 def _make(part: Part, filling: _Filling, scale: _Scale) -> None:
     """Fill some rows in; with NumPy, whose operations start no threads of their own."""
-    pixels = filling.pixels.numpy()[part.rows]
-    part.fill(pixels)
-    if filling.images is not None:
-        images = filling.images.numpy()[part.rows]
-        images[:] = pixels.transpose(0, 3, 1, 2)
+    images = filling.images.numpy()[part.rows]
+    part.fill(images.transpose(0, 2, 3, 1))
+    if images.dtype == np.float32:
         images -= scale.center.numpy()
         images /= scale.spread.numpy()
 
@@ -102,8 +100,8 @@ def _finish(batch: _Filling, scale: _Scale) -> Batch:
         job.result()
     device = scale.center.device
     images = batch.images
-    if images is None:
-        images = batch.pixels.to(device, non_blocking=True).permute(0, 3, 1, 2)
+    if images.dtype == torch.uint8:
+        images = images.to(device, non_blocking=True)
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
         images = images.sub_(scale.center).div_(scale.spread)
     return Batch(images, torch.from_numpy(batch.labels).to(device, non_blocking=True))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.contracts import Batches, Bytes, IntArray, Request, View
+from largebatch.contracts import Batches, Bytes, Floats, IntArray, Request, View
 from largebatch.data.filling import Part, fill_ahead
 from largebatch.data.index import Index, Location
 from largebatch.data.reading import Reading, name_of, open_reader, read_ahead
@@ -93,7 +93,9 @@ def to_pillow(picture: Picture) -> Image.Image:
     return pixels
 
 
-def _decode_one(view: View, picture: Picture, box: IntArray, flip: np.bool_, pixels: Bytes) -> None:
+def _decode_one(
+    view: View, picture: Picture, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
+) -> None:
     """Write the part of a picture that was asked for into `pixels`, 1 x H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
