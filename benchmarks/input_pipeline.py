@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -123,10 +124,16 @@ def data_loader(folder: Path, args: argparse.Namespace) -> Rival:
 
 
 def compete(rivals: dict[str, Rival], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the images a second of each rival in every round but the first."""
+    """Return the images a second of each rival in every round, in an order drawn anew.
+
+    Each begins when the one before has ended what it works on ahead, and what it has itself made
+    ahead by then is not counted.
+    """
     rates: dict[str, list[float]] = {name: [] for name in rivals}
-    for _ in range(args.rounds + 1):
-        for name, batches in rivals.items():
+    draw = random.Random(0)
+    for _ in range(args.rounds + 1):  # the first is not counted
+        for name, batches in draw.sample(list(rivals.items()), k=len(rivals)):
+            time.sleep(args.pause)
             for _ in range(args.uncounted):
                 next(batches)
             begun = time.perf_counter()
@@ -232,10 +239,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     data = os.environ.get("LARGEBATCH_DATA")
     parser.add_argument("--data", type=Path, default=data, required=data is None)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--batches", type=int, default=12, help="counted, in each round")
-    parser.add_argument("--uncounted", type=int, default=4, help="batches before them")
+    parser.add_argument("--uncounted", type=int, default=6, help="batches before them")
+    parser.add_argument("--pause", type=float, default=2.0, help="seconds before each turn")
     parser.add_argument("--threads", type=int, default=2, help="threads or worker processes")
     return parser.parse_args()
 
