@@ -102,21 +102,31 @@ def machine() -> str:
 
 def write(name: str, command: str, result: dict[str, Any]) -> Path:
     """Write results/<name>_<hardware>_<date>.json: where and how it was measured, and `result`."""
-    date = datetime.now(UTC).date().isoformat()
-    where = {
-        "command": command,
-        "machine": machine(),
-        "date": date,
-        "commit": source_commit(),
-        "versions": versions(),
-    }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{_hardware()}_{date}.json"
-    path.write_text(json.dumps({**where, **result}, indent=2) + "\n", encoding="utf-8")
+    path = RESULTS / f"{name}_{hardware()}_{today()}.json"
+    content = {**circumstances(command), **result}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 
 
-def _hardware() -> str:
+def circumstances(command: str) -> dict[str, Any]:
+    """Return how, where, when and with what something is measured."""
+    return {
+        "command": command,
+        "machine": machine(),
+        "date": today(),
+        "commit": source_commit(),
+        "versions": versions(),
+    }
+
+
+def today() -> str:
+    """Return the date, which is the same everywhere."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def hardware() -> str:
+    """Return what ran the benchmark, as a part of a file's name."""
     if torch.cuda.is_available():
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
     return f"cpu{available_cores()}"

@@ -1,0 +1,215 @@
+"""One cell of the polishing study: one set, batch, optimizer, crop area and seed, and its arms.
+
+The arms of a cell share the updates that they have in common. A trunk trains on augmented pictures
+to the end; where an arm parts from it, the arm goes on in a folder of its own from the trunk's
+checkpoint, under the same recipe with its polishing stages. Nothing but the step decides what an
+update sees, so an arm ends with the weights, bit for bit, that a run of its own would have.
+"""
+
+import contextlib
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from largebatch import checkpoint, load_recipe, run
+from largebatch.finishing import Affine, Polish, Statistics
+from largebatch.loading import dump_recipe
+from largebatch.plan import make_plan
+from largebatch.recipe import Recipe
+from largebatch.section import Span
+
+RECIPES = Path(__file__).parent / "recipes"
+RATIO = 32
+"""The large batch over the small one."""
+
+STEPS_PER_EPOCH = 16
+"""Of the large batch; MLPerf's ResNet-50 at 81,920 makes 15.6."""
+
+WARMUP_EPOCHS = 2
+AFFINE_EPOCHS = 2
+SPANS_AT_ONCE = 4
+"""BatchNorm spans in a device batch of the large batch; a core is fastest with about 100 pictures
+of this network."""
+
+AFFINE_RATES = {"large": 0.1, "small": 0.01}
+"""Of the affine stage. Not tuned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much a cell computes; the same for all cells of a study."""
+
+    pictures: int
+    """Training pictures, the same ones for every seed."""
+
+    epochs: int
+
+    @property
+    def large_batch(self) -> int:
+        """Pictures in an update of the large batch."""
+        return self.pictures // STEPS_PER_EPOCH
+
+    @property
+    def small_batch(self) -> int:
+        """Pictures in an update of the small batch, and in a BatchNorm span of both."""
+        return self.large_batch // RATIO
+
+    def __post_init__(self) -> None:
+        smallest = STEPS_PER_EPOCH * RATIO * 2
+        if self.pictures % (smallest // 2) or self.pictures < smallest:
+            raise ValueError(
+                f"pictures must be a multiple of {smallest // 2}, {smallest} or more, so that both "
+                f"batches are whole; got {self.pictures}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is trained, and by which stages it is followed."""
+
+    data: str
+    batch: str
+    """`large` or `small`."""
+
+    area: float
+    """The least part of a picture that a crop shows."""
+
+    seed: int
+    rate: float
+    """The peak."""
+
+    optimizer: str = "lars"
+    end: float = 0.0
+    """The rate at the end of the schedule over the peak rate."""
+
+    clean: tuple[int, ...] = (2,)
+    """Arms whose last so many epochs are on clean pictures."""
+
+    affine: bool = False
+
+    @property
+    def group(self) -> str:
+        """All of the cell but its seed, in words."""
+        words = [self.data, self.optimizer, self.batch, f"area {self.area:g}"]
+        words += [f"end {self.end:g}"] * (self.end > 0)
+        return ", ".join(words)
+
+    @property
+    def key(self) -> str:
+        """The cell's name in the results."""
+        return f"{self.group}, seed {self.seed}"
+
+    def passes(self, epochs: int) -> float:
+        """Return about how many training epochs the cell takes; a forward pass is a third."""
+        return (
+            epochs
+            + 1 / 3
+            + sum(k + 1 / 3 for k in self.clean)
+            + self.affine * (AFFINE_EPOCHS + 1 / 3)
+        )
+
+
+def recipe_of(cell: Cell, size: Size, *, val_samples: int) -> Recipe:
+    """Return the recipe of a cell's trunk, which has no polishing."""
+    large, sgd = cell.batch == "large", cell.optimizer == "sgd"
+    warmup = f"{{epochs: {min(WARMUP_EPOCHS, size.epochs / 2)}}}" if large or not sgd else "null"
+    changes = [
+        f"seed={cell.seed}",
+        f"duration.epochs={size.epochs}",
+        f"data.train_samples={size.pictures}",
+        f"data.val_samples={val_samples}",
+        f"data.crop_area=[{cell.area}, 1.0]",
+        f"batch.global_batch={size.large_batch if large else size.small_batch}",
+        f"batch.bn_span={size.small_batch}",
+        f"schedule.peak_lr={cell.rate}",
+        f"schedule.decay.end_lr={cell.end * cell.rate}",
+        f"schedule.warmup={warmup}",
+    ]
+    if sgd:
+        changes += ["optimizer={kind: sgd}", "loss.label_smoothing=0.0"]
+    return load_recipe(RECIPES / f"polishing_{cell.data}.yaml", changes)
+
+
+def carry_out(
+    cell: Cell, size: Size, *, data: Path, val_samples: int, work: Path
+) -> dict[str, Any]:
+    """Train all arms of a cell; return top-1 and loss of each, and the seconds it took."""
+    begun = time.perf_counter()
+    recipe = recipe_of(cell, size, val_samples=val_samples)
+    work.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=work) as folder,
+        (work / "output.log").open("a", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+    ):
+        arms = train_arms(cell, recipe, Path(folder), data=data)
+    return {"arms": arms, "seconds": time.perf_counter() - begun}
+
+
+def train_arms(
+    cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None
+) -> dict[str, dict[str, float]]:
+    """Train a trunk in `folder` and an arm for each way to polish; return what each reaches."""
+    trunk, batch = folder / "trunk", device_batch(recipe)
+    statistics = Statistics(samples=recipe.train_samples)
+    arms: dict[str, dict[str, float]] = {}
+
+    def follow(name: str, polish: Polish) -> None:
+        """Part from the trunk where it is now."""
+        out = folder / name
+        own = part(trunk, recipe.model_copy(update={"polish": polish}), out)
+        summary = run(own, out=out, data=data, device_batch=batch, resume=True)
+        _require(summary.status == "finished", own)
+        for stage in summary.stages:
+            if stage["name"] != "train":
+                label = f"{name} + statistics" if stage["name"] == "statistics" else name
+                arms[label if name != "statistics" else name] = _reached(stage)
+
+    def train(until: int) -> list[dict[str, Any]]:
+        """Let the trunk grow to so many updates."""
+        there = trunk.exists()
+        summary = run(
+            recipe, out=trunk, data=data, device_batch=batch, resume=there, max_steps=until
+        )
+        _require(summary.steps == until, recipe)
+        return summary.stages
+
+    for epochs in sorted(cell.clean, reverse=True):
+        polish = Polish(clean=Span(epochs=epochs), statistics=statistics)
+        steps = make_plan(recipe.model_copy(update={"polish": polish}), workers=1).train_steps
+        train(steps)
+        follow(f"clean {epochs}", polish)
+    arms["control"] = _reached(train(make_plan(recipe, workers=1).steps)[-1])
+    follow("statistics", Polish(statistics=statistics))
+    if cell.affine:
+        affine = Affine(epochs=AFFINE_EPOCHS, lr=AFFINE_RATES[cell.batch])
+        follow("affine", Polish(affine=affine, statistics=statistics))
+    return arms
+
+
+def device_batch(recipe: Recipe) -> int:
+    """Return how many pictures a process holds at a time."""
+    assert recipe.batch.bn_span is not None
+    return min(SPANS_AT_ONCE * recipe.batch.bn_span, recipe.batch.global_batch)
+
+
+def part(trunk: Path, recipe: Recipe, out: Path) -> Recipe:
+    """Put the trunk's newest checkpoint into `out`, as one of `recipe`; return that recipe."""
+    content = checkpoint.newest(trunk / "checkpoints")
+    assert content is not None, "a run that ended or was stopped has saved"
+    state = checkpoint.loads(content, source=str(trunk))
+    checkpoint.save(out / "checkpoints", replace(state, recipe=recipe))
+    (out / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    return recipe
+
+
+def _require(complete: bool, recipe: Recipe) -> None:  # noqa: FBT001 -- what is asked for
+    """Refuse half a result, which a run leaves that was asked to stop."""
+    if not complete:
+        raise RuntimeError(f"{recipe.name} was stopped before its end; its cell has no result")
+
+
+def _reached(stage: dict[str, Any]) -> dict[str, float]:
+    return {"top1": stage["top1"], "loss": stage["loss"]}

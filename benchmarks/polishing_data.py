@@ -1,0 +1,89 @@
+"""The pictures of the polishing study: a fixed part of each set, as shards of its own.
+
+Two cores go through 3,000 pictures a second, so the study trains on a part of the training set,
+drawn once with the same number of every class and the same for every seed. Rates are tuned on
+pictures that lie outside of that part and outside of the test set, so no number that is reported
+was chosen by the pictures that it is measured on.
+"""
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from largebatch.contracts import IntArray
+from largebatch.data.imports import import_data
+from largebatch.data.index import Index, load_or_read
+from largebatch.data.packing import DataSet, Sample, write_shards
+from largebatch.data.reading import read
+
+SETS = {"fashion_mnist": "fashion-mnist", "cifar10": "cifar10"}
+"""Folders in LARGEBATCH_DATA, and what `largebatch data import` calls them."""
+
+SUBSET_SEED = 20_000
+"""Draws the training pictures; no run has this seed."""
+
+SHARD_BYTES = 256 * 10**6
+
+
+def prepare(work: Path, name: str, *, train: int, val: int | None = None) -> Path:
+    """Return the folder with `train` training pictures of a set, made unless it is there.
+
+    They are judged on the whole test set, or, if `val` is given, on so many other training
+    pictures: that is for tuning.
+    """
+    out = work / f"{name}-{train}" if val is None else work / f"{name}-{train}-tuning-{val}"
+    if out.exists():
+        return out
+    whole = _import(work / "all" / name, name)
+    first, test = load_or_read(whole, "train"), load_or_read(whole, "val")
+    drawn = draw(first, [train, val or 0])
+    chosen = {"train": (first, drawn[0]), "val": (first, drawn[1])}
+    if val is None:
+        chosen["val"] = test, np.arange(len(test))
+    data_set = DataSet(
+        first.classes,
+        {split: len(rows) for split, (_, rows) in chosen.items()},
+        lambda split: _samples(*chosen[split]),
+    )
+    write_shards(data_set, out, shard_bytes=SHARD_BYTES, progress=lambda *_: None)
+    return out
+
+
+def draw(index: Index, sizes: list[int]) -> list[IntArray]:
+    """Draw disjoint parts of an index, each with the same number of every class.
+
+    The first part does not depend on how many others there are, so tuning and study train on the
+    same pictures.
+    """
+    classes = len(index.classes)
+    wrong = [size for size in sizes if size % classes]
+    if wrong:
+        raise ValueError(f"{wrong[0]} pictures cannot be the same number of {classes} classes")
+    random = np.random.default_rng(SUBSET_SEED)
+    orders = [random.permutation(np.flatnonzero(index.labels == one)) for one in range(classes)]
+    ends = np.cumsum([0, *sizes]) // classes
+    if ends[-1] > min(map(len, orders)):
+        raise ValueError(
+            f"{sum(sizes)} pictures need {ends[-1]} of every class, and one has "
+            f"{min(map(len, orders))}"
+        )
+    return [
+        np.sort(np.concatenate([order[first:last] for order in orders]))
+        for first, last in pairwise(ends)
+    ]
+
+
+def _import(out: Path, name: str) -> Path:
+    if not out.exists():
+        source = Path(os.environ["LARGEBATCH_DATA"]) / name
+        import_data(SETS[name], source, out, shard_bytes=SHARD_BYTES, progress=lambda *_: None)
+    return out
+
+
+def _samples(index: Index, rows: IntArray) -> Iterator[Sample]:
+    for row in rows.tolist():
+        location = index.locate(row)
+        yield Sample(read(location), "png", int(index.labels[row]))

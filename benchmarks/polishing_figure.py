@@ -1,0 +1,184 @@
+"""The pictures of the polishing study, drawn from its results alone and in the report's style."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polishing_tables import BASELINE, RIVALS, by_group, paired, student
+
+from largebatch.report.canvas import COLOURS, INK, MUTED, RULE, save_png
+
+if TYPE_CHECKING:
+    from largebatch.report.canvas import Axes, Figure
+
+TITLES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+ARMS = {
+    "statistics": ("statistics", COLOURS["statistics"]),
+    "clean 2": ("clean", COLOURS["clean"]),
+    "clean 2 + statistics": ("clean, then statistics", COLOURS["clean"]),
+    "affine": ("affine *", COLOURS["affine"]),
+    "affine + statistics": ("affine *, then statistics", COLOURS["affine"]),
+}
+"""What an arm is called and its colour; those that end with statistics have a diamond."""
+
+BLOCKS = [("large", 0.08), ("large", 0.35), ("small", 0.08), ("small", 0.35)]
+ENDS = {0.0: COLOURS["train"], 0.1: COLOURS["clean"], 0.3: COLOURS["statistics"]}
+CLEAN_EPOCHS = (0, 1, 2, 5)
+
+Groups = dict[str, dict[str, dict[int, float]]]
+Study = dict[str, Any]
+
+
+def draw_all(study: Study, folder: Path) -> None:
+    """Draw each picture that there are results for."""
+    groups = by_group(study["cells"])
+    pictures: dict[str, tuple[Callable[..., None], tuple[int, int], str]] = {
+        "polishing_study": (_draw_polishing, (900, 640), "affine"),
+        "polishing_study_rates": (_draw_rates, (820, 400), "clean 5"),
+        "polishing_study_batches": (_draw_batches, (900, 300), "sgd"),
+    }
+    for name, (draw, size, needed) in pictures.items():
+        if any(needed in group or needed in arms for group, arms in groups.items()):
+            drawn = partial(draw, study=study, groups=groups)
+            save_png(folder / f"{name}.png", drawn, size=size, pixels=2 * size[0])
+
+
+def _title(figure: "Figure", title: str, note: str, *, study: Study, groups: Groups) -> None:
+    numbers = sorted({len(values) for arms in groups.values() for values in arms.values()})
+    seeds = f"{numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+    figure.suptitle(title, x=0.01, ha="left", size=14, weight="bold", color=INK)
+    figure.supxlabel(
+        f"{note} Top-1 on the test set of {study['test_pictures']:,}; ResNet of 8 layers, "
+        f"{study['pictures']:,} training pictures, {study['epochs']} epochs.\nFaint: each of "
+        f"{seeds} seeds. Bars: mean and its 95 % interval (Student's t).",
+        x=0.01, ha="left", size=10, color=MUTED,
+    )  # fmt: skip
+
+
+def _draw_polishing(figure: "Figure", *, study: Study, groups: Groups) -> None:
+    """Draw how far each way to polish is from the control of the same seeds."""
+    title = f"What polishing changes, against {study['epochs']} epochs on augmented pictures"
+    note = "LARS. clean: the last 2 epochs. * 2 epochs more than the control."
+    _title(figure, title, note, study=study, groups=groups)
+    panels = figure.subplots(1, 2, sharey=True)
+    labels: dict[float, str] = {}
+    for axes, (name, title) in zip(panels, TITLES.items(), strict=True):
+        height = 0.0
+        for batch, area in BLOCKS:
+            arms = groups.get(f"{name}, lars, {batch}, area {area:g}", {})
+            text = f"{_batch(study, batch)}, crops from {100 * area:g} % of the area"
+            _head(axes, height, text, arms)
+            for arm, (label, colour) in ARMS.items():
+                height += 1
+                labels[height] = label
+                differences = paired(arms.get(arm, {}), arms.get("control", {}))
+                _draw_row(axes, height, differences, colour, diamond="statistics" in arm)
+            height += 1.6
+        _finish(axes, height - 1, title, "Top-1 minus the control's, percentage points")
+    panels[0].set_yticks(list(labels), list(labels.values()))
+
+
+def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
+    """Draw how far large batches are from a small one of plain SGD."""
+    ratio = study["large_batch"] // study["small_batch"]
+    title = f"Batches {ratio} times as large, against SGD with batches of {study['small_batch']}"
+    note = "Crops from 35 % of the area. polished: the last 2 epochs clean, then exact statistics."
+    _title(figure, title, note, study=study, groups=groups)
+    panels = figure.subplots(1, 2)
+    for axes, (name, heading) in zip(panels, TITLES.items(), strict=True):
+        baseline = groups.get(f"{name}, {BASELINE}", {}).get("control", {})
+        labels = []
+        for height, (label, (group, arm)) in enumerate(RIVALS.items(), 1):
+            values = groups.get(f"{name}, {group}", {}).get(arm, {})
+            top1 = f"  {student(list(values.values()))['mean']:.1f} %" if values else ""
+            labels.append(label + top1)
+            colour = COLOURS["clean" if "polished" in label else "train"]
+            _draw_row(axes, height, paired(values, baseline), colour, diamond="polished" in label)
+        axes.axvline(-1, color=MUTED, lw=0.8, ls=(0, (5, 4)))
+        axes.set_yticks(range(1, len(labels) + 1), labels)
+        axes.annotate("target", (-1, 0.4), (-3, 0), textcoords="offset points", ha="right",
+                      va="top", color=MUTED, size=9)  # fmt: skip
+        _finish(axes, len(labels) + 0.6, heading, "Top-1 minus small-batch SGD's, points")
+
+
+def _draw_rates(figure: "Figure", *, study: Study, groups: Groups) -> None:
+    """Draw top-1 by number of clean epochs, a line for each rate the schedule ends at."""
+    title = f"How many of {study['epochs']} epochs to train on clean pictures, and at which rate"
+    batch = _batch(study, "large").lower()
+    note = f"CIFAR-10, LARS, {batch}, crops from 8 % of the area."
+    _title(figure, title, note, study=study, groups=groups)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, after in zip(panels, ("", " + statistics"), strict=True):
+        for number, (end, colour) in enumerate(ENDS.items()):
+            suffix = f", end {end:g}" if end else ""
+            arms = groups.get(f"cifar10, lars, large, area 0.08{suffix}", {})
+            _draw_line(axes, arms, after, colour, shift=0.06 * (number - 1), end=end)
+        axes.set_xticks(range(len(CLEAN_EPOCHS)), map(str, CLEAN_EPOCHS))
+        axes.set_xlabel("Clean epochs at the end of the schedule →", loc="right")
+        axes.set_title("↑ Top-1, %" + (", exact statistics afterwards" if after else ""))
+    panels[0].legend(title="Last rate, of the peak", frameon=False, alignment="left")
+
+
+def _draw_line(
+    axes: "Axes",
+    arms: dict[str, dict[int, float]],
+    after: str,
+    colour: str,
+    *,
+    shift: float,
+    end: float,
+) -> None:
+    names = {0: "statistics" if after else "control"} | {
+        k: f"clean {k}{after}" for k in CLEAN_EPOCHS[1:]
+    }
+    found = [(place, arms[names[k]]) for place, k in enumerate(CLEAN_EPOCHS) if names[k] in arms]
+    means = [student(list(values.values())) for _, values in found]
+    x = [place + shift for place, _ in found]
+    axes.plot(
+        x, [m["mean"] for m in means], color=colour, marker="o", ms=6, label=f"{100 * end:g} %"
+    )
+    for place, (_, values), spread in zip(x, found, means, strict=True):
+        axes.plot([place] * len(values), list(values.values()), color=colour, alpha=0.3, marker="o",
+                  ms=3.5, lw=0, markeredgewidth=0)  # fmt: skip
+        if spread["n"] > 1:
+            axes.plot([place] * 2, [spread["low"], spread["high"]], color=colour, lw=1.2)
+
+
+def _head(axes: "Axes", height: float, text: str, arms: dict[str, dict[int, float]]) -> None:
+    """Write over a block of rows what it is, and what its control reaches."""
+    control = arms.get("control", {})
+    reached = f": control {student(list(control.values()))['mean']:.1f} %" if control else ""
+    axes.annotate(text + reached, (0, height), xycoords=axes.get_yaxis_transform(), va="center",
+                  size=10.5, color=INK, weight="bold")  # fmt: skip
+
+
+def _draw_row(
+    axes: "Axes", height: float, values: list[float], colour: str, *, diamond: bool
+) -> None:
+    """Draw the differences of all seeds, their mean with its interval, and the mean in figures."""
+    if not values:
+        return
+    spread = student(values)
+    mean = spread["mean"]
+    axes.plot(values, [height] * len(values), color=colour, alpha=0.35, marker="o", ms=4, lw=0,
+              markeredgewidth=0)  # fmt: skip
+    if spread["n"] > 1:
+        axes.plot([spread["low"], spread["high"]], [height] * 2, color=colour, lw=2)
+    axes.plot([mean], [height], color=colour, marker="D" if diamond else "o", ms=7)
+    axes.annotate(f"{mean:+.1f}", (1, height), (4, 0), xycoords=axes.get_yaxis_transform(),
+                  textcoords="offset points", va="center", size=10.5, color=colour)  # fmt: skip
+
+
+def _finish(axes: "Axes", bottom: float, title: str, x: str) -> None:
+    axes.axvline(0, color=INK, lw=0.8)
+    axes.set_ylim(bottom, -0.7 if bottom > 10 else 0.4)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x", color=RULE)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(title, color=INK, weight="bold", size=12.5)
+    axes.set_xlabel(f"{x} →", loc="right")
+
+
+def _batch(study: Study, batch: str) -> str:
+    return f"{batch.capitalize()} batch, {study[f'{batch}_batch']}"

@@ -1,0 +1,282 @@
+"""What Final Polishing gains, mode by mode, at a large and a small batch, over several seeds.
+
+    python benchmarks/polishing_study.py --workers-at-once 2 [--only WORDS ...] [--tune | --draw]
+
+Needs LARGEBATCH_DATA, the folder of Fashion-MNIST and CIFAR-10. Writes
+benchmarks/results/polishing_study_<machine>_<date>.json after every cell and pictures beside it at
+the end. Started again, it goes on with the cells that the newest such file lacks. Every cell is
+trained by one of a few processes of one thread each, seed by seed, so that a study which is stopped
+is balanced.
+
+First it finds the peak rates: for each set, LARS at either batch and SGD at the small one are tried
+at the rates of GRID with crops from 35 %, one seed that no result has and no polishing, and judged
+on training pictures outside of the study's; as long as the best one is the highest or lowest tried,
+one twice as far is tried too. The best is used with both crop areas and in every arm, so the rates
+favour the control. Rates of the affine stage are not tuned.
+
+The cells, each with 5 seeds:
+- LARS on two sets, at batches of 1/16 of the pictures and of 1/32 of that, with crops from 8 % and
+  from 35 % of the area. Arms: control, which is the whole schedule on augmented pictures; the same,
+  then exact statistics; its last 2 epochs clean instead, without and with exact statistics; and the
+  control followed by 2 epochs in which only BatchNorm's scales and shifts and the classifier move,
+  without and with exact statistics. The affine arms alone see more epochs than their control.
+- CIFAR-10, large batch, crops from 8 %: 0, 1, 2 and 5 clean epochs, under schedules that end at 0,
+  10 and 30 % of the peak rate.
+- Momentum SGD, crops from 35 %: at the small batch, and at the large one by the linear rule with
+  warm-up (Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2).
+
+Intervals are Student's over the seeds; differences are paired by seed, since the arms of a cell
+begin as one.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from measuring import RESULTS, circumstances, hardware, today
+from polishing_cells import RATIO, Cell, Size, carry_out
+from polishing_data import SETS, prepare
+from polishing_figure import draw_all
+from polishing_tables import tables
+
+TEST_PICTURES = 10_000
+TUNING_PICTURES, TUNING_SEED = 5000, 100
+"""Rates are judged on so many other training pictures, with a seed that no result has."""
+
+GRID = {
+    ("lars", "large"): (2.0, 4.0, 8.0),
+    ("lars", "small"): (0.1, 0.3, 1.0),
+    ("sgd", "small"): (0.02, 0.05, 0.15),
+}
+"""The peak rates that are tried first."""
+
+NAME = "polishing_study"
+
+Rates: TypeAlias = dict[tuple[str, str, str], float]
+"""Peak rates by set, optimizer and batch."""
+
+
+class Setting(NamedTuple):
+    """What a study computes, and where it goes."""
+
+    size: Size
+    path: Path
+    work: Path
+    processes: int
+
+    @property
+    def command(self) -> str:
+        """What was typed."""
+        return f"python benchmarks/{NAME}.py --workers-at-once {self.processes}"
+
+
+def main() -> None:
+    args = _parse()
+    size = Size(pictures=args.pictures, epochs=args.epochs)
+    folder = args.results
+    path = newest(folder) or folder / f"{NAME}_{hardware()}_{today()}.json"
+    study = read(path, size)
+    setting = Setting(size, path, args.work, args.workers_at_once)
+    if not args.draw:
+        while missing := _wanted(to_tune(study["tuning"]), args.only):
+            train(missing, setting, study, "tuning")
+        if not args.tune:
+            every = cells(args.seeds, best_rates(study["tuning"]))
+            missing = [cell for cell in every if cell.key not in study["cells"]]
+            train(_wanted(missing, args.only), setting, study, "cells")
+    draw_all(study, folder)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="what Final Polishing gains, mode by mode")
+    add = parser.add_argument
+    add("--workers-at-once", type=int, default=2, metavar="N", help="processes of one thread")
+    add("--only", nargs="+", default=[], metavar="WORDS", help="cells whose name has all of these")
+    add("--draw", action="store_true", help="train nothing, draw what there is")
+    add("--tune", action="store_true", help="find the rates and stop")
+    add("--seeds", type=int, default=5)
+    add("--pictures", type=int, default=7_680, help="how many to train on")
+    add("--epochs", type=int, default=12)
+    add("--work", type=Path, default=Path("build") / NAME, metavar="DIR", help="for the pictures")
+    add("--results", type=Path, default=RESULTS, metavar="DIR")
+    return parser.parse_args()
+
+
+def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
+    """Give all cells of the study that there are rates for, seed by seed."""
+    for seed in range(1, seeds + 1):
+        for area, batch, data in product((0.08, 0.35), ("large", "small"), SETS):
+            varied = (area, batch, data) == (0.08, "large", "cifar10")
+            clean = (1, 2, 5) if varied else (2,)
+            if rate := rates.get((data, "lars", batch)):
+                yield Cell(
+                    data=data,
+                    batch=batch,
+                    area=area,
+                    seed=seed,
+                    rate=rate,
+                    clean=clean,
+                    affine=True,
+                )
+        for data in SETS:
+            if rate := rates.get((data, "sgd", "small")):
+                cell = Cell(
+                    data=data, batch="small", area=0.35, seed=seed, rate=rate, optimizer="sgd"
+                )
+                yield cell
+                yield replace(cell, batch="large", rate=RATIO * rate, clean=())
+        if rate := rates.get(("cifar10", "lars", "large")):
+            for end in (0.1, 0.3):
+                yield Cell(
+                    data="cifar10", batch="large", area=0.08, seed=seed, rate=rate,
+                    clean=(1, 2, 5), end=end,
+                )  # fmt: skip
+
+
+def to_tune(tuning: dict[str, Any]) -> list[Cell]:
+    """Return the cells that finding the rates still needs, at crops from 35 %.
+
+    Where the best of the rates tried is the highest or lowest of them, one twice as far comes next.
+    """
+    missing = []
+    for data, (optimizer, batch) in product(SETS, GRID):
+        tried = _tried(tuning, (data, optimizer, batch))
+        rates = [rate for rate in GRID[optimizer, batch] if rate not in tried]
+        best = max(tried, key=lambda rate: tried[rate], default=None)
+        if not rates and best is not None:
+            rates = [2 * best] * (best == max(tried)) + [best / 2] * (best == min(tried))
+        missing += [
+            Cell(
+                data=data, batch=batch, area=0.35, seed=TUNING_SEED, rate=rate,
+                optimizer=optimizer, clean=(),
+            )
+            for rate in rates
+        ]  # fmt: skip
+    return missing
+
+
+def best_rates(tuning: dict[str, Any]) -> Rates:
+    """Return the rate with the best control of each set, optimizer and batch."""
+    found = {
+        key: _tried(tuning, key) for key in ((data, *pair) for data, pair in product(SETS, GRID))
+    }
+    return {key: max(tried, key=lambda r: tried[r]) for key, tried in found.items() if tried}
+
+
+def _tried(tuning: dict[str, Any], key: tuple[str, str, str]) -> dict[float, float]:
+    """Return what the control reached by rate."""
+    group = Cell(data=key[0], optimizer=key[1], batch=key[2], area=0.35, seed=0, rate=1).group
+    cells = [cell for cell in tuning.values() if cell["group"] == group]
+    return {cell["rate"]: cell["arms"]["control"]["top1"] for cell in cells}
+
+
+def _wanted(cells: list[Cell], words: list[str]) -> list[Cell]:
+    return [cell for cell in cells if all(word in cell.key for word in words)]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest file of results on a machine like this one."""
+    return max(folder.glob(f"{NAME}_{hardware()}_*.json"), default=None)
+
+
+def read(path: Path, size: Size) -> dict[str, Any]:
+    """Return the study so far; refuse one of another size."""
+    asked = {
+        "pictures": size.pictures,
+        "epochs": size.epochs,
+        "large_batch": size.large_batch,
+        "small_batch": size.small_batch,
+        "test_pictures": TEST_PICTURES,
+    }
+    if not path.exists():
+        return {**asked, "tuning": {}, "cells": {}}
+    study: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found = {key: study[key] for key in asked}
+    if found != asked:
+        raise SystemExit(f"{path} holds a study of {found}; this one is of {asked}")
+    return study
+
+
+def write(study: dict[str, Any], path: Path, command: str) -> None:
+    """Replace the file of results by one with the means of now."""
+    content = {
+        **circumstances(command),
+        **study,
+        "why_a_part": "two cores go through some 3,000 pictures of 32 x 32 a second",
+        **tables(study["cells"]),
+    }
+    for last in ("tuning", "cells"):
+        content[last] = content.pop(last)  # because they are many
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section: str) -> None:
+    """Train cells, some at once, and write the results after each."""
+    size, val = setting.size, TUNING_PICTURES if section == "tuning" else None
+    sets = dict.fromkeys(cell.data for cell in missing)
+    folders = {name: prepare(setting.work, name, train=size.pictures, val=val) for name in sets}
+    left = sum(cell.passes(size.epochs) for cell in missing)
+    done, begun = 0.0, time.perf_counter()
+    print(
+        f"{section}: {len(missing)} to train, {len(study[section])} in {setting.path}", flush=True
+    )
+    with _processes(setting.processes) as pool:
+        jobs = {
+            pool.submit(
+                carry_out, cell, size, data=folders[cell.data], work=setting.work,
+                val_samples=val or TEST_PICTURES,
+            ): cell
+            for cell in missing
+        }  # fmt: skip
+        for job in as_completed(jobs):
+            cell, result = jobs[job], job.result()
+            about = {"group": cell.group, "seed": cell.seed, "rate": cell.rate}
+            now = circumstances(setting.command)
+            key = f"{cell.key}, rate {cell.rate:g}" if section == "tuning" else cell.key
+            study[section][key] = {**about, **{k: now[k] for k in ("date", "commit")}, **result}
+            write(study, setting.path, setting.command)
+            done += cell.passes(size.epochs)
+            minutes = (time.perf_counter() - begun) / done * (left - done) / 60
+            print(f"{_describe(cell, result)}; {minutes:.0f} min left", flush=True)
+
+
+@contextmanager
+def _processes(number: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes of one thread each, and end them at once if anything fails or asks to stop.
+
+    They import the package once, so that a change of its files does not reach into the study.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
+    pool = ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()  # a run that is asked to stop would finish its step and write a report
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _describe(cell: Cell, result: dict[str, Any]) -> str:
+    arms = ", ".join(f"{arm} {100 * top['top1']:.2f}" for arm, top in result["arms"].items())
+    return f"{cell.key}, rate {cell.rate:g}: {result['seconds']:.0f} s; top-1 {arms}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The cells of the polishing study -> means and differences with their intervals, in points."""
+
+import math
+import statistics
+from typing import Any, TypedDict
+
+from scipy.stats import t
+
+BASELINE = "sgd, small, area 0.35"
+"""What the large batch is to come up to, by group without the set."""
+
+RIVALS = {
+    "small batch, SGD": (BASELINE, "control"),
+    "small batch, SGD, polished": (BASELINE, "clean 2 + statistics"),
+    "small batch, LARS": ("lars, small, area 0.35", "control"),
+    "large batch, LARS, polished": ("lars, large, area 0.35", "clean 2 + statistics"),
+    "large batch, LARS": ("lars, large, area 0.35", "control"),
+    "large batch, SGD, linear rule": ("sgd, large, area 0.35", "control"),
+}
+"""Whose accuracy stands side by side: group without the set, and arm."""
+
+Table = list[dict[str, Any]]
+
+
+class Spread(TypedDict):
+    """A mean of n values and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+def student(values: list[float]) -> Spread:
+    """Return the mean and its 95 % interval by Student's t, which for one value is no interval.
+
+    >>> student([1.0, 2.0, 3.0])
+    {'mean': 2.0, 'low': -0.48413771175..., 'high': 4.48413771175..., 'n': 3}
+    """
+    mean, n = statistics.mean(values), len(values)
+    half = 0.0
+    if n > 1:
+        half = float(t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+
+
+def tables(cells: dict[str, dict[str, Any]]) -> dict[str, Table]:
+    """Return every arm beside the control of its cell, and the two batches side by side."""
+    groups = by_group(cells)
+    polishing = [
+        {
+            "group": group,
+            "arm": arm,
+            "top1": student(list(values.values())),
+            "difference": student(paired(values, arms["control"])),
+        }
+        for group, arms in groups.items()
+        for arm, values in arms.items()
+    ]
+    return {"polishing": polishing, "batches": _batches(groups)}
+
+
+def by_group(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+    """Return top-1 in per cent by group, arm and seed."""
+    groups: dict[str, dict[str, dict[int, float]]] = {}
+    for cell in cells.values():
+        arms = groups.setdefault(cell["group"], {})
+        for arm, reached in cell["arms"].items():
+            arms.setdefault(arm, {})[cell["seed"]] = 100 * reached["top1"]
+    return groups
+
+
+def paired(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
+    """Return ours - theirs for every seed that both have."""
+    return [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
+
+
+def _batches(groups: dict[str, dict[str, dict[int, float]]]) -> Table:
+    rows = []
+    for name in sorted({group.split(", ")[0] for group in groups}):
+        baseline = groups.get(f"{name}, {BASELINE}", {}).get("control", {})
+        for label, (group, arm) in RIVALS.items():
+            values = groups.get(f"{name}, {group}", {}).get(arm, {})
+            differences = paired(values, baseline)
+            if differences:
+                rows.append(
+                    {
+                        "data": name,
+                        "rival": label,
+                        "top1": student(list(values.values())),
+                        "difference": student(differences),
+                    }
+                )
+    return rows

@@ -1,0 +1,131 @@
+"""The polishing study: what its arms share changes nothing, and its sums are right."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import ttest_1samp
+
+from largebatch import checkpoint, load_recipe, run
+from largebatch.data.index import Index
+from largebatch.finishing import Affine, Polish, Statistics
+from largebatch.section import Span
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+from polishing_cells import Cell, Size, device_batch, recipe_of, train_arms  # noqa: E402
+from polishing_data import draw  # noqa: E402
+from polishing_study import best_rates, cells, to_tune  # noqa: E402
+from polishing_tables import student, tables  # noqa: E402
+
+STATISTICS = Statistics(samples=1437)
+POLISHED = {
+    "clean 1": Polish(clean=Span(epochs=1), statistics=STATISTICS),
+    "affine": Polish(affine=Affine(epochs=2, lr=0.1), statistics=STATISTICS),
+}
+
+
+def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
+    tmp_path: Path,
+) -> None:
+    changes = ["polish=null", "duration.epochs=2", "schedule.warmup.epochs=1"]
+    recipe = load_recipe(
+        ROOT / "recipes" / "digits_96.yaml", [*changes, "evaluation.every_epochs=null"]
+    )
+    cell = Cell(data="digits", batch="large", area=0.35, seed=1, rate=1, clean=(1,), affine=True)
+    arms = train_arms(cell, recipe, tmp_path / "shared", data=None)
+    for name, polish in POLISHED.items():
+        own = recipe.model_copy(update={"polish": polish})
+        run(own, out=tmp_path / name, device_batch=device_batch(recipe))
+        alone = checkpoint.load(max((tmp_path / name / "checkpoints").glob("*.pt")))
+        shared = checkpoint.load(max((tmp_path / "shared" / name / "checkpoints").glob("*.pt")))
+        for key, tensor in alone.model.items():
+            assert torch.equal(shared.model[key], tensor), (name, key)
+        names = ("control" if name == "affine" else "", name, f"{name} + statistics")
+        for arm, stage in zip(names, alone.stages, strict=True):
+            if arm:
+                assert arms[arm] == {"top1": stage["top1"], "loss": stage["loss"]}
+
+
+def test_parts_of_a_set_are_disjoint_balanced_and_the_first_is_always_the_same() -> None:
+    labels = np.random.default_rng(0).integers(0, 4, 400)
+    sizes = np.full(400, 32)
+    index = Index(
+        root=Path(), classes=tuple("abcd"), paths=[""] * 400, labels=labels,
+        heights=sizes, widths=sizes,
+    )  # fmt: skip
+    first, second = draw(index, [40, 20])
+    assert not set(first) & set(second)
+    assert np.bincount(labels[first]).tolist() == [10] * 4
+    assert np.bincount(labels[second]).tolist() == [5] * 4
+    assert first.tolist() == draw(index, [40, 0])[0].tolist()
+    with pytest.raises(ValueError, match="same number"):
+        draw(index, [41])
+
+
+def test_an_interval_is_that_of_a_t_test() -> None:
+    values = [1.3, 0.2, 2.4, 1.1, 0.9]
+    expected = ttest_1samp(values, 0).confidence_interval(0.95)
+    found = student(values)
+    assert (found["low"], found["high"]) == pytest.approx((expected.low, expected.high))
+    assert found["mean"] == pytest.approx(1.18)
+
+
+def test_differences_are_paired_by_seed() -> None:
+    top1 = {1: (0.5, 0.52), 2: (0.6, 0.63), 3: (0.7, 0.74)}
+    cells = {
+        f"x{seed}": {
+            "group": "g",
+            "seed": seed,
+            "arms": {"control": {"top1": control}, "clean 2": {"top1": clean}},
+        }
+        for seed, (control, clean) in top1.items()
+    }
+    (row,) = [row for row in tables(cells)["polishing"] if row["arm"] == "clean 2"]
+    assert row["difference"]["mean"] == pytest.approx(3)
+    assert row["difference"]["high"] == pytest.approx(3 + 4.302653 / 3**0.5)  # t of 2 degrees
+
+
+@pytest.mark.parametrize("data", ["cifar10", "fashion_mnist"])
+@pytest.mark.parametrize("optimizer", ["lars", "sgd"])
+def test_both_batches_make_as_many_epochs_with_one_span(data: str, optimizer: str) -> None:
+    size = Size(pictures=7_680, epochs=12)
+    large, small = (
+        recipe_of(
+            Cell(data=data, batch=batch, area=0.35, seed=1, rate=1, optimizer=optimizer),
+            size,
+            val_samples=10_000,
+        )
+        for batch in ("large", "small")
+    )
+    assert large.batch.global_batch == 32 * small.batch.global_batch
+    assert large.batch.bn_span == small.batch.bn_span == small.batch.global_batch
+    assert large.duration == small.duration == Span(epochs=12)
+    assert large.data == small.data
+
+
+def test_rates_are_sought_until_the_best_lies_between_others() -> None:
+    tuning: dict[str, Any] = {}
+    asked = []
+    while missing := [cell for cell in to_tune(tuning) if cell.data == "cifar10"]:
+        asked += [cell.rate for cell in missing if cell.batch == "large"]
+        for cell in missing:
+            best = 40 if cell.batch == "large" else 0.3
+            top1 = -abs(cell.rate - best) / best
+            tuning[f"{cell.key} {cell.rate}"] = {
+                "group": cell.group,
+                "rate": cell.rate,
+                "arms": {"control": {"top1": top1}},
+            }
+    assert asked == [2, 4, 8, 16, 32, 64]
+    rates = best_rates(tuning)
+    assert rates["cifar10", "lars", "large"] == 32
+    assert rates["cifar10", "lars", "small"] == 0.3
+    assert rates["cifar10", "sgd", "small"] == 0.3
+    assert all(cell.data == "cifar10" for cell in cells(5, rates))
+    by_batch = {cell.batch: cell.rate for cell in cells(1, rates) if cell.optimizer == "sgd"}
+    assert by_batch["large"] == 32 * by_batch["small"]
