@@ -3,8 +3,10 @@ import json
 import math
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -192,12 +194,8 @@ def test_wandb_records_offline_without_a_key(
 
 def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], dict[str, object]]:
     """Return history, summary and configuration of an offline run."""
-    from wandb.proto import wandb_internal_pb2
-
     history, summary, config = [], {}, {}
-    for data in read_leveldb_log(path.read_bytes()):
-        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # generated
-        record.ParseFromString(data)
+    for record in read_records(path):
         history.append(
             {
                 "/".join(item.nested_key) or item.key: json.loads(item.value_json)
@@ -209,6 +207,22 @@ def read_wandb(path: Path) -> tuple[list[dict[str, object]], dict[str, object], 
         for item in record.run.config.update:
             config[item.key] = json.loads(item.value_json)
     return [row for row in history if row], summary, config
+
+
+def read_records(path: Path) -> list[Any]:
+    """Return what W&B wrote, which it may still do when a run is finished."""
+    from wandb.proto import wandb_internal_pb2
+
+    records: list[Any] = []
+    deadline = time.monotonic() + 60
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline, f"{path}: no end in {len(records)} records"
+        time.sleep(0.05)
+        records = []
+        for data in read_leveldb_log(path.read_bytes()):
+            records.append(wandb_internal_pb2.Record())  # type: ignore[attr-defined]  # generated
+            records[-1].ParseFromString(data)
+    return records
 
 
 def read_leveldb_log(content: bytes) -> Iterator[bytes]:
