@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from fake_runs import FakeRun
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from PIL import Image
 
 from largebatch.errors import MissingPackageError
 from largebatch.report import write_report
-from largebatch.report.figures import draw_accuracy, draw_drift, draw_loss
+from largebatch.report.figures import draw_accuracy, draw_loss
 from largebatch.report.headline import duration, headlines, verdict
 from largebatch.report.page import make_page
 from largebatch.report.reading import read_run
@@ -184,25 +185,44 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
     words = Attributes(page).words
     for word in ("clean", "ema (discarded)", "affine", "statistics (discarded)"):
         assert word in words
-    assert (
-        "ema did not raise top-1 on 200 training pictures held out (97.00 % before, 96.00 % after) "
-        "and was discarded: the model is as it was before." in words
-    )
-    assert "affine raised top-1 on 200 training pictures held out (97.00 %" in page
+    assert '<td data-name="Held out"><i>97.00 →</i> 96.00 %</td>' in page
+    assert "Held out: top-1 on 200 training pictures that no stage was trained" in page
     assert "lowered it" not in page
     figure = Figure()
     draw_accuracy(figure, run)
     ends = figure.axes[1]
-    assert [label.get_text().split("\n") for label in ends.get_xticklabels()] == [
-        ["train", ""],
-        ["clean", "+1.39"],
-        ["ema", "−1.11", "discarded"],
-        ["affine", "+0.84"],
-        ["statistics", "−1.67", "discarded"],
-    ]
+    below: dict[float, list[str]] = {}
+    for text in ends.texts:
+        if isinstance(text, Annotation) and text.xy[1] == 0:
+            below.setdefault(text.xy[0], []).append(text.get_text())
+    assert below == {
+        0: ["train"],
+        1: ["clean", "+1.39", "held out", "+2.00", "kept"],
+        2: ["ema", "−1.11", "held out", "−1.00", "discarded"],
+        3: ["affine", "+0.84", "held out", "+1.00", "kept"],
+        4: ["statistics", "−1.67", "held out", "−1.00", "discarded"],
+    }
     assert np.asarray(ends.lines[0].get_xdata()).tolist() == [0, 1, 3]  # the line of what was kept
     hollow = [line.get_markerfacecolor() == "none" for line in ends.lines[1:]]
     assert hollow == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("make", "explained"),
+    [
+        pytest.param(fake_runs.train_only, [], id="not polished"),
+        pytest.param(fake_runs.full_run, ["clean", "statistics"], id="the quickstart's"),
+        pytest.param(fake_runs.judged, ["clean", "ema", "affine", "statistics"], id="all"),
+        pytest.param(fake_runs.polished_checkpoint, ["statistics"], id="a checkpoint"),
+    ],
+)
+def test_only_stages_that_a_run_has_are_explained(
+    make: Callable[[Path], Path], explained: list[str], tmp_path: Path
+) -> None:
+    page = make_page(read_run(make(tmp_path / "run")))
+    assert re.findall(r"In <em>(\w+)</em>, ", page) == explained
+    assert ("Held out" in page) == (len(explained) == 4)
+    assert ("is the checkpoint as it was" in page) == (len(explained) == 1)
 
 
 def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
@@ -227,20 +247,6 @@ def test_pictures_show_what_the_log_holds(tmp_path: Path) -> None:
     drawn = [np.asarray(line.get_xydata()).tolist() for line in losses.lines]
     assert [[found.step, found.loss] for found in run.evaluations] in drawn
     assert rates.get_yticks().tolist() == [0, max(step.lr for step in run.steps)]
-
-
-def test_layers_are_named_one_by_one_where_there_is_room_and_by_group_elsewhere(
-    tmp_path: Path,
-) -> None:
-    run = read_run(fake_runs.like_resnet50(tmp_path / "run"))
-    names = {}
-    for height in (4, 20):
-        figure = Figure((8, height))
-        draw_drift(figure, run)
-        names[height] = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names[4] == ["bn1", "layer1", "layer2", "layer3", "layer4"]
-    assert names[20] == fake_runs.RESNET50
-    assert len(names[20]) == 53
 
 
 def test_thinning_keeps_every_extreme_and_passes_over_what_is_not_finite() -> None:
@@ -279,3 +285,15 @@ def test_times_are_written_in_the_unit_that_suits_them() -> None:
     assert [duration(s) for s in (0.0, 59.96, 119.9, 120, 7_200)] == [
         "0 s", "60.0 s", "120 s", "2.00 min", "2.00 h",
     ]  # fmt: skip
+
+
+def test_what_a_stage_had_to_say_is_on_the_page_until_it_runs_again(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.end("train", 600, 0.9)
+    run.add("note", stage="affine", step=660, text="the loss became <nan>; lower the rate")
+    run.end("affine", 60, 0.1)
+    said = "Of <em>affine</em>: the loss became &lt;nan&gt;; lower the rate."
+    assert said in make_page(read_run(run.write()))
+    run.start(600)
+    run.folder = tmp_path / "resumed"
+    assert read_run(run.write()).notes == ()

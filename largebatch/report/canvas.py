@@ -33,10 +33,13 @@ COLOURS = {
 }
 """Blue, orange, olive, purple and bluish green; the markers tell apart what colours may not."""
 
+LOW, HIGH = "#2a62b0", "#bb3326"
+"""Less and more than before: blue and red, which colour-blind people tell apart."""
+
 MARKERS = {"train": "o", "clean": "s", "ema": "^", "affine": "v", "statistics": "D"}
 
 _VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper"} | {
-    colour: name for name, colour in COLOURS.items()
+    colour: name for name, colour in (COLOURS | {"low": LOW, "high": HIGH}).items()
 }
 _FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans")
 _STYLE = {

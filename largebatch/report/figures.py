@@ -1,11 +1,10 @@
-"""What a run looks like: loss, accuracy, training speed, and what polishing changed.
+"""What a run looks like: loss, accuracy and training speed.
 
 Each drawing fits any figure or part of one, so that the page, the PNG files and the overview show
 the same at their own sizes. A stage has one colour and one marker everywhere.
 """
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,12 +103,17 @@ def _draw_slopes(axes: "Axes", run: Run) -> None:
     span = max(np.ptp(values), 0.2)
     axes.set_ylim(min(values) - 0.4 * span, max(values) + 0.4 * span)
     axes.set_xlim(-0.5, len(values) - 0.5)
-    axes.set_xticks(range(len(values)), map(_stage_name, run.stages))
-    for label, stage in zip(axes.get_xticklabels(), run.stages, strict=True):
-        label.set_color(COLOURS[stage.name])
+    size = 9.5 if run.decisions else 11
+    for place, stage in enumerate(run.stages):
+        for row, line in enumerate(_stage_lines(stage)):
+            axes.annotate(
+                line, (place, 0), (0, -1.3 * size * row), xycoords=("data", "axes fraction"),
+                textcoords="offset points", ha="center", va="top", size=size,
+                color=COLOURS[stage.name],
+            )  # fmt: skip
+    axes.set_xticks([])
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
     name_axes(axes, y="Top-1 after each stage, %")
 
 
@@ -125,10 +129,15 @@ def _draw_points(
         markers.set(markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.5)
 
 
-def _stage_name(stage: Stage) -> str:
-    """Return what stands below a stage: its name, what it changed, and if that was undone."""
-    change = points(stage.before, stage.after) if stage.before else ""
-    return f"{stage.name}\n{change}" + ("" if stage.kept else "\ndiscarded")
+def _stage_lines(stage: Stage) -> Iterator[str]:
+    """Yield what stands below a stage: its name, what it changed, and what came of that."""
+    yield stage.name
+    if stage.before is not None:
+        yield points(stage.before.top1, stage.after.top1)
+    if stage.decision is not None:
+        yield "held out"
+        yield points(stage.decision.before, stage.decision.after)
+        yield "kept" if stage.kept else "discarded"
 
 
 def _label_offset(values: Sequence[float], place: int) -> tuple[int, int]:
@@ -151,48 +160,6 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _mark_stages(axes, run)
     name_axes(axes, y="Images per second", x="Step")
-
-
-def draw_drift(figure: "Canvas", run: Run) -> None:
-    """Draw how far the statistics stage moved every BatchNorm layer."""
-    assert run.drift is not None
-    layers = run.drift.layers
-    shift, ratio = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.1})
-    _draw_stems(shift, [layer.mean_shift for layer in layers])
-    shift.set_title("Mean shift, σ")
-    _draw_stems(ratio, [layer.log_variance_ratio for layer in layers])
-    ratio.set_title("Log variance ratio")
-    shift.set_ylim(len(layers) - 0.4, -0.6)
-    names = [layer.name for layer in layers]
-    if figure.bbox.height * 72 / figure.dpi >= 13 * len(names):
-        shift.set_yticks(range(len(names)), map(_shorten, names))
-        return
-    middles, groups = [], []
-    for group, members in groupby(range(len(names)), lambda row: names[row].split(".")[0]):
-        rows = list(members)
-        middles.append((rows[0] + rows[-1]) / 2)
-        groups.append(group)
-        for axes in (shift, ratio):
-            axes.axhline(rows[-1] + 0.5, color=MUTED, lw=0.4)
-    shift.set_yticks(middles, groups)
-
-
-def _shorten(name: str) -> str:
-    """Return the end of a layer's name, which tells it from its neighbours."""
-    return name if len(name) <= 22 else f"…{name[-21:]}"
-
-
-def _draw_stems(axes: "Axes", values: Sequence[float]) -> None:
-    rows = range(len(values))
-    axes.hlines(rows, 0, values, color=COLOURS["statistics"], lw=1.2, alpha=0.5)
-    axes.plot(values, rows, "o", color=COLOURS["statistics"], ms=5.5)
-    axes.set_xlim(0, 1.06 * max([value for value in values if np.isfinite(value)], default=1) or 1)
-    axes.grid(visible=True, axis="x")
-    axes.grid(visible=False, axis="y")
-    axes.locator_params(axis="x", nbins=4)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
 
 
 def _draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:

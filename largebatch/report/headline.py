@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.report.records import Evaluation, Plan, Run
+from largebatch.report.records import Plan, Run
 from largebatch.report.series import median
 
 UNKNOWN = "–"
@@ -81,7 +81,11 @@ def _gain(run: Run) -> Headline:
     assert last is not None
     good = None if last.top1 == first.top1 else last.top1 > first.top1
     return Headline(
-        "Gain by polishing", points(first, last), "points", f"from {percent(first.top1)} %", good
+        "Gain by polishing",
+        points(first.top1, last.top1),
+        "points",
+        f"from {percent(first.top1)} %",
+        good,
     )
 
 
@@ -125,23 +129,6 @@ def subtitle(run: Run) -> str:
     return " · ".join(words)
 
 
-def judgements(run: Run) -> tuple[str, ...]:
-    """Say of every stage that was judged whether it was kept, and why."""
-    said = []
-    for stage in run.stages:
-        decision = stage.decision
-        if decision is None:
-            continue
-        change = "raised" if decision.kept else "did not raise"
-        end = "kept" if decision.kept else "discarded: the model is as it was before"
-        said.append(
-            f"{stage.name} {change} top-1 on {decision.samples:,} training pictures held out "
-            f"({percent(decision.before)} % before, {percent(decision.after)} % after) and was "
-            f"{end}."
-        )
-    return tuple(said)
-
-
 def percent(part: float) -> str:
     """Return a part of 1 in percent, as accuracies are written.
 
@@ -151,9 +138,13 @@ def percent(part: float) -> str:
     return f"{100 * part:.2f}"
 
 
-def points(before: Evaluation, after: Evaluation) -> str:
-    """Return the change of top-1 in percentage points, with its sign."""
-    change = f"{100 * (after.top1 - before.top1):+.2f}"
+def points(before: float, after: float) -> str:
+    """Return the change of a part of 1 in percentage points, with its sign.
+
+    >>> points(0.5, 0.4825)
+    '−1.75'
+    """
+    change = f"{100 * (after - before):+.2f}"
     return "±0.00" if float(change) == 0 else change.replace("-", "−")
 
 

@@ -9,7 +9,6 @@ from largebatch.report.headline import (
     UNKNOWN,
     duration,
     headlines,
-    judgements,
     percent,
     points,
     subtitle,
@@ -19,6 +18,18 @@ from largebatch.report.pictures import NARROW, PICTURES, WIDE, picture_svg
 from largebatch.report.records import Run, Stage
 
 _TEMPLATE = Path(__file__).with_name("page.html")
+
+_EXPLAINED = {
+    "train": "",
+    "clean": "the last updates of the schedule see training pictures without random crops and "
+    "flips, as validation does.",
+    "ema": "the moving average of the weights takes their place.",
+    "affine": "further updates on such clean pictures move BatchNorm's scales and shifts and the "
+    "classifier alone.",
+    "statistics": "no weight moves: the means and variances that BatchNorm normalises by are "
+    "measured again, exactly, over clean training pictures.",
+}
+"""What a stage is, after its name."""
 
 
 def make_page(run: Run) -> str:
@@ -49,28 +60,52 @@ def _headlines(run: Run) -> Iterator[str]:
 def _stages(run: Run) -> str:
     if not run.stages:
         return "<p>No stage has been evaluated.</p>"
-    names = ("Stage", "Updates", "Time", "Top-1", "Change", "Top-5", "Loss")
+    names = ["Stage", "Updates", "Time", "Top-1", "Change", "Top-5", "Loss"]
+    if run.decisions:
+        names.insert(5, "Held out")
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     rows = "\n".join(_stage_row(stage, names[1:]) for stage in run.stages)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return table + "".join(f'<p class="note">{escape(said)}</p>' for said in judgements(run))
+    return table + "".join(f'<p class="note">{note}</p>' for note in _notes(run))
 
 
-def _stage_row(stage: Stage, names: tuple[str, ...]) -> str:
-    before, after, cost = stage.before, stage.after, stage.cost
-    cells = (
-        f"{cost.steps:,}" if cost else UNKNOWN,
-        duration(cost.seconds) if cost else UNKNOWN,
-        _change(percent(before.top1) if before else None, percent(after.top1), " %"),
-        points(before, after) if before else UNKNOWN,
-        _change(percent(before.top5) if before else None, percent(after.top5), " %"),
-        _change(f"{before.loss:.4f}" if before else None, f"{after.loss:.4f}"),
-    )
-    columns = "".join(
-        f'<td data-name="{name}">{cell}</td>' for name, cell in zip(names, cells, strict=True)
-    )
+def _stage_row(stage: Stage, names: list[str]) -> str:
+    before, after, cost, judged = stage.before, stage.after, stage.cost, stage.decision
+    cells = {
+        "Updates": f"{cost.steps:,}" if cost else UNKNOWN,
+        "Time": duration(cost.seconds) if cost else UNKNOWN,
+        "Top-1": _change(percent(before.top1) if before else None, percent(after.top1), " %"),
+        "Change": points(before.top1, after.top1) if before else UNKNOWN,
+        "Held out": _change(percent(judged.before), percent(judged.after), " %")
+        if judged
+        else UNKNOWN,
+        "Top-5": f"{percent(after.top5)} %",
+        "Loss": _change(f"{before.loss:.4f}" if before else None, f"{after.loss:.4f}"),
+    }
+    columns = "".join(f'<td data-name="{name}">{cells[name]}</td>' for name in names)
     name = stage.name if stage.kept else f"{stage.name} (discarded)"
     return f'<tr><th scope="row" class="{stage.name}">{name}</th>{columns}</tr>'
+
+
+def _notes(run: Run) -> Iterator[str]:
+    """Explain the stages that this run has, and who decided which of them stay."""
+    first, *later = (stage.name for stage in run.stages)
+    if later:
+        begin = f"Final Polishing is what comes after <em>{first}</em>"
+        if not run.steps:
+            begin = f"Here <em>{first}</em> is the checkpoint as it was, and polishing what follows"
+        yield " ".join(
+            [f"{begin}.", *(f"In <em>{name}</em>, {_EXPLAINED[name]}" for name in later)]
+        )
+    if run.decisions:
+        yield (
+            f"Held out: top-1 on {run.decisions[0].samples:,} training pictures that no stage was "
+            "trained or measured on. A stage that did not raise it was discarded: the model went "
+            "back to what it was before. The other accuracies are of validation pictures, which "
+            "decide nothing."
+        )
+    for note in run.notes:
+        yield f"Of <em>{note.stage}</em>: {escape(note.text)}."
 
 
 def _change(before: str | None, after: str, unit: str = "") -> str:
@@ -91,38 +126,55 @@ def _pictures(run: Run) -> Iterator[str]:
 
 def _captions(run: Run) -> dict[str, str]:
     """Say of every picture how to read it."""
-    samples = run.evaluations[-1].samples if run.evaluations else 1
-    measured = run.drift.samples if run.drift else 0
-    worse = [
-        stage.name
-        for stage in run.stages
-        if stage.kept and stage.before and stage.after.top1 < stage.before.top1
-    ]
-    undone = " A hollow mark is a stage that was discarded." * any(not s.kept for s in run.stages)
-    lowered = f" Here the {' and the '.join(worse)} stage lowered it." if worse else ""
     return {
         "loss": (
             "Training loss of every update (faint) and its running median, loss on the validation "
             "data (dots), and the learning rate below. The two losses need not meet: only training "
             "pictures are augmented, and only the training loss may be label-smoothed."
         ),
-        "accuracy": (
-            f"The share of the {samples:,} validation pictures that are classified right: during "
-            "the run, and after each stage on a scale of its own. One picture more or less is "
-            f"{100 / samples:.2g} points.{lowered}{undone}"
-        ),
+        "accuracy": _accuracy_caption(run),
         "throughput": (
             "Training images per second on all workers together, at every update (faint) and as "
             "running median; the dashed line is the rate of the whole run. Dips are updates that "
             "took longer, such as those that waited for data."
         ),
-        "drift": (
-            "How far the statistics of each BatchNorm layer, from the input at the top to the "
-            f"output, lie from the running averages of training when measured on {measured:,} "
-            "clean pictures: the mean in standard deviations (σ), the variance as the logarithm of "
-            "the ratio, where 0.1 is about 10 %."
-        ),
+        "drift": _drift_caption(run),
     }
+
+
+def _accuracy_caption(run: Run) -> str:
+    samples = run.evaluations[-1].samples if run.evaluations else 1
+    words = (
+        f"The share of the {samples:,} validation pictures that are classified right"
+        + (": during the run, and after each stage on a scale of its own" if run.stages[1:] else "")
+        + f". One picture more or less is {100 / samples:.2g} points."
+    )
+    if run.decisions:
+        words += " Below a stage: what it changed there, and on the training pictures held out."
+    worse = [
+        stage.name
+        for stage in run.stages
+        if stage.kept and stage.before and stage.after.top1 < stage.before.top1
+    ]
+    if worse:
+        words += f" Here the {' and the '.join(worse)} stage lowered it."
+    if not all(stage.kept for stage in run.stages):
+        words += " A hollow mark is a stage that was discarded."
+    return words
+
+
+def _drift_caption(run: Run) -> str:
+    if run.drift is None:
+        return ""
+    return (
+        "How far the statistics of each BatchNorm layer, from the input at the top to the output, "
+        "lie from the running averages of training when measured on "
+        f"{run.drift.samples:,} clean pictures. A layer's channels are sorted: one in twenty fell "
+        "by more than the cell at 5 % says (blue: lower), and one in twenty rose by more than the "
+        "cell at 95 % (red: higher). Means are in standard deviations (σ); of variances it is the "
+        "logarithm of the ratio, where 0.1 is about 10\u00a0%."
+        + ("" if run.drift_kept else " The stage was discarded, and these changes with it.")
+    )
 
 
 def _recipe(run: Run) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.report.canvas import MARGIN, MUTED, make_svg, save_png
-from largebatch.report.figures import draw_accuracy, draw_drift, draw_loss, draw_throughput
+from largebatch.report.drift import draw_drift
+from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
 from largebatch.report.headline import headlines, subtitle
 from largebatch.report.records import Run
 
@@ -37,7 +38,7 @@ class Picture:
         """Return width and height in points."""
         if self.draw is draw_drift:
             rows = len(run.drift.layers) if run.drift else 0
-            return width, 80 + 14 * max(8, rows)
+            return width, 120 + 14 * max(8, rows)
         return width, self.wide if width == WIDE else self.narrow
 
 
@@ -124,7 +125,7 @@ PICTURES = {
         draw_drift,
         wide=0,
         narrow=0,
-        content=lambda run: run.drift,
-        missing="BatchNorm statistics were not measured.",
+        content=lambda run: run.drift and run.drift.quantiles,
+        missing="No change of BatchNorm statistics was recorded.",
     ),
 }

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
-from largebatch.report.records import Decision, Drift, Evaluation, Run, Start, Step, Summary
+from largebatch.report.records import Decision, Drift, Evaluation, Note, Run, Start, Step, Summary
 
-Record = Start | Step | Evaluation | Decision | Drift
+Record = Start | Step | Evaluation | Decision | Note | Drift
 
 
 def read_run(folder: Path) -> Run:
@@ -34,6 +34,7 @@ def read_run(folder: Path) -> Run:
         evaluations=tuple(log.evaluations.values()),
         drift=log.drift,
         decisions=tuple(log.decisions.values()),
+        notes=tuple(log.notes.values()),
         summary=_read_summary(folder / "summary.json"),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
     )
@@ -47,6 +48,7 @@ class _Log:
     steps: dict[int, Step] = field(default_factory=dict)
     evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)
     drift: Drift | None = None
 
     def add(self, record: Record) -> None:
@@ -60,6 +62,8 @@ class _Log:
                 self.evaluations[record.stage, record.step] = record
             case Decision():
                 self.decisions[record.stage] = record
+            case Note():
+                self.notes[record.stage] = record
             case Drift():
                 self.drift = record
 
@@ -72,6 +76,7 @@ class _Log:
         self.decisions = {
             key: found for key, found in self.decisions.items() if found.step <= resume_step
         }
+        self.notes = {key: found for key, found in self.notes.items() if found.step <= resume_step}
         if self.drift is not None and self.drift.step > resume_step:
             self.drift = None
 
@@ -81,6 +86,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     "step": TypeAdapter(Step),
     "evaluation": TypeAdapter(Evaluation),
     "decision": TypeAdapter(Decision),
+    "note": TypeAdapter(Note),
     "drift": TypeAdapter(Drift),
 }
 _SUMMARY = TypeAdapter(Summary)

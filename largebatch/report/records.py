@@ -87,12 +87,24 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """What else there is to say of a stage."""
+
+    stage: StageName
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """How far one BatchNorm layer's polished statistics lie from its running ones."""
 
     name: str
     mean_shift: Measured
     log_variance_ratio: Measured
+    shift_quantiles: tuple[Measured, ...] = ()
+    ratio_quantiles: tuple[Measured, ...] = ()
+    """Over its channels, and with their signs; old logs have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,8 @@ class Drift:
     samples: int
     layers: tuple[Layer, ...]
     step: int = 0
+    quantiles: tuple[float, ...] = ()
+    """Which ones those of the layers are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +183,7 @@ class Run:
     evaluations: tuple[Evaluation, ...]
     drift: Drift | None
     decisions: tuple[Decision, ...] = ()
+    notes: tuple[Note, ...] = ()
     summary: Summary | None
     recipe: str | None
     """The text of recipe.yaml."""
@@ -210,6 +225,12 @@ class Run:
             if stages[-1].kept:
                 before = after
         return tuple(stages)
+
+    @property
+    def drift_kept(self) -> bool:
+        """Whether the statistics that were measured are those of the model."""
+        judged = {decision.stage: decision.kept for decision in self.decisions}
+        return judged.get("statistics", True)
 
     @property
     def result(self) -> Evaluation | None:
