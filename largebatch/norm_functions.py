@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from largebatch.contracts import Group
 
-_CACHED = 2**18
+_GRADIENT_PART = 2**18
 """Values of a part of the gradient that the processor's cache still holds in the second of the two
 passes over it. A GPU's parts are whole groups: there, launching a kernel costs more."""
 
@@ -57,7 +57,7 @@ def normalise(
             f"one value per channel has no variance: a group of {samples} samples of shape "
             f"{tuple(images.shape[1:])}; give whole spans, or one sample more or less"
         )
-    found: tuple[Tensor, Tensor] = _Normalise.apply(images, weight, bias, eps, span, group)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _Normalise.apply(images, weight, bias, eps, span, group)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
@@ -193,7 +193,7 @@ def _input_gradient(
     gain = gain.view(-1, *[1] * (images.ndim - 2))
     size = len(images)
     if images.device.type == "cpu":
-        size = max(1, _CACHED * size // images.numel())
+        size = max(1, _GRADIENT_PART * size // images.numel())
     one, nothing = torch.ones_like(mean), mean.new_empty(0)
     for start in range(0, len(images), size):
         part = slice(start, start + size)

@@ -40,7 +40,7 @@ def build(
     if head_std is not None:
         head = classifier(model)
         nn.init.normal_(head.weight, std=head_std)  # type: ignore[arg-type]  # a layer has both
-        nn.init.zeros_(head.bias)  # type: ignore[arg-type]
+        nn.init.zeros_(head.bias)  # type: ignore[arg-type]  # as above
     return model
 
 
@@ -71,7 +71,11 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the scales and shifts of BatchNorm layers and all parameters of the classifier."""
+    """Return the scales and shifts of BatchNorm layers and all parameters of the classifier.
+
+    Those of InstanceNorm too, where it has some: it normalises by moments like BatchNorm, of one
+    picture instead of many.
+    """
     norms = {
         parameter
         for module in model.modules()
@@ -87,7 +91,7 @@ def classifier(model: nn.Module) -> nn.Module:
     Raises ValueError where there is neither.
     """
     if hasattr(model, "get_classifier"):  # timm's models and ours
-        found = model.get_classifier()  # type: ignore[operator]
+        found = model.get_classifier()  # type: ignore[operator]  # nn.Module has no such method
         head = found if isinstance(found, nn.Module) else nn.ModuleList(found)  # LeViT has two
         if any(True for _ in head.parameters()):
             return head

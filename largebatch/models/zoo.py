@@ -93,7 +93,7 @@ def _torchvision() -> ModuleType:
     require_torchvision()
     from torchvision import models
 
-    return models  # type: ignore[no-any-return]
+    return models  # type: ignore[no-any-return]  # torchvision is not typed
 
 
 def _torchvision_names() -> list[str]:

@@ -167,7 +167,7 @@ PlainUnpickler: Any = pickle._Unpickler
 """The one written in Python: C's takes gigabytes where a damaged byte numbers an object so high."""
 
 
-class _Unpickler(PlainUnpickler):  # type: ignore[misc]
+class _Unpickler(PlainUnpickler):  # type: ignore[misc]  # private, so not in the stubs
     """Makes NumPy arrays and plain values, and refuses everything else a pickle may ask for."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 -- as pickle declares it
