@@ -2,21 +2,35 @@
 
     python tests/mutants.py        plant every fault in a copy, run its test, print what happened
 
-`test_mutants.py` does the same under pytest. First the same tests must pass in a copy without a
-fault; then a test catches one by failing for what it asserts. A fault that is missed means that its
+`test_mutants.py` runs this. First the same tests must pass in a copy without a fault; then a test
+catches one by failing for what it asserts. A fault that is missed means that its
 test has stopped looking; a text that is no longer found means that the code has moved on and the
 fault must follow.
 """
 
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+import hypothesis
+import numpy as np
+import pydantic
+import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
+
+LOADED = (hypothesis, np, pydantic, pytest, torch)
+"""What tests load and forks of this process need not."""
+
+SECONDS = 300
+"""After which a test that never ends is killed."""
 
 SEEN = ("AssertionError", "ValueError", "DID NOT RAISE")
 """What a test says that saw a wrong number, or an error of ours."""
@@ -56,7 +70,7 @@ MUTANTS = (
         "train.py",
         "if micro == accumulation - 1:",
         "if micro == 0:",
-        "test_crown.py::test_workers_and_micro_batches_match_plain_pytorch_on_torch",
+        "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
     ),
     Mutant(
         "the running statistics of a skipped step count",
@@ -70,7 +84,7 @@ MUTANTS = (
         "lars.py",
         "into=lr if rate_inside else 1.0",
         "into=1.0",
-        "test_lars_referees.py::test_reference_is_mlperfs_formula_in_numpy",
+        "test_lars_fast.py::test_every_path_is_the_formula",
     ),
     Mutant(
         "fujitsu's ratio forgets the peak rate",
@@ -84,7 +98,7 @@ MUTANTS = (
         "kernels/fused.py",
         "(g + rule.ratio_decay * w + rule.eps)",
         "(g + rule.eps)",
-        "test_lars_referees.py::test_scaled_momentum_is_timms_lars",
+        "test_lars_fast.py::test_every_path_is_the_formula",
     ),
     Mutant(
         "moments of the step before count again",
@@ -126,70 +140,164 @@ MUTANTS = (
         "backends/reducer.py",
         "len(self._groups) and not self._groups[sent].owed:",
         "len(self._groups) and len(self._groups[sent].owed) < 2:",
-        "test_crown.py::test_workers_and_micro_batches_match_plain_pytorch_on_torch",
+        "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
+    ),
+    Mutant(
+        "every batch counts alike, however many samples it has",
+        "moments.py",
+        "count = values.numel() // len(mean)\n        total",
+        "count = 1\n        total",
+        "test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "what batches differ by is no variance",
+        "moments.py",
+        "        self.deviations.addcmul_(shift, shift, value=self.count * count / total)\n",
+        "",
+        "test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "variances are the population's",
+        "moments.py",
+        "return self.deviations / (self.count - 1)",
+        "return self.deviations / self.count",
+        "test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "every worker counts alike, however many samples it has",
+        "moments.py",
+        "new_tensor([part.count for part in parts])",
+        "new_tensor([1.0 + 0 * part.count for part in parts])",
+        "test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "polishing leaves the model in evaluation mode",
+        "polish.py",
+        "            module.training = training\n",
+        "            pass\n",
+        "test_polish.py::test_only_the_running_statistics_change",
+    ),
+    Mutant(
+        "layers normalise by statistics of the pass before",
+        "polish.py",
+        "        layer.running_mean, layer.running_var = mean, var\n    return",
+        "        pass\n    return",
+        "test_polish_sequential.py::test_the_result_is_that_of_polishing_one_layer_at_a_time",
+    ),
+    Mutant(
+        "the average takes from the model what it should keep",
+        "average.py",
+        "get_ema_multi_avg_fn(decay)",
+        "get_ema_multi_avg_fn(1 - decay)",
+        "test_average.py::test_the_average_is_the_recursion_in_float64",
+    ),
+    Mutant(
+        "a skipped update is averaged",
+        "stages.py",
+        "session.average is not None and not update.skipped",
+        "session.average is not None",
+        "test_average.py::test_a_skipped_update_is_not_averaged",
+    ),
+    Mutant(
+        "a stage is kept that is as good as none",
+        "session.py",
+        'found > last["held_out"]',
+        'found >= last["held_out"]',
+        "test_judging.py",
+    ),
+    Mutant(
+        "a stage that is not kept is not undone",
+        "session.py",
+        "        session.go_back()\n",
+        "        pass\n",
+        "test_judging.py",
     ),
 )
 
 
 def broken_before(folder: Path) -> str:
     """Return what the tests say in a copy without any fault; nothing if they pass."""
-    _copy(folder)
-    done = _run(folder, *dict.fromkeys(mutant.test for mutant in MUTANTS))
-    return done.stdout + done.stderr if done.returncode else ""
+    copy(folder)
+    code, said = _run(folder, *dict.fromkeys(mutant.test for mutant in MUTANTS))
+    return f"exit code {code}\n{said}" if code else ""
 
 
 def caught(mutant: Mutant, folder: Path) -> bool:
     """Plant one fault in a copy of the project and return whether its test sees it.
 
-    A copy that does not even run has been broken, not caught: what the test said is printed.
+    The copy is whole again afterwards. One that does not even run has been broken, not caught: what
+    the test said is printed.
     """
-    _copy(folder)
     module = folder / "largebatch" / mutant.module
     source = module.read_text(encoding="utf-8")
     assert source.count(mutant.find) == 1, f"{mutant.module} must hold once: {mutant.find}"
     module.write_text(source.replace(mutant.find, mutant.put), encoding="utf-8")
-    done = _run(folder, mutant.test)
-    said = done.stdout + done.stderr
+    try:
+        code, said = _run(folder, mutant.test)
+    finally:
+        module.write_text(source, encoding="utf-8")
     seen = any(word in said for word in SEEN) and not any(word in said for word in BROKEN)
-    if done.returncode == 1 and seen:
+    if code == 1 and seen:
         return True
     print(said)
     return False
 
 
-def _copy(folder: Path) -> None:
+def copy(folder: Path) -> None:
+    """Copy the project."""
     for part in ("largebatch", "tests", "recipes"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.cfg", folder)
 
 
-def _run(folder: Path, *tests: str) -> "subprocess.CompletedProcess[str]":
-    """Run tests in a copy; a long traceback names the error of a bare assert too."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-showlocals", "--tb=long"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
-        check=False,
-        cwd=folder,  # first on the path, before the installed package
-        env={key: value for key, value in os.environ.items() if not key.startswith("COV")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def _run(folder: Path, *tests: str) -> tuple[int, str]:
+    """Run tests in a copy and return the exit code and what they said.
+
+    In a fork of this process, which has loaded what they need and nothing of this package: to start
+    Python and load PyTorch again for every fault takes longer than the tests.
+    """
+    assert not any(name.partition(".")[0] == "largebatch" for name in sys.modules)
+    said = folder / "said"
+    child = os.fork()
+    if child == 0:
+        _be_pytest(folder, said, tests)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), said.read_text(encoding="utf-8", errors="replace")
+
+
+def _be_pytest(folder: Path, said: Path, tests: tuple[str, ...]) -> NoReturn:
+    """Never return to what the fork was in the middle of. A long traceback names every error."""
+    code = 70
+    try:
+        signal.alarm(SECONDS)
+        for stream in (1, 2):
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))  # before the installed package
+        options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-showlocals"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded
+        code = pytest.main([*options, "--tb=long", *(f"tests/{test}" for test in tests)])
+        sys.stdout.flush()
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
 
 
 def main() -> int:
     """Print what became of every fault; exit code 1 if one was not caught."""
-    with tempfile.TemporaryDirectory() as folder:
-        said = broken_before(Path(folder) / "project")
-    if said:
-        print(said, "the tests fail without a fault", sep="\n")
-        return 1
-    missed = 0
-    for mutant in MUTANTS:
-        with tempfile.TemporaryDirectory() as folder:
-            found = caught(mutant, Path(folder) / "project")
-        missed += not found
-        print(f"{'caught' if found else 'MISSED':>8}  {mutant.module}: {mutant.name}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "project"
+        said = broken_before(folder)
+        if said:
+            print(said, "the tests fail without a fault", sep="\n")
+            return 1
+        missed = 0
+        for mutant in MUTANTS:
+            found = caught(mutant, folder)
+            missed += not found
+            print(f"{'caught' if found else 'MISSED':>8}  {mutant.module}: {mutant.name}")
+            sys.stdout.flush()
     print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} faults caught")
     return 1 if missed else 0
 

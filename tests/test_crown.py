@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import crown
 import pytest
 import torch
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
 from plain import plain_pytorch
+from threads import Thread, on_threads
 
 from largebatch.backends.serial import Serial
+from largebatch.contracts import Backend
 from largebatch.workers import start_workers
 
 has_horovod = pytest.mark.skipif(
@@ -49,6 +52,24 @@ def test_one_whole_batch_on_one_worker_matches_plain_pytorch(optimizer: str) -> 
 def test_ghost_groups_in_one_device_batch_match_plain_pytorch(optimizer: str) -> None:
     ours = crown.solve(Serial(torch.device("cpu")), "batchnorm", optimizer, accumulation=1)
     assert_equal(ours.state_dict(), "batchnorm", optimizer, chunk=SPAN)
+
+
+@every_net
+def test_two_workers_that_are_threads_match_plain_pytorch(
+    net: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a second; the processes of the tests below take many to start."""
+    nets = [crown.net(net) for _ in range(2)]  # drawn one after the other: threads share a seed
+
+    def work(worker: Thread) -> State:
+        model = crown.solve(cast("Backend", worker), net, "sgd", accumulation=2)
+        return dict(model.state_dict())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(crown, "net", lambda _: nets.pop())
+        found = on_threads(work, workers=2)
+    for ours in found:
+        assert_equal(ours, net, "sgd", chunk=SPAN)
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -25,6 +25,7 @@ class Thread:
         self.rank, self.world_size = rank, len(table)
         self._table, self._barrier = table, barrier
         self.calls = 0
+        self.device = torch.device("cpu")
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Write down one's own, wait for the others, read everybody's."""
