@@ -1,5 +1,9 @@
 """The exponential moving average of a model, kept while it trains.
 
+After every update average = decay * average + (1 - decay) * model, and after the first the average
+is the model, so that nothing of the weights at the start is in it (arXiv:1512.00567, section 8,
+evaluates such an average).
+
 PyTorch's AveragedModel computes it. It is given the weights and the running statistics alone and
 not the model: it copies what it is given, and a model here holds groups of workers, which cannot be
 copied. Statistics are averaged like weights, as timm does: those of the last update belong to
@@ -37,3 +41,10 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a checkpoint stopped."""
         self._average.load_state_dict(state)
+
+
+def put(state: dict[str, Any], model: nn.Module) -> None:
+    """Put the average that a checkpoint holds into a model of the kind it was kept of."""
+    average = Average(model, decay=0.0)  # it moves no more
+    average.load_state_dict(state)
+    average.store()

@@ -56,6 +56,20 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
     return model
 
 
+def require_trainable(model: nn.Module, recipe: Recipe) -> None:
+    """Raise RecipeError for a model that gives more than logits while it trains.
+
+    GoogLeNet and Inception have auxiliary classifiers (arXiv:1409.4842, section 5), whose losses
+    are not part of a recipe.
+    """
+    if getattr(model, "aux_logits", False):
+        raise RecipeError(
+            f"model.name: {recipe.model.name} has auxiliary classifiers, which are not trained "
+            "here; build it without them by model.arguments.aux_logits: false. Of weights that "
+            "have them, `largebatch polish` without --compare measures the statistics"
+        )
+
+
 def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
 

@@ -4,11 +4,12 @@ Nothing here imports PyTorch before a command needs it, so `check` and `explain`
 `plan` has printed all but its last row by then.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted, `--resume`
-goes on; 1 anything else.
+goes on; 141 nobody reads the output any more; 1 anything else.
 """
 
 import argparse
 import os
+import select
 import shutil
 import sys
 from collections.abc import Sequence
@@ -32,13 +33,25 @@ from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.workers import launched_rank
 
-DONE, FAILED, USER, INTERRUPTED, STOPPED = 0, 1, 2, 75, 130
+DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words, argparse.Namespace(words=words))
+    try:
+        code = _call(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return UNREAD
+    return code
+
+
+def _call(args: argparse.Namespace) -> int:
+    """Do what was asked; print what the user can fix, and what befell other workers."""
     rank = _rank()
     try:
         code: int = args.call(args)
@@ -56,6 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"largebatch: {error}", file=sys.stderr)
         return FAILED
     return code
+
+
+def _reader_is_gone() -> bool:
+    """Tell whether the output is a pipe that was closed, and forget what is still to be written."""
+    out, poll = sys.stdout.fileno(), select.poll()
+    poll.register(out, select.POLLOUT)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return gone
 
 
 def _rank() -> int:

@@ -1,8 +1,8 @@
 """The command that polishes what is saved: our runs, and weights from elsewhere. It prints."""
 
 import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,12 @@ from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.workers import launched_rank
 
 if TYPE_CHECKING:
-    from largebatch.compare import Row
+    from largebatch.compare import Comparison
     from largebatch.foreign import Foreign
     from largebatch.runner import Options
+
+_EPOCHS = 1.0
+"""Of the updates of a comparison, where nothing else was asked for."""
 
 _HEAD = f"{'':>12}{'top-1':>9}{'top-5':>9}{'loss':>9}{'seconds':>10}"
 
@@ -29,7 +32,11 @@ def add_commands(
     polish.add_argument("checkpoint", type=Path, nargs="?", help="of ours, or a run folder")
     polish.add_argument("--model", metavar="NAME", help="timm's or torchvision's, with --weights")
     polish.add_argument("--weights", type=Path, metavar="FILE", help="a .pth or .safetensors file")
-    polish.add_argument("--ema", action="store_true", help="the moving average in --weights")
+    polish.add_argument(
+        "--ema",
+        action="store_true",
+        help="the moving average beside the weights: in --weights, or of an unfinished run",
+    )
     polish.add_argument(
         "--out", type=Path, help="new run folder; new file of weights; JSON of --compare"
     )
@@ -38,7 +45,7 @@ def add_commands(
         "--compare", action="store_true", help="try every way on copies and print a table"
     )
     polish.add_argument(
-        "--epochs", type=float, default=1.0, help="of the updates that --compare makes (1)"
+        "--epochs", type=float, help=f"of the updates that --compare makes ({_EPOCHS:g})"
     )
     polish.add_argument(
         "--lr", type=float, help="of their first (0.001 for a global batch of 256, in proportion)"
@@ -55,18 +62,24 @@ def _polish(args: argparse.Namespace) -> int:
         from largebatch.foreign import polish_weights
 
         found = polish_weights(_foreign(args), _options(args), samples=args.samples)
-        before, after = map(asdict, found)
-        done = f"polished weights: {args.out}"
+        before, after = asdict(found.before), asdict(found.after)
+        done = "\n".join([*filter(None, [found.note]), f"polished weights: {args.out}"])
     else:
         from largebatch.saved import polish_checkpoint
 
-        summary = polish_checkpoint(args.checkpoint, _options(args), samples=args.samples)
+        summary = polish_checkpoint(
+            args.checkpoint, _options(args), samples=args.samples, averaged=args.ema
+        )
         before, after = summary.stages
         discarded = "" if after["kept"] else " (discarded: no better on the pictures held out)"
         done = f"report: {args.out / 'report.html'}{discarded}"
     if (launched_rank() or 0) == 0:
-        for key in ("top1", "top5", "loss"):
-            print(f"{key:>5}: {before[key]:.4f} -> {after[key]:.4f}")
+        for name, key, form in (
+            ("top-1", "top1", ".2%"),
+            ("top-5", "top5", ".2%"),
+            ("loss", "loss", ".4f"),
+        ):
+            print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
         print(done)
     return 0
 
@@ -79,47 +92,65 @@ def _check(args: argparse.Namespace) -> None:
         raise LargebatchError(
             "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"
         )
-    if args.weights is None and (args.ema or args.set):
-        raise LargebatchError("--ema and --set are for --weights; a checkpoint has its own recipe")
+    if args.weights is None and args.set:
+        raise LargebatchError("--set is for --weights; a checkpoint has its own recipe")
+    if not args.compare and (args.epochs is not None or args.lr is not None):
+        raise LargebatchError(
+            "--epochs and --lr are for --compare, which makes updates; the statistics pass makes "
+            "none: add --compare or leave them out"
+        )
+    if any(number is not None and not number > 0 for number in (args.epochs, args.lr)):
+        raise LargebatchError("--epochs and --lr must be above 0")
+    _check_out(args)
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Raise LargebatchError unless what is left has a new place, where it needs one."""
     if args.out is None and not args.compare:
         raise LargebatchError("say where the result goes with --out; nothing is overwritten")
     if args.compare and args.out is not None and args.out.exists():
         raise CheckpointError(f"{args.out}: is there already; choose another --out")
     if args.compare and args.out is not None and not args.out.parent.is_dir():
         raise CheckpointError(f"{args.out}: there is no folder {args.out.parent}; make it first")
-    if not args.epochs > 0 or (args.lr is not None and not args.lr > 0):
-        raise LargebatchError("--epochs and --lr must be above 0")
 
 
 def _compare(args: argparse.Namespace) -> int:
     first = (launched_rank() or 0) == 0
     rows: list[dict[str, Any]] = []
-    for row in _rows(args):
-        if first and not rows:
-            print(_HEAD)
-        rows.append(asdict(row))
-        if first:
-            print(
-                f"{row.mode:>12}{row.top1:>9.2%}{row.top5:>9.2%}{row.loss:>9.4f}"
-                f"{row.seconds:>10.1f}",
-                flush=True,
-            )
+    with _comparison(args) as found:
+        for row in found.rows:
+            if first and not rows:
+                print(_HEAD)
+            rows.append(asdict(row))
+            if first:
+                print(
+                    f"{row.mode:>12}{row.top1:>9.2%}{row.top5:>9.2%}{row.loss:>9.4f}"
+                    f"{row.seconds:>10.1f}{'  ' + row.note if row.note else ''}",
+                    flush=True,
+                )
     if first and args.out is not None:
-        said = {key: getattr(args, key) for key in ("model", "samples", "epochs", "lr")}
-        what = {"of": str(args.checkpoint or args.weights), **said, "rows": rows}
-        args.out.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
+        what = {
+            "of": str(args.checkpoint or args.weights),
+            **{key: getattr(args, key) for key in ("model", "samples", "lr")},
+            "epochs": args.epochs or _EPOCHS,
+            **{key: getattr(found, key) for key in ("commit", "versions", "data")},
+            "rows": rows,
+        }
+        from largebatch.summary import write_json
+
+        write_json(args.out, what)
     return 0
 
 
-def _rows(args: argparse.Namespace) -> Iterator["Row"]:
-    how = {"samples": args.samples, "epochs": args.epochs, "lr": args.lr}
+def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"]:
+    how = {"samples": args.samples, "epochs": args.epochs or _EPOCHS, "lr": args.lr}
     if args.weights is not None:
         from largebatch.foreign import compare_weights
 
         return compare_weights(_foreign(args), _options(args), **how)
     from largebatch.saved import compare_checkpoint
 
-    return compare_checkpoint(args.checkpoint, _options(args), **how)
+    return compare_checkpoint(args.checkpoint, _options(args), **how, averaged=args.ema)
 
 
 def _foreign(args: argparse.Namespace) -> "Foreign":

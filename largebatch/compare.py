@@ -3,14 +3,15 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from largebatch.build import build_extra
 from largebatch.errors import DivergedError, LargebatchError
 from largebatch.finishing import Affine
 from largebatch.recipe import Recipe
 from largebatch.session import Session, measure
-from largebatch.stages import make_updates, measure_statistics
+from largebatch.stages import make_updates, measure_statistics, say_unsettled
+from largebatch.summary import source_commit, versions
 
 Mode = Literal["none", "statistics", "affine", "clean"]
 
@@ -29,6 +30,22 @@ class Row:
     updates: int
     lr: float | None
     """Of the first update; null where there is none."""
+
+    note: str | None
+    """What else there is to say: that statistics never came to rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Rows that are measured as they are asked for, and what they were measured with."""
+
+    rows: Iterator[Row]
+    commit: str | None
+    """As in summary.json, and None on workers other than the first."""
+
+    versions: dict[str, str]
+    data: dict[str, dict[str, Any]]
+    """By split: how many pictures, and the digest that two lists of the same pictures share."""
 
 
 def small_rate(recipe: Recipe) -> float:
@@ -49,8 +66,22 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
     return recipe.model_copy(update={"polish": polish})
 
 
-def compare(session: Session) -> Iterator[Row]:
-    """Polish copies of the session's model in every way; `with_updates` made its recipe.
+def compare(session: Session) -> Comparison:
+    """Polish copies of the session's model in every way; `with_updates` made its recipe."""
+    splits = {"train": session.pipeline.train_index, "val": session.pipeline.val_index}
+    return Comparison(
+        rows=_rows(session),
+        commit=source_commit() if session.backend.rank == 0 else None,
+        versions=versions(),
+        data={
+            name: {"samples": len(index), "digest": index.digest or None}
+            for name, index in splits.items()
+        },
+    )
+
+
+def _rows(session: Session) -> Iterator[Row]:
+    """Measure the model as it is and after each way of polishing a copy.
 
     In `clean`, all weights move as those of `affine` do: by plain momentum SGD on clean pictures
     at a small rate.
@@ -63,10 +94,11 @@ def compare(session: Session) -> Iterator[Row]:
     for mode in get_args(Mode):
         session.model.load_state_dict(start)
         lr = polish.affine.lr if mode in {"affine", "clean"} else None
-        begun = time.perf_counter()
+        begun, note = time.perf_counter(), None
         if mode == "statistics":
             section = polish.statistics
-            measure_statistics(session, section.samples, sequential=section.sequential)
+            drift = measure_statistics(session, section.samples, sequential=section.sequential)
+            note = say_unsettled(drift)
         elif lr is not None:
             _update(session, mode, lr=lr)
         seconds = time.perf_counter() - begun
@@ -79,6 +111,7 @@ def compare(session: Session) -> Iterator[Row]:
             seconds=seconds,
             updates=session.plan.affine_steps if lr else 0,
             lr=lr,
+            note=note,
         )
 
 

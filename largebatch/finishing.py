@@ -51,7 +51,8 @@ class Polish(Section):
 
     keep: Literal["always", "better"] = "always"
     """`better`: undo a stage unless more of the held-out pictures are classified right after it
-    than before it. `always`: keep what every stage did."""
+    than before it, and one whose loss stops being a number. `always`: keep what every stage did;
+    such a loss then ends the run."""
 
     held_out: PositiveInt | None = None
     """For keep: better, how many training pictures, chosen by the seed, no stage is trained or

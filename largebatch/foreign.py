@@ -5,6 +5,7 @@ pictures; everything else is what polishes our own runs. Only running means and 
 the file that is written.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,17 +16,19 @@ import yaml
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.compare import Row, compare, small_rate, with_updates
+from largebatch.backends import broadcast_bytes
+from largebatch.compare import Comparison, compare, small_rate, with_updates
+from largebatch.contracts import Backend
 from largebatch.data.index import open_content
 from largebatch.errors import CheckpointError, DataError
 from largebatch.evaluate import Metrics
 from largebatch.loading import parse_recipe
 from largebatch.models import zoo
 from largebatch.recipe import Recipe
-from largebatch.runner import Options, open_session
+from largebatch.runner import Options, build_session, join
 from largebatch.saved import with_statistics
 from largebatch.session import Session, measure
-from largebatch.stages import measure_statistics
+from largebatch.stages import measure_statistics, say_unsettled
 from largebatch.weights import Weights, check_format, read
 
 
@@ -44,60 +47,79 @@ class Foreign:
     """Changes to the recipe that is made, such as data.image_size=288."""
 
 
-def polish_weights(
-    what: Foreign, options: Options, *, samples: int | None = None
-) -> tuple[Metrics, Metrics]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Polished:
+    """What was measured before and after."""
+
+    before: Metrics
+    after: Metrics
+    note: str | None
+    """What else there is to say: that statistics never came to rest."""
+
+
+def polish_weights(what: Foreign, options: Options, *, samples: int | None = None) -> Polished:
     """Write a polished file to `options.out`; return what was measured before and after.
 
     `samples` is the number of clean training pictures to measure; None: all of them.
     """
     check_format(what.weights, options.out)
     weights = read(what.weights, averaged=what.averaged)
-    recipe, state = _fit(what, weights, options.data)
-    recipe = with_statistics(recipe, samples)
-    assert recipe.polish is not None
-    assert recipe.polish.statistics is not None
-    with _open(recipe, state, options, measuring=True) as session:
-        before = measure(session, "train")
+    with join(options) as backend:
+        recipe, state = _fit(what, weights, options.data, backend)
+        recipe = with_statistics(recipe, samples)
+        assert recipe.polish is not None
         section = recipe.polish.statistics
-        measure_statistics(session, section.samples, sequential=section.sequential)
-        after = measure(session, "statistics")
-        if session.backend.rank == 0:
-            weights.replace(_statistics(session))
-            weights.write(options.out)
-    return before, after
+        assert section is not None
+        with _open(recipe, state, options, backend, measuring=True) as session:
+            before = measure(session, "train")
+            drift = measure_statistics(session, section.samples, sequential=section.sequential)
+            after = measure(session, "statistics")
+            if backend.rank == 0:
+                weights.replace(_statistics(session))
+                weights.write(options.out)
+    return Polished(before=before, after=after, note=say_unsettled(drift))
 
 
+@contextmanager
 def compare_weights(
     what: Foreign, options: Options, *, samples: int | None, epochs: float, lr: float | None
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     """Measure what each way of polishing would do; the file is only read."""
     weights = read(what.weights, averaged=what.averaged)
-    recipe, state = _fit(what, weights, options.data)
-    rate = lr or small_rate(recipe)
-    recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
-    with _open(recipe, state, options, measuring=False) as session:
-        yield from compare(session)
+    with join(options) as backend:
+        recipe, state = _fit(what, weights, options.data, backend)
+        rate = lr or small_rate(recipe)
+        recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
+        with _open(recipe, state, options, backend, measuring=False) as session:
+            yield compare(session)
 
 
 @contextmanager
 def _open(
-    recipe: Recipe, state: dict[str, Tensor], options: Options, *, measuring: bool
+    recipe: Recipe,
+    state: dict[str, Tensor],
+    options: Options,
+    backend: Backend,
+    *,
+    measuring: bool,
 ) -> Iterator[Session]:
     """Build the model with these weights and all that works on it; no run folder."""
-    with open_session(recipe, replace(options, out=Path()), measuring=measuring) as (session, _):
+    nowhere = replace(options, out=Path())
+    with build_session(recipe, nowhere, backend, measuring=measuring) as (session, _):
         session.model.load_state_dict(state)
         yield session
 
 
-def _fit(what: Foreign, weights: Weights, folder: Path | None) -> tuple[Recipe, dict[str, Tensor]]:
+def _fit(
+    what: Foreign, weights: Weights, folder: Path | None, backend: Backend
+) -> tuple[Recipe, dict[str, Tensor]]:
     """Return a recipe for the model that fits the weights, and these under its names.
 
     timm and torchvision have models of the same name whose parts differ; the first that fits is it.
     """
     if folder is None:
         raise DataError("polishing measures pictures: say where they are with --data DIR")
-    classes, train, val = _count(folder)
+    classes, train, val = _count(folder, backend)
     problems = []
     for name in zoo.same_name(what.model):
         with torch.device("meta"):
@@ -114,10 +136,18 @@ def _fit(what: Foreign, weights: Weights, folder: Path | None) -> tuple[Recipe, 
     raise CheckpointError("\n".join(problems))
 
 
-def _count(folder: Path) -> tuple[int, int, int]:
-    """Return how many classes, training and validation pictures a folder holds."""
-    train, val = (open_content(folder, split) for split in ("train", "val"))
-    return len(train.header["classes"]), len(train.arrays["labels"]), len(val.arrays["labels"])
+def _count(folder: Path, backend: Backend) -> tuple[int, int, int]:
+    """Return how many classes, training and validation pictures a folder holds.
+
+    Worker 0 looks for all: where there is no index yet, every picture is opened.
+    """
+    numbers = None
+    if backend.rank == 0:
+        train, val = (open_content(folder, split) for split in ("train", "val"))
+        pictures = [len(content.arrays["labels"]) for content in (train, val)]
+        numbers = json.dumps([len(train.header["classes"]), *pictures]).encode()
+    classes, of_train, of_val = json.loads(broadcast_bytes(numbers, backend))
+    return classes, of_train, of_val
 
 
 def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Recipe:

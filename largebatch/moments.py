@@ -16,8 +16,9 @@ from torch import Tensor
 
 from largebatch.contracts import Backend
 
-_CACHED = 2**17
-"""Values of a part of a batch that the processor's cache still holds for the second look at it."""
+_PART = 2**17
+"""Values of a part of a batch that the processor's cache still holds for the second look at it. A
+part needs as much memory again, which keeps this below what norm_functions takes for gradients."""
 
 _UNLIKE = 9.0
 """Squared distance, in variances, of an origin that is not near enough for sums in float32."""
@@ -166,7 +167,7 @@ def _about(origin: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _parts(values: Tensor) -> Iterator[Tensor]:
     """Divide the batch into parts that fit into the processor's cache."""
-    yield from values.split(max(1, _CACHED * len(values) // values.numel()))
+    yield from values.split(max(1, _PART * len(values) // values.numel()))
 
 
 def _kernel(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,6 +105,17 @@ def with_span(model: M, span: int) -> M:
     return model
 
 
+def with_last_alone(images: Tensor, model: nn.Module) -> list[Tensor]:
+    """Divide a batch of several spans, if the last of them is a single sample, before that one.
+
+    A layer that sees one value of it per channel refuses it in training, whatever is beside it.
+    """
+    spans = {layer.span for layer in model.modules() if isinstance(layer, SpanBatchNorm)}
+    if any(len(images) > span and len(images) % span == 1 for span in spans):
+        return [images[:-1], images[-1:]]
+    return [images]
+
+
 def _is_timms_with_activation(layer: _BatchNorm) -> bool:
     """Tell timm's BatchNorm with `drop` and `act` after it, by name: timm may not be installed."""
     kind = type(layer)

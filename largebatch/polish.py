@@ -10,9 +10,8 @@ before it normalise, and there are two answers:
 
 - In one pass, the default, each layer normalises by the statistics of its batch, as in training, so
   that the layers above see what they were trained on. With a span (`norm.py`) those are the
-  recipe's, and neither the batch size nor the number of workers shows in the result; a plain
-  BatchNorm's are the whole batch's. A batch with one value per channel, which training refuses, is
-  normalised to zero.
+  recipe's, and neither batch size nor number of workers shows in the result; a plain BatchNorm's
+  are the whole batch's. One value per channel, which training refuses, is normalised to zero.
 - `sequential`, each layer normalises by statistics that are polished already, as in evaluation, so
   that each gets the moments of what it will see from then on. The order and the size of the
   batches do not matter, nor does a span. It costs several passes.
@@ -32,9 +31,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from largebatch.contracts import Backend
 from largebatch.errors import DataError
 from largebatch.moments import Moments, pool
-from largebatch.norm import SpanBatchNorm
+from largebatch.norm import SpanBatchNorm, with_last_alone
 
 Data = Iterable[tuple[Tensor, Tensor]]
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Parts of the channels of a layer; a drift gives the changes below which they lie."""
 
 _SPARE_PASSES = 20
 """Passes beyond one per layer, for layers that are used several times in a forward pass."""
@@ -53,6 +55,10 @@ class LayerDrift:
     log_variance_ratio: float
     """Root mean square over the channels of ln(polished variance / running variance)."""
 
+    shift_quantiles: tuple[float, ...]
+    ratio_quantiles: tuple[float, ...]
+    """QUANTILES over the channels of these two, each with its sign."""
+
 
 class Drift(tuple[LayerDrift, ...]):
     """What polishing changed: the layers it reached, in the order of the model."""
@@ -62,6 +68,9 @@ class Drift(tuple[LayerDrift, ...]):
 
     settling = 0.0
     """Sequential: the largest change of the last pass, in standard deviations or ln(variance)."""
+
+    settled = True
+    """Sequential: false where passes were given up though the last one changed too much."""
 
 
 @dataclass(slots=True)
@@ -78,11 +87,14 @@ class _Statistics:
         """Compare with what was found."""
         old = self.mean, self.var
         shift, ratio = _change(old, (found.mean, found.variance), eps=self.eps)
+        parts = shift.new_tensor(QUANTILES)
         return LayerDrift(
             name=self.name,
             channels=len(self.mean),
             mean_shift=shift.square().mean().sqrt().item(),  # sync: wanted in the report
             log_variance_ratio=ratio.square().mean().sqrt().item(),  # sync: wanted in the report
+            shift_quantiles=tuple(shift.quantile(parts).tolist()),  # sync: wanted in the report
+            ratio_quantiles=tuple(ratio.quantile(parts).tolist()),  # sync: wanted in the report
         )
 
 
@@ -97,19 +109,19 @@ def polish(
 ) -> Drift:
     """Set the running statistics of every BatchNorm layer to the moments over all batches.
 
-    Every worker gives its own batches of clean training data, or none; all get the same statistics.
-    Nothing else changes, and nothing at all if the pass fails; a layer that the forward pass does
-    not use keeps its statistics. Layers with the same buffers are measured together.
+    A batch is (N x C x ... images on the model's device, labels, which are not looked at); N may
+    differ. Every worker gives its own batches of clean training data, or none; all get the same
+    statistics. Nothing else changes, and nothing at all if the pass fails; a layer that the forward
+    pass does not use keeps its statistics. Layers with the same buffers are measured together.
 
-    `sequential` goes through `batches` anew for each pass, so that they must be a list, a loader or
-    the like and not an iterator. A pass settles every layer all of whose predecessors are settled:
-    there is a pass for each BatchNorm on the longest way through the model, and one that finds
-    nothing moved. It stops before that once no mean moves by more than `tolerance` standard
-    deviations and no ln(variance) by more than `tolerance`; with 0 the result is exact.
+    `sequential` goes through `batches` anew for each pass: a list or a loader, not an iterator. A
+    pass settles every layer all of whose predecessors are settled: there is one for each BatchNorm
+    on the longest way through the model, and one that finds nothing moved. It stops once no mean
+    moves by more than `tolerance` standard deviations nor a ln(variance) by that; 0 is exact.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
     batch, if a layer had a single value per channel, or if moments are not finite; ValueError if
-    the model has no BatchNorm layer with running statistics, or `batches` can be used only once.
+    the model has no such layer with running statistics, or `batches` can be used only once.
     """
     owners = _owners(model)
     if not owners:
@@ -125,12 +137,12 @@ def polish(
             found, passes, settling = _settle(model, owners, batches, backend, tolerance=tolerance)
         else:
             found = _measure(model, owners, batches, backend, as_in_training=True)
-    pairs = [(owner, part) for owner, part in zip(owners, found, strict=True) if part.count]
-    drift = Drift(owner.drift(part) for owner, part in pairs)
-    for owner, part in pairs:
+    reached = [pair for pair in zip(owners, found, strict=True) if pair[1].count]
+    drift = Drift(owner.drift(part) for owner, part in reached)
+    for owner, part in reached:
         owner.mean.copy_(part.mean)
         owner.var.copy_(part.variance)
-    drift.passes, drift.settling = passes, settling
+    drift.passes, drift.settling, drift.settled = passes, settling, settling <= tolerance
     return drift
 
 
@@ -139,8 +151,7 @@ def _owners(model: nn.Module) -> list[_Statistics]:
     owners: dict[int, _Statistics] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
-            mean, var = layer.running_mean, layer.running_var
-            assert var is not None
+            mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
             fresh = _Statistics(name, mean, var, layer.eps)
             owners.setdefault(mean.data_ptr(), fresh).layers.append(layer)
     return list(owners.values())
@@ -181,9 +192,8 @@ def _settle(
         found = []  # frees the last pass's before there are others
         found = _measure(model, owners, batches, backend, as_in_training=False)
         passes += 1
-        moved = [
-            _replace(owner, part) for owner, part in zip(owners, found, strict=True) if part.count
-        ]
+        reached = (pair for pair in zip(owners, found, strict=True) if pair[1].count)
+        moved = [_replace(owner, part) for owner, part in reached]
         change = torch.stack(moved).max() / backend.world_size
         backend.all_reduce(change).wait()  # their statistics may differ before the first pass
         settling = change.item()  # sync: whether another pass is needed
@@ -193,10 +203,9 @@ def _settle(
 def _replace(owner: _Statistics, found: Moments) -> Tensor:
     """Let the layers normalise by what was found, and return by how much that differs at most."""
     mean, var = found.mean.to(owner.mean), found.variance.to(owner.var)
-    used = owner.layers[0]
-    assert used.running_mean is not None
-    assert used.running_var is not None
-    change = _change((used.running_mean, used.running_var), (mean, var), eps=owner.eps)
+    layer = owner.layers[0]
+    used = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
+    change = _change(used, (mean, var), eps=owner.eps)
     for layer in owner.layers:
         layer.running_mean, layer.running_var = mean, var
     return torch.stack(change).abs().max()
@@ -219,7 +228,8 @@ def _measure(
             for layer in owner.layers:
                 hooks += [layer.register_forward_pre_hook(watch, with_kwargs=True)]
         for images, _ in batches:
-            model(images)
+            for together in with_last_alone(images, model):
+                model(together)
     finally:
         for hook in hooks:
             hook.remove()

@@ -210,21 +210,14 @@ class Recipe(Section):
                 f"polish.held_out ({self.polish.held_out}) must be fewer than data.train_samples "
                 f"({self.data.train_samples})"
             )
-        span, statistics = self.batch.bn_span, self.polish.statistics
-        if span is None:
+        if self.batch.bn_span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
-        if statistics is None:
-            return self
-        if statistics.samples > self.train_samples:
+        statistics = self.polish.statistics
+        if statistics is not None and statistics.samples > self.train_samples:
             left = " less polish.held_out" if self.polish.held_out else ""
             raise ValueError(
                 f"polish.statistics.samples ({statistics.samples}) must not exceed "
                 f"data.train_samples{left} ({self.train_samples})"
-            )
-        if statistics.samples % span == 1 and not statistics.sequential:
-            raise ValueError(
-                f"polish.statistics.samples ({statistics.samples}) leaves a single picture for the "
-                f"last BatchNorm span of {span}; give one more or one less"
             )
         return self
 

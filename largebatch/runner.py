@@ -26,6 +26,7 @@ from largebatch.build import (
     build_reducer,
     build_scaler,
     portable,
+    require_trainable,
 )
 from largebatch.contracts import Backend, Tracker
 from largebatch.data.pipeline import open_pipeline
@@ -129,10 +130,33 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
 
 
 @contextmanager
+def join(options: Options) -> Iterator[Backend]:
+    """Join the other workers; they are left when all went well, for else they may be gone."""
+    backend = open_backend(options.backend)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // backend.local_size))
+    torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
+    yield backend
+    backend.close()
+
+
+@contextmanager
 def open_session(
     recipe: Recipe, options: Options, *, measuring: bool = False
 ) -> Iterator[tuple[Session, list[Tracker]]]:
-    """Join the other workers and build every object of a run; who follows it can join later.
+    """Join the other workers and build every object of a run; see build_session."""
+    with (
+        join(options) as backend,
+        build_session(recipe, options, backend, measuring=measuring) as opened,
+    ):
+        yield opened
+
+
+@contextmanager
+def build_session(
+    recipe: Recipe, options: Options, backend: Backend, *, measuring: bool
+) -> Iterator[tuple[Session, list[Tracker]]]:
+    """Build every object of a run; who follows it can join later.
 
     `measuring` promises that nothing will be trained: any number of workers then fits, and what the
     training machine had to have is not needed.
@@ -143,10 +167,6 @@ def open_session(
         for tracker in trackers:
             tracker.record(record)
 
-    backend = open_backend(options.backend)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, available_cores() // backend.local_size))
-    torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
@@ -154,6 +174,8 @@ def open_session(
     here = recipe
     if measuring:
         here = portable(recipe).model_copy(update={"reduction": Reduction()})
+    else:
+        require_trainable(model, recipe)
     polish = recipe.polish
     with _stop_requests() as wants_stop:
         session = Session(
@@ -180,7 +202,6 @@ def open_session(
             yield session, trackers
         finally:
             session.reducer.close()
-    backend.close()
 
 
 def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Means:

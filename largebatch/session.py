@@ -4,6 +4,7 @@ A stage ends with an evaluation. Where the recipe says `keep: better`, training 
 held out decide whether what it did is kept, or the state before it comes back.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -57,7 +58,7 @@ class Session:
     log: StepLog
     checkpoints: Path
     step: int = 0
-    """Optimizer updates made."""
+    """Optimizer updates made, or given up together with the stage they belong to."""
 
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that have ended, as in summary.json."""
@@ -113,7 +114,11 @@ class Session:
         """Keep the state as it is now, if a stage that begins here may be undone."""
         if self.judged and self.stages and not self.before:  # the first stage is not undone
             average = self.average.state_dict() if self.average is not None else {}
-            self.before = {"model": _copy(self.model.state_dict()), "average": _copy(average)}
+            self.before = {
+                "model": _copy(self.model.state_dict()),
+                "average": _copy(average),
+                "scaler": self.scaler.state_dict(),
+            }
 
     def go_back(self) -> None:
         """Return to the state in which the stage began.
@@ -123,6 +128,7 @@ class Session:
         self.model.load_state_dict(self.before["model"])
         if self.average is not None:
             self.average.load_state_dict(self.before["average"])
+        self.scaler.load_state_dict(self.before["scaler"])
 
     def save(self) -> None:
         """Write a checkpoint; worker 0 only."""
@@ -169,12 +175,19 @@ def measure(session: Session, stage: str) -> Metrics:
     return metrics
 
 
-def end_stage(session: Session, name: str, *, num_steps: int) -> None:
-    """Evaluate, keep or undo what the stage did, note what it changed, and save."""
+def end_stage(
+    session: Session, name: str, *, num_steps: int, note: str | None = None, failed: bool = False
+) -> None:
+    """Evaluate, keep or undo what the stage did, note what it changed, and save.
+
+    `note` is what else there is to say of the stage; one that `failed` is undone whatever it did.
+    """
+    if note is not None:
+        session.emit({"event": "note", "stage": name, "step": session.step, "text": note})
     metrics = measure(session, name)
     after = {"top1": metrics.top1, "top5": metrics.top5, "loss": metrics.loss}
     last = session.last_kept
-    verdict = _judge(session, name)
+    verdict = _judge(session, name, failed=failed)
     if not verdict["kept"]:
         session.go_back()
     session.before = {}
@@ -186,23 +199,26 @@ def end_stage(session: Session, name: str, *, num_steps: int) -> None:
             **after,
             "before": {key: last[key] for key in after} if last else None,
             **verdict,
+            "note": note,
         }
     )
     session.save()
 
 
-def _judge(session: Session, name: str) -> dict[str, Any]:
+def _judge(session: Session, name: str, *, failed: bool) -> dict[str, Any]:
     """Return top-1 on the pictures held out, where there are some, and whether to keep the stage.
 
-    Every worker decides alike: counts are exact, and one all-reduce gives all of them the same.
+    A model whose loss is no number is not kept, though some labels may be met by chance. Every
+    worker decides alike: counts are exact, and one all-reduce gives all of them the same.
     """
     if not session.judged:
         return {"held_out": None, "kept": True}
     samples = len(session.pipeline.held_out_samples)
     batches = session.pipeline.held_out()
-    found = evaluate(session.model, batches, session.backend, expected=samples).top1
-    last = session.last_kept
-    kept = last is None or found > last["held_out"]
+    measured = evaluate(session.model, batches, session.backend, expected=samples)
+    found, last = measured.top1, session.last_kept
+    usable = not failed and math.isfinite(measured.loss)
+    kept = last is None or (usable and found > last["held_out"])
     if last is not None:
         session.emit(
             {

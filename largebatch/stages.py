@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from largebatch.polish import Drift, polish
+from largebatch.errors import DivergedError
+from largebatch.polish import QUANTILES, Drift, polish
 from largebatch.session import Session, end_stage, measure
 from largebatch.train import step_seeds, train
 
@@ -45,10 +46,19 @@ def _train_stage(session: Session, name: str, *, end: int, until: int) -> None:
     session.remember()
     if name == "affine" and session.step == plan.steps:  # else it was restored
         session.use(session.build_affine())
-    make_updates(session, name, range(session.step, end), until=until)
+    lost = None
+    try:
+        make_updates(session, name, range(session.step, end), until=until)
+    except DivergedError as error:
+        if not session.before:  # nothing to come back to
+            raise
+        lost = str(error)
+    sizes = {"train": plan.train_steps, "clean": plan.clean_steps, "affine": plan.affine_steps}
+    made = sizes[name] - (end - session.step)
+    if lost is not None:
+        session.step = end
     if session.step == end:
-        sizes = {"train": plan.train_steps, "clean": plan.clean_steps, "affine": plan.affine_steps}
-        end_stage(session, name, num_steps=sizes[name])
+        end_stage(session, name, num_steps=made, note=lost, failed=lost is not None)
 
 
 def make_updates(session: Session, name: str, steps: range, *, until: int) -> None:
@@ -72,8 +82,8 @@ def make_updates(session: Session, name: str, steps: range, *, until: int) -> No
     log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:
-            log.add(name, update)
             session.step = update.step + 1
+            log.add(name, update)
             if session.average is not None and not update.skipped:
                 session.average.update()
             if session.step < steps.stop and session.step in plan.evaluate_after:
@@ -111,10 +121,22 @@ def polish_statistics(session: Session) -> None:
             "samples": section.samples,
             "passes": drift.passes,
             "settling": drift.settling,
+            "settled": drift.settled,
+            "quantiles": QUANTILES,
             "layers": [asdict(layer) for layer in drift],
         }
     )
-    end_stage(session, "statistics", num_steps=0)
+    end_stage(session, "statistics", num_steps=0, note=say_unsettled(drift))
+
+
+def say_unsettled(drift: Drift) -> str | None:
+    """Say that statistics never came to rest; None if they did."""
+    if drift.settled:
+        return None
+    return (
+        f"the statistics have not settled in {drift.passes} passes: the last one moved them by "
+        f"{drift.settling:.2g} standard deviations or ln(variance)"
+    )
 
 
 def measure_statistics(session: Session, samples: int, *, sequential: bool) -> Drift:

@@ -42,11 +42,15 @@ class StepLog:
         self._begun = time.perf_counter()
 
     def add(self, stage: str, update: Update) -> None:
-        """Take an update; emit the record of the one before."""
+        """Take an update; emit the record of the one before. Raises what flush does."""
         wish = torch.full_like(update.loss, float(self._wants_stop()))
         sums = torch.stack([update.loss, wish])
         work = self._backend.all_reduce(sums)
-        self.flush()
+        try:
+            self.flush()
+        except DivergedError:
+            work.wait()  # nothing may be under way, for the run may go on without this stage
+            raise
         seconds = time.perf_counter() - self._begun
         self._begun += seconds
         self.seconds += seconds

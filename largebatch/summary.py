@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from largebatch.tracking.jsonl import finite
+
 Status = Literal["finished", "interrupted", "failed"]
 
 _PACKAGES = (
@@ -67,7 +69,13 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_json(path, asdict(self))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON for a person; a number that is not finite becomes null, for JSON has none."""
+    text = json.dumps(finite(content), indent=2, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from plain_pictures import load, shuffled, training_files
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
+from largebatch.backends.serial import Serial
 from largebatch.cli import DONE, USER, main
 from largebatch.data import digits
+from largebatch.data.index import read_folder
 from largebatch.errors import RecipeError
 from largebatch.foreign import Foreign, _fit
 from largebatch.models import zoo
 from largebatch.vision import require_torchvision
 from largebatch.weights import read
 
+IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 SMALL = ["--set", "data.image_size=32", "--set", "data.eval_resize=null", "--samples", "320"]
 
@@ -57,12 +61,14 @@ def test_only_running_statistics_change_and_they_are_those_of_the_pictures(
     words = ["--model", model, "--weights", str(theirs), "--data", pictures, "--out", str(ours)]
     assert main(["polish", *words, *SMALL]) == DONE
     shown = capsys.readouterr().out
-    assert [line.split()[0] for line in shown.splitlines()[:3]] == ["top1:", "top5:", "loss:"]
+    assert [line.split()[0] for line in shown.splitlines()[:3]] == ["top-1:", "top-5:", "loss:"]
     after = loaded(ours)
     changed = {name for name in before if not after[name].equal(before[name])}
     assert changed == {name for name in before if "running_" in name}
     if model == "torchvision/resnet18":
-        images = first_pictures(pictures, 320)
+        files = training_files(Path(pictures))
+        order = shuffled(len(files), seed=0)[:320]
+        images, _ = load([files[row] for row in order], colours=IMAGENET)
         net = zoo.build(model, num_classes=10, arguments={})
         net.load_state_dict(before)
         conv = net.get_submodule("conv1")(images).double()
@@ -71,34 +77,13 @@ def test_only_running_statistics_change_and_they_are_those_of_the_pictures(
         torch.testing.assert_close(after["bn1.running_var"].double(), var, rtol=1e-4, atol=1e-5)
 
 
-def first_pictures(folder: str, number: int) -> Tensor:
-    """Return the first pictures of the training order at 32 x 32, by torchvision and NumPy."""
-    import numpy as np
-    from PIL import Image
-
-    require_torchvision()
-    from torchvision.transforms import functional
-
-    paths = sorted(Path(folder, "train").glob("*/*"), key=lambda p: (p.parent.name, p.name))
-    generator = np.random.Philox(key=[0, 0], counter=[0, 0, 0, 0])
-    words = [int(generator.random_raw()) for _ in paths]
-    order = sorted(range(len(paths)), key=words.__getitem__)[:number]
-    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    images = []
-    for row in order:
-        with Image.open(paths[row]) as picture:
-            small = picture.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)
-        images.append(functional.normalize(functional.to_tensor(small), mean, std))
-    return torch.stack(images)
-
-
 def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, pictures: str) -> None:
     """efficientnet_b0 is in both, and they call its parts by other names."""
     for name in ("efficientnet_b0", "torchvision/efficientnet_b0"):
         path = tmp_path / f"{name.replace('/', '-')}.pth"
         torch.save(zoo.build(name, num_classes=10, arguments={}).state_dict(), path)
         what = Foreign(model="efficientnet_b0", weights=path)
-        recipe, _ = _fit(what, read(path), Path(pictures))
+        recipe, _ = _fit(what, read(path), Path(pictures), Serial(torch.device("cpu")))
         assert recipe.model.name == name
     assert (recipe.data.image_size, recipe.data.eval_resize) == (224, 256)
     assert recipe.data.interpolation == "bicubic"
@@ -174,7 +159,9 @@ def test_other_classes_than_the_folders_are_named(
         ([], "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"),
         (["run", "--model", "a", "--weights", "b"], "say what to polish"),
         (["run"], "say where the result goes with --out"),
-        (["run", "--out", "x", "--ema"], "--ema and --set are for --weights"),
+        (["run", "--out", "x", "--set", "seed=1"], "--set is for --weights; a checkpoint has"),
+        (["run", "--out", "x", "--lr", "1"], "--epochs and --lr are for --compare, which makes"),
+        (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
         (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
         (["run", "--compare", "--epochs", "0"], "--epochs and --lr must be above 0"),
         (["--model", "a", "--weights", "b", "--out", "x"], "b: there is no such file of weights"),
@@ -218,6 +205,16 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
         "clean": 6,
     }
     assert rows["clean"]["lr"] == pytest.approx(0.001 * 96 / 256)
+    table = json.loads((tmp_path / "table.json").read_text())
+    told = json.loads((tmp_path / "run/summary.json").read_text())
+    assert {key: table[key] for key in ("commit", "versions")} == {
+        key: told[key] for key in ("commit", "versions")
+    }
+    folder = digits.write_digits()
+    assert table["data"] == {
+        "train": {"samples": 1437, "digest": read_folder(folder, "train").digest},
+        "val": {"samples": 360, "digest": read_folder(folder, "val").digest},
+    }
 
     assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == DONE
     polished = json.loads((tmp_path / "polished/summary.json").read_text())
@@ -237,6 +234,35 @@ def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, pictu
     assert digest(tmp_path) == before
     assert {row["lr"] for row in rows.values()} == {None, 0.05}
     assert len({row["loss"] for row in rows.values()}) == 4
+
+
+def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
+    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Auxiliary(nn.Module):
+        aux_logits = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.main = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.Flatten(2))
+            self.head, self.side = nn.Linear(10, 10), nn.BatchNorm1d(10)
+
+        def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            logits: Tensor = self.head(self.main(images).mean(2))
+            return (logits, self.side(logits)) if self.training else logits
+
+    torch.save(Auxiliary().state_dict(), tmp_path / "theirs.pth")
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth"), "--data", pictures]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(zoo, "build", lambda *_, **__: Auxiliary())
+        assert main(["polish", "--compare", *words, *SMALL]) == USER
+        shown = capsys.readouterr()
+        assert "resnet10t has auxiliary classifiers" in shown.err
+        assert "top-1" not in shown.out
+        assert main(["polish", *words, *SMALL, "--out", str(tmp_path / "ours.pth")]) == DONE
+    after = torch.load(tmp_path / "ours.pth")
+    assert after["main.1.running_mean"].any()
+    assert not after["side.running_mean"].any()
 
 
 def test_a_rate_that_is_too_high_for_a_comparison_says_which_word_to_change(

@@ -84,7 +84,6 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["polish.affine={lr: 1}"], "polish.affine: give either epochs or steps"),
         (["polish.ema=1"], "polish.ema: input should be less than 1, got 1"),
         (["batch.bn_span=null"], "polish is for models with BatchNorm"),
-        (["polish.statistics.samples=49"], "(49) leaves a single picture for the last BatchNorm"),
         (["reduction.dtype=fp16"], "reduction.dtype: fp16 needs precision: fp16"),
         (["loss.label_smoothing=0.95"], "makes the labelled one of 10 classes the least likely"),
         (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from largebatch.backends.serial import Serial
-from largebatch.build import build_model, build_optimizer
+from largebatch.build import build_model, build_optimizer, require_trainable
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
 from largebatch.loading import load_recipe
@@ -79,6 +79,18 @@ def test_an_affine_stage_without_a_classifier_is_refused_before_training(
     monkeypatch.setattr("largebatch.build.build", lambda *_, **__: headless)
     with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):
         build_model(recipe, Serial())
+
+
+def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> None:
+    """It returns more than logits while it trains."""
+    words = ("data.image_size=64", "polish=null", "model.name=torchvision/googlenet")
+    recipe = digits(*words, "model.arguments={init_weights: false}")
+    model = build_model(recipe, CPU)
+    with pytest.raises(RecipeError, match="torchvision/googlenet has auxiliary classifiers"):
+        require_trainable(model, recipe)
+    assert isinstance(model(torch.zeros(2, 3, 64, 64)), tuple)
+    without = digits(*words, "model.arguments={init_weights: false, aux_logits: false}")
+    require_trainable(build_model(without, CPU), without)
 
 
 def test_the_classifier_is_drawn_as_asked() -> None:

@@ -51,7 +51,7 @@ def test_each_group_is_normalised_as_batchnorm_would(
 def test_layout_and_parts_of_the_backward_pass_change_nothing(
     monkeypatch: pytest.MonkeyPatch, cached: int, layout: torch.memory_format
 ) -> None:
-    monkeypatch.setattr(norm_functions, "_CACHED", cached)
+    monkeypatch.setattr(norm_functions, "_GRADIENT_PART", cached)
     norm = nn.BatchNorm2d(5).double()
     nn.init.uniform_(norm.weight)
     ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 4)

@@ -201,6 +201,29 @@ def test_a_layer_that_is_not_reached_keeps_its_statistics() -> None:
     assert model.idle.running_var.equal(torch.ones(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
 
 
+def test_a_model_that_gives_more_than_logits_in_training_is_polished_as_it_evaluates() -> None:
+    """As GoogLeNet and Inception do; their auxiliary layers are not reached."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.side = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+
+        def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            values: Tensor = self.norm(images)
+            return (values, self.side(values)) if self.training else values
+
+    model, data = Auxiliary().train(), batches(4, 3)
+    assert isinstance(Auxiliary()(data[0][0]), tuple)
+    drift = polish(model, data, CPU)
+    assert [layer.name for layer in drift] == ["norm"]
+    everything = torch.cat([images for images, _ in data])
+    torch.testing.assert_close(model.norm.running_var, everything.var((0, 2, 3)))
+    assert model.side.running_mean.equal(torch.zeros(3, dtype=torch.float64))  # type: ignore[union-attr]  # tracked
+    assert model.training
+    assert model.side.training
+
+
 def test_a_layer_used_twice_is_measured_over_both_uses() -> None:
     norm = nn.BatchNorm2d(3, affine=False).double()
     data = batches(6)
@@ -219,8 +242,11 @@ def test_drift_measures_shift_and_variance_against_the_running_statistics() -> N
     assert (layer.name, layer.channels) == ("0", 3)
     assert layer.mean_shift == pytest.approx(0.5)
     assert layer.log_variance_ratio == pytest.approx(0.0, abs=1e-12)
+    assert layer.shift_quantiles == pytest.approx([0.5] * 5)
     (layer,) = polish(model, [(2 * images, labels)], CPU)
     assert layer.log_variance_ratio == pytest.approx(torch.tensor(4.0).log().item())
+    (layer,) = polish(model, [(images, labels)], CPU)
+    assert layer.ratio_quantiles == pytest.approx([-torch.tensor(4.0).log().item()] * 5)
 
 
 def polish_shares() -> list[dict[str, list[float]]]:

@@ -218,6 +218,23 @@ def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
     assert_right(model, right, rel=1e-10)
 
 
+@pytest.mark.parametrize("sizes", [(5,), (4, 1), (3, 7)])
+def test_a_last_span_of_one_picture_is_normalised_to_zero(sizes: tuple[int, ...]) -> None:
+    """Whatever is beside it in the batch; the last layer sees one value of it per channel."""
+    model, batches = with_span(network().double(), 2), pairs(*sizes)
+    right = one_pass(model, batches)
+    polish(model, batches, CPU)
+    assert_right(model, right, rel=1e-10)
+
+
+def test_one_picture_is_enough_where_every_layer_sees_several_values_of_it() -> None:
+    model, batches = with_span(network()[:5].double(), 4), pairs(1)
+    right = one_pass(model, batches)
+    assert len(right) == 2
+    polish(model, batches, CPU)
+    assert_right(model, right, rel=1e-10)
+
+
 def test_an_empty_batch_counts_nothing() -> None:
     model, batches = network().double(), pairs(4, 3)
     right = one_pass(model, batches)

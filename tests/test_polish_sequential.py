@@ -131,6 +131,22 @@ def test_a_layer_used_twice_reaches_a_fixed_point() -> None:
     torch.testing.assert_close(norm.running_var, both.var((0, 2, 3)), rtol=1e-9, atol=0)
 
 
+def test_a_layer_that_never_comes_to_rest_is_given_up_and_that_is_told() -> None:
+    """A large input divided by what the layer measured makes the next measurement as large."""
+    norm = nn.BatchNorm2d(3, affine=False).double()
+
+    class Enlarged(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            return 1e3 * values
+
+    drift = polish(nn.Sequential(norm, Enlarged(), norm), batches(14), CPU, sequential=True)
+    assert not drift.settled
+    assert drift.settling > 1e-6
+    assert drift.passes > 20
+    assert polish(network(), batches(14), CPU, sequential=True).settled
+    assert polish(network(), batches(14), CPU).settled
+
+
 def test_the_two_ways_agree_on_the_first_layer_and_differ_on_others() -> None:
     once, settled = network(), network()
     assert polish(once, batches(4, 4, 4, 2), CPU).passes == 1

@@ -252,8 +252,9 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     run(recipe, out=unpolished)
     (checkpoint,) = (unpolished / "checkpoints").glob("step-00000090.pt")
     assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
-    assert "top1: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
     before, after = summary(tmp_path / "polished")["stages"]
+    assert f"top-1: {before['top1']:.2%} -> {after['top1']:.2%}" in shown
     assert before["top1"] == summary(unpolished)["top1"]
     assert after["before"]["top1"] == before["top1"]
     (drift,) = log(tmp_path / "polished", "drift")

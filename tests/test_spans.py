@@ -94,7 +94,7 @@ def test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole(
     workers: int,
     cached: int,
 ) -> None:
-    monkeypatch.setattr(norm_functions, "_CACHED", cached)
+    monkeypatch.setattr(norm_functions, "_GRADIENT_PART", cached)
     norm = copy.deepcopy(norm).double()
     for parameter in norm.parameters():
         nn.init.uniform_(parameter)

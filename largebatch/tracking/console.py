@@ -61,7 +61,8 @@ class Console:
                 f"top-1 {fields['top1']:7.2%}  top-5 {fields['top5']:7.2%}  "
                 f"val loss {fields['loss']:.4f}"
             )
-
+        elif record["event"] == "note":
+            self._console.print(f"{fields['stage']:>10}  {fields['text']}", markup=False)
         elif record["event"] == "decision":
             self._console.print(
                 f"{fields['stage']:>10}  {'kept' if fields['kept'] else 'discarded'}: top-1 "

@@ -33,7 +33,7 @@ class JsonLines:
 
     def record(self, record: Mapping[str, object]) -> None:
         """Write one line."""
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
     def finish(self, summary: Mapping[str, object]) -> None:
         """Close the file; the summary has a file of its own."""
@@ -41,15 +41,15 @@ class JsonLines:
         self._file.close()
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """Return the value with None for every float in it that is not finite."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case Mapping():
-            return {key: _finite(item) for key, item in value.items()}
+            return {key: finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_finite(item) for item in value]
+            return [finite(item) for item in value]
         case _:
             return value
 

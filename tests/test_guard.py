@@ -1,0 +1,124 @@
+"""The guard in whole runs: what it counts, ties, stages that diverge."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_pictures import GREY, load, shuffled, training_files
+from short_runs import (
+    AFFINE,
+    BEFORE,
+    CLEAN,
+    JUDGED,
+    LEARNED,
+    a_recipe,
+    content,
+    log,
+    timms,
+    weights,
+)
+
+from largebatch import run
+from largebatch.data import digits
+from largebatch.errors import DivergedError
+
+ABSURD = "affine: {steps: 3, lr: 1e38}"
+JUMP = (
+    "schedule={peak_lr: 1e38, warmup: null, decay: {kind: piecewise, pieces: ["
+    "{length: {steps: 3}, peak_lr: 0.5, decay: {kind: constant}}, "
+    "{length: null, peak_lr: 1e38, decay: {kind: constant}}]}}"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Drawing takes longer than these runs do."""
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
+
+
+@pytest.fixture
+def draws() -> None:
+    """Ask for the report all the same."""
+
+
+def test_what_decides_is_top1_on_the_pictures_that_the_seed_holds_out(tmp_path: Path) -> None:
+    """Counted with timm's model on pictures read by Pillow."""
+    recipe = a_recipe(AFFINE, JUDGED, changes=LEARNED)
+    (train,) = run(recipe, out=tmp_path / "run", max_steps=40).stages
+    files = training_files(digits.write_digits())
+    rows = shuffled(len(files), seed=recipe.seed, stream=5)[:200]
+    images, labels = load([files[row] for row in rows], colours=GREY)
+    model = timms(recipe)
+    model.load_state_dict(weights(tmp_path / "run"))
+    with torch.no_grad():
+        right = int((model.eval()(images).argmax(1) == labels).sum())
+    assert 40 < right < 200
+    assert round(train["held_out"] * 200) == right
+
+
+def test_a_stage_that_changes_nothing_is_not_kept(tmp_path: Path) -> None:
+    """An average that reaches back one update is the model itself."""
+    summary = run(a_recipe("ema: 1e-9", JUDGED), out=tmp_path / "run")
+    train, ema = summary.stages
+    assert ema["held_out"] == train["held_out"]
+    assert (train["kept"], ema["kept"]) == (True, False)
+    (decision,) = log(tmp_path / "run", "decision")
+    assert decision["kept"] is False
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stage_that_diverges_is_undone_and_the_reason_is_in_the_record(
+    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str], draws: None
+) -> None:
+    summary = run(a_recipe(CLEAN, ABSURD, JUDGED), workers=workers, out=tmp_path / "with")
+    run(a_recipe(CLEAN, JUDGED), workers=workers, out=tmp_path / "without")
+    affine = summary.stages[-1]
+    assert (summary.status, affine["name"], affine["kept"]) == ("finished", "affine", False)
+    assert affine["note"].startswith("the training loss became ")
+    assert affine["note"].endswith("lower polish.affine.lr")
+    assert 0 < affine["steps"] <= 3
+    torch.testing.assert_close(
+        weights(tmp_path / "with"), weights(tmp_path / "without"), rtol=0, atol=0
+    )
+    assert summary.loss == summary.stages[-2]["loss"]
+    (note,) = log(tmp_path / "with", "note")
+    assert (note["stage"], note["text"]) == ("affine", affine["note"])
+    if workers == 1:  # else another process prints
+        assert affine["note"] in capsys.readouterr().out.replace("\n", "")
+    text = (tmp_path / "with/summary.json").read_text()
+    refuse: Any = pytest.fail  # a bare NaN is no JSON
+    read = json.loads(text, parse_constant=refuse)
+    assert read["stages"][-1]["note"] == affine["note"]
+    assert (tmp_path / "with/report.html").exists()
+
+
+def test_stages_go_on_after_clean_updates_that_diverged(tmp_path: Path) -> None:
+    """As if there had been none: the same average and the same affine updates."""
+    recipe = a_recipe("clean: {steps: 5}", "ema: 0.5", AFFINE, JUDGED, changes=(JUMP,))
+    summary = run(recipe, out=tmp_path / "run")
+    stages = {stage["name"]: stage for stage in summary.stages}
+    assert [stage["name"] for stage in summary.stages] == ["train", "clean", "ema", "affine"]
+    assert not stages["clean"]["kept"]
+    assert "the training loss became" in stages["clean"]["note"]
+    assert stages["clean"]["steps"] == 3  # the loss of the second is known after the third
+    assert (stages["affine"]["steps"], stages["affine"]["note"]) == (3, None)
+    assert summary.steps == BEFORE + 3
+    flat = ("schedule={peak_lr: 0.5, warmup: null, decay: {kind: constant}}", "duration={steps: 3}")
+    three = run(a_recipe("ema: 0.5", JUDGED, changes=flat), out=tmp_path / "three")
+    assert stages["ema"]["loss"] == three.stages[-1]["loss"]
+    assert all(math.isfinite(value.float().sum()) for value in weights(tmp_path / "run").values())
+    assert content(tmp_path / "run")["step"] == BEFORE + 3
+
+
+@pytest.mark.parametrize("polish", [(CLEAN, ABSURD), (ABSURD, "keep: always")])
+def test_without_a_guard_a_stage_that_diverges_fails_the_run(
+    tmp_path: Path, polish: tuple[str, ...]
+) -> None:
+    with pytest.raises(DivergedError, match="lower polish.affine.lr$"):
+        run(a_recipe(*polish), out=tmp_path / "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "failed"
