@@ -1,6 +1,8 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
 # make test         install with everything optional, build Horovod, run every check and test
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
+# make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
+#                   where it was stopped
 # make bench-gpu    on a CUDA GPU: its tests, then the measurements that need one; with a Python of
 #                   your own: make bench-gpu BENCH_PYTHON=python3
 # Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler.
@@ -18,7 +20,7 @@ BENCH_PYTHON ?= $(BIN)/python
 CPU_REFEREES := tests/test_lars.py tests/test_lars_referees.py tests/test_lars_state.py \
     tests/test_norm.py tests/test_reducer.py
 
-.PHONY: quickstart test lint bench bench-gpu clean
+.PHONY: quickstart test lint bench bench-gpu study clean
 
 quickstart: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
@@ -42,6 +44,9 @@ bench: $(VENV)/.installed-for-tests
 	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/index.py
 	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/input_pipeline.py
 	$(BENCH_PYTHON) benchmarks/table.py
+
+study: $(VENV)/.installed-for-tests
+	$(BENCH_PYTHON) benchmarks/polishing_study.py
 
 bench-gpu:
 	@$(BENCH_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA GPU"'
