@@ -113,7 +113,7 @@ def _parse() -> argparse.Namespace:
 
 
 def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
-    """Give all cells of the study that there are rates for, seed by seed."""
+    """Give all cells of the study that there are rates for, seed by seed; last rates come last."""
     for seed in range(1, seeds + 1):
         for area, batch, data in product((0.08, 0.35), ("large", "small"), SETS):
             varied = (area, batch, data) == (0.08, "large", "cifar10")
@@ -135,12 +135,12 @@ def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
                 )
                 yield cell
                 yield replace(cell, batch="large", rate=RATIO * rate, clean=())
-        if rate := rates.get(("cifar10", "lars", "large")):
-            for end in (0.1, 0.3):
-                yield Cell(
-                    data="cifar10", batch="large", area=0.08, seed=seed, rate=rate,
-                    clean=(1, 2, 5), end=end,
-                )  # fmt: skip
+    if rate := rates.get(("cifar10", "lars", "large")):
+        for seed, end in product(range(1, seeds + 1), (0.1, 0.3)):
+            yield Cell(
+                data="cifar10", batch="large", area=0.08, seed=seed, rate=rate,
+                clean=(1, 2, 5), end=end,
+            )  # fmt: skip
 
 
 def to_tune(tuning: dict[str, Any]) -> list[Cell]:
