@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from largebatch import checkpoint, load_recipe, run
+from largebatch.errors import DivergedError
 from largebatch.finishing import Affine, Polish, Statistics
 from largebatch.loading import dump_recipe
 from largebatch.plan import make_plan
 from largebatch.recipe import Recipe
 from largebatch.section import Span
+
+Arms = dict[str, dict[str, float | None]]
+"""Top-1 and loss that each arm reached."""
 
 RECIPES = Path(__file__).parent / "recipes"
 RATIO = 32
@@ -135,7 +139,10 @@ def recipe_of(cell: Cell, size: Size, *, val_samples: int) -> Recipe:
 def carry_out(
     cell: Cell, size: Size, *, data: Path, val_samples: int, work: Path
 ) -> dict[str, Any]:
-    """Train all arms of a cell; return top-1 and loss of each, and the seconds it took."""
+    """Train all arms of a cell; return top-1 and loss of each, and the seconds it took.
+
+    A cell that diverges has but a control, as good as chance.
+    """
     begun = time.perf_counter()
     recipe = recipe_of(cell, size, val_samples=val_samples)
     work.mkdir(parents=True, exist_ok=True)
@@ -144,17 +151,18 @@ def carry_out(
         (work / "output.log").open("a", encoding="utf-8") as log,
         contextlib.redirect_stdout(log),
     ):
-        arms = train_arms(cell, recipe, Path(folder), data=data)
+        try:
+            arms = train_arms(cell, recipe, Path(folder), data=data)
+        except DivergedError:
+            arms = {"control": {"top1": 1 / recipe.data.classes, "loss": None}}
     return {"arms": arms, "seconds": time.perf_counter() - begun}
 
 
-def train_arms(
-    cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None
-) -> dict[str, dict[str, float]]:
+def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -> Arms:
     """Train a trunk in `folder` and an arm for each way to polish; return what each reaches."""
     trunk, batch = folder / "trunk", device_batch(recipe)
     statistics = Statistics(samples=recipe.train_samples)
-    arms: dict[str, dict[str, float]] = {}
+    arms: Arms = {}
 
     def follow(name: str, polish: Polish) -> None:
         """Part from the trunk where it is now."""
@@ -211,5 +219,5 @@ def _require(complete: bool, recipe: Recipe) -> None:  # noqa: FBT001 -- what is
         raise RuntimeError(f"{recipe.name} was stopped before its end; its cell has no result")
 
 
-def _reached(stage: dict[str, Any]) -> dict[str, float]:
+def _reached(stage: dict[str, Any]) -> dict[str, float | None]:
     return {"top1": stage["top1"], "loss": stage["loss"]}

@@ -114,7 +114,7 @@ def _draw_rates(figure: "Figure", *, study: Study, groups: Groups) -> None:
             suffix = f", end {end:g}" if end else ""
             arms = groups.get(f"cifar10, lars, large, area 0.08{suffix}", {})
             _draw_line(axes, arms, after, colour, shift=0.06 * (number - 1), end=end)
-        axes.set_xticks(range(len(CLEAN_EPOCHS)), map(str, CLEAN_EPOCHS))
+        axes.set_xticks(CLEAN_EPOCHS)
         axes.set_xlabel("Clean epochs at the end of the schedule →", loc="right")
         axes.set_title("↑ Top-1, %" + (", exact statistics afterwards" if after else ""))
     panels[0].legend(title="Last rate, of the peak", frameon=False, alignment="left")
@@ -132,7 +132,7 @@ def _draw_line(
     names = {0: "statistics" if after else "control"} | {
         k: f"clean {k}{after}" for k in CLEAN_EPOCHS[1:]
     }
-    found = [(place, arms[names[k]]) for place, k in enumerate(CLEAN_EPOCHS) if names[k] in arms]
+    found = [(k, arms[names[k]]) for k in CLEAN_EPOCHS if names[k] in arms]
     means = [student(list(values.values())) for _, values in found]
     x = [place + shift for place, _ in found]
     axes.plot(

@@ -1,5 +1,6 @@
 """The polishing study: what its arms share changes nothing, and its sums are right."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 from polishing_cells import Cell, Size, device_batch, recipe_of, train_arms  # noqa: E402
-from polishing_data import draw  # noqa: E402
-from polishing_study import best_rates, cells, to_tune  # noqa: E402
+from polishing_data import SETS, draw  # noqa: E402
+from polishing_figure import draw_all  # noqa: E402
+from polishing_study import (  # noqa: E402
+    GRID,
+    _wanted,
+    best_rates,
+    cells,
+    has,
+    to_tune,
+    write,
+)
 from polishing_tables import student, tables  # noqa: E402
 
 STATISTICS = Statistics(samples=1437)
@@ -129,3 +139,58 @@ def test_rates_are_sought_until_the_best_lies_between_others() -> None:
     assert all(cell.data == "cifar10" for cell in cells(5, rates))
     by_batch = {cell.batch: cell.rate for cell in cells(1, rates) if cell.optimizer == "sgd"}
     assert by_batch["large"] == 32 * by_batch["small"]
+
+
+def test_a_search_that_is_not_over_gives_no_rate() -> None:
+    first = to_tune({})[0]
+    tuning = {"a": {"group": first.group, "rate": 4.0, "arms": {"control": {"top1": 0.5}}}}
+    assert not best_rates(tuning)
+
+
+def test_a_result_at_another_rate_is_not_taken_for_this_one() -> None:
+    cell = Cell(data="cifar10", batch="large", area=0.35, seed=1, rate=2)
+    assert has({cell.key: {"rate": 2.0}}, cell)
+    assert not has({cell.key: {"rate": 4.0}}, cell)
+    assert not has({}, cell)
+
+
+def test_words_are_whole() -> None:
+    one, ten = (Cell(data="cifar10", batch="large", area=0.35, seed=n, rate=2) for n in (1, 10))
+    assert _wanted([one, ten], ["large", "seed 1"]) == [one]
+
+
+def made_up() -> dict[str, Any]:
+    """A study of two seeds that has all the cells there are."""
+    rates = {(data, *pair): 1.0 for data in SETS for pair in GRID}
+    done = {}
+    for cell in cells(2, rates):
+        names = ["control", "statistics", *(f"clean {k}" for k in cell.clean)]
+        names += [f"clean {k} + statistics" for k in cell.clean]
+        names += ["affine", "affine + statistics"] * cell.affine
+        arms = {name: {"top1": 0.5 + 0.01 * cell.seed, "loss": 1.0} for name in names}
+        done[cell.key] = {"group": cell.group, "seed": cell.seed, "rate": 1.0, "arms": arms}
+    size = Size(pictures=7_680, epochs=12)
+    return {
+        "cells": done,
+        "tuning": {},
+        "pictures": size.pictures,
+        "epochs": size.epochs,
+        "large_batch": size.large_batch,
+        "small_batch": size.small_batch,
+        "test_pictures": 10_000,
+    }
+
+
+def test_what_is_written_says_how_it_came_about_now(tmp_path: Path) -> None:
+    write(made_up() | {"command": "an old one", "commit": "0"}, tmp_path / "study.json")
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["command"] == " ".join(["python", *sys.argv])
+    assert found["commit"] != "0"
+    row = next(row for row in found["polishing"] if row["arm"] == "clean 2")
+    assert (row["top1"]["mean"], row["difference"]["mean"]) == (pytest.approx(51.5), 0)
+
+
+def test_every_picture_of_a_whole_study_is_drawn(tmp_path: Path) -> None:
+    draw_all(made_up(), tmp_path)
+    names = {path.name for path in tmp_path.glob("*.png")}
+    assert names == {f"polishing_study{part}.png" for part in ("", "_rates", "_batches")}
