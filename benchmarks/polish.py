@@ -4,7 +4,8 @@
 
 The peers are torch.optim.swa_utils.update_bn and fvcore's update_bn_stats (pip install fvcore);
 beside them stands a plain forward pass in training mode, which every such pass contains. All go
-through the same batches, which lie in memory, on copies of a ResNet-18 at 96 pixels, in turns.
+through the same batches, which lie in memory, on copies of a ResNet-18 at 96 pixels, in turns. The
+peers know plain BatchNorm; a recipe's model has spans, and is measured too.
 
 The error of a running variance is relative, that of a running mean in standard deviations: the
 largest of all channels of all layers, against moments in float64 of what each layer is given in a
@@ -35,12 +36,14 @@ from torch.optim.swa_utils import update_bn
 
 from largebatch.backends.serial import Serial
 from largebatch.models import build
+from largebatch.norm import with_span
 from largebatch.polish import polish
 from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))
 TARGET = 1.03
 PIXELS = 96
+SPAN = 32
 SHARE = 3
 """One of two workers gets one batch in so many."""
 
@@ -82,7 +85,7 @@ def network() -> nn.Module:
 
 
 def pictures(number: int, batch: int) -> Pairs:
-    """Return the first pictures of Imagenette's classes in turn, or noise, in batches."""
+    """Return pictures of all of Imagenette's classes, or noise, in batches."""
     data = os.environ.get("LARGEBATCH_DATA")
     if data is None:
         images = torch.randn(number, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
@@ -200,14 +203,17 @@ def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[s
     model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
     moved = [(x.to(device, memory_format=layout), y.to(device)) for x, y in batches]
 
-    def step(rival: Pass) -> Step:
+    def step(rival: Pass, span: int | None = None) -> Step:
         own = copy.deepcopy(model)
+        if span is not None:
+            own = with_span(own, span)
         return lambda: rival(own, moved)
 
     rivals = {"ours": ours, "forward": plain, **PEERS}
-    found = take_turns(
-        {name: step(rival) for name, rival in rivals.items()}, rounds=rounds, steps=1
-    )
+    steps = {name: step(rival) for name, rival in rivals.items()}
+    steps |= {f"{name}, span {SPAN}": step(rivals[name], SPAN) for name in ("ours", "forward")}
+    found = take_turns(steps, rounds=rounds, steps=1)
+    spans = found.pop(f"ours, span {SPAN}"), found.pop(f"forward, span {SPAN}")
     number = sum(len(images) for images, _ in batches)
     return {
         "milliseconds a picture": {
@@ -218,6 +224,10 @@ def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[s
             f"ours / {name}": paired_ratio(found["ours"], found[name])
             for name in found
             if name != "ours"
+        }
+        | {
+            f"ours, span {SPAN} / forward": paired_ratio(spans[0], found["forward"]),
+            f"ours, span {SPAN} / forward, span {SPAN}": paired_ratio(*spans),
         },
     }
 

@@ -105,12 +105,15 @@ def with_span(model: M, span: int) -> M:
     return model
 
 
-def with_last_alone(images: Tensor, model: nn.Module) -> list[Tensor]:
-    """Divide a batch of several spans, if the last of them is a single sample, before that one.
+def by_spans(images: Tensor, model: nn.Module, *, together: bool) -> list[Tensor]:
+    """Divide a batch into the model's spans.
 
-    A layer that sees one value of it per channel refuses it in training, whatever is beside it.
+    `together`: divide only what has to be. That is a last span of one sample: a layer that sees one
+    value of it per channel refuses it in training, whatever is beside it.
     """
     spans = {layer.span for layer in model.modules() if isinstance(layer, SpanBatchNorm)}
+    if not together and len(spans) == 1:
+        return list(images.split(spans.pop()))
     if any(len(images) > span and len(images) % span == 1 for span in spans):
         return [images[:-1], images[-1:]]
     return [images]

@@ -279,6 +279,16 @@ def judged(folder: Path) -> Path:
     return run.write()
 
 
+def all_discarded(folder: Path) -> Path:
+    run = FakeRun(folder, clean_steps=0)
+    run.curve(600, best=0.97)
+    run.end("train", 600, 0.9639)
+    run.drift(SMALL_RESNET)
+    run.end("statistics", 0, 0.9472)
+    run.decide("statistics", before=0.98, after=0.97)
+    return run.write()
+
+
 def polished_checkpoint(folder: Path) -> Path:
     """What `largebatch polish` leaves: evaluations, and no updates."""
     run = FakeRun(folder)

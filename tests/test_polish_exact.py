@@ -18,7 +18,7 @@ from largebatch.backends.serial import Serial
 from largebatch.contracts import Backend
 from largebatch.errors import DataError
 from largebatch.models import build
-from largebatch.norm import with_span
+from largebatch.norm import by_spans, with_span
 from largebatch.polish import polish
 from largebatch.vision import require_torchvision
 
@@ -123,6 +123,25 @@ KINDS = [
 ]
 
 
+@pytest.fixture(params=["one by one", "together"])
+def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a processor and how a GPU is given the spans of a batch."""
+    if request.param == "together":
+
+        def as_on_gpu(images: Tensor, model: nn.Module, *, together: bool) -> list[Tensor]:
+            del together
+            return by_spans(images, model, together=True)
+
+        monkeypatch.setattr("largebatch.polish.by_spans", as_on_gpu)
+
+
+@pytest.mark.usefixtures("spans")
+@pytest.mark.parametrize("span", [2, 3, 4])
+def test_every_span_normalises_by_its_own_moments(span: int) -> None:
+    model, batches = with_span(network().double(), span), pairs(6, 2, 4, 12)
+    check_on(2, model, lambda rank: batches[rank::2], right=one_pass(model, batches))
+
+
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(("make", "shape"), KINDS)
 def test_every_kind_of_layer(
@@ -218,6 +237,7 @@ def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
     assert_right(model, right, rel=1e-10)
 
 
+@pytest.mark.usefixtures("spans")
 @pytest.mark.parametrize("sizes", [(5,), (4, 1), (3, 7)])
 def test_a_last_span_of_one_picture_is_normalised_to_zero(sizes: tuple[int, ...]) -> None:
     """Whatever is beside it in the batch; the last layer sees one value of it per channel."""

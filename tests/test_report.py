@@ -152,7 +152,7 @@ def test_a_page_says_how_a_run_ended_that_did_not_finish(
 def test_a_stage_that_lowered_top1_is_named_and_marked(tmp_path: Path) -> None:
     page = make_page(read_run(fake_runs.statistics_that_hurt(tmp_path / "run")))
     assert "Here the statistics stage lowered it." in page
-    assert re.search(r'<div class="bad"><dt>Gain by polishing</dt><dd><b>−1.67</b> points', page)
+    assert re.search(r'<div class="bad"><dt>Gain during polishing</dt><dd><b>−1.67</b> po', page)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,22 @@ def test_what_is_unknown_is_a_dash(
 ) -> None:
     run = read_run(make(tmp_path / "run"))
     assert [number.value for number in headlines(run)] == values
+
+
+def test_a_gain_says_how_many_updates_are_part_of_it(tmp_path: Path) -> None:
+    makers = (fake_runs.statistics_that_hurt, fake_runs.full_run, fake_runs.judged)
+    runs = [read_run(make(tmp_path / make.__name__)) for make in makers]
+    assert [headlines(run)[1].note for run in runs] == [
+        "from 96.39 %",
+        "from 95.83 %, in 5.0 more epochs",  # 75 updates
+        "from 95.83 %, in 9.0 more epochs",  # and 60; those of the EMA are not its own
+    ]
+
+
+def test_who_discarded_all_that_polishing_did_is_not_polished(tmp_path: Path) -> None:
+    run = read_run(fake_runs.all_discarded(tmp_path / "run"))
+    assert headlines(run)[0].note == "after 600 steps"
+    assert headlines(run)[1].value == "±0.00"
 
 
 def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path: Path) -> None:

@@ -69,22 +69,26 @@ def _accuracy(run: Run) -> Headline:
     last = run.result
     if last is None:
         return Headline("Top-1 accuracy", UNKNOWN, "", "never measured")
-    polished = len(run.stages) > 1 and verdict(run) is None
+    polished = any(stage.kept for stage in run.stages[1:]) and verdict(run) is None
     when = "after polishing" if polished else f"after {last.step:,} steps"
     return Headline("Top-1 accuracy", percent(last.top1), "%", when)
 
 
 def _gain(run: Run) -> Headline:
+    """Say what came after stage train, which is not only polishing's: updates are part of it."""
+    label = "Gain during polishing"
     if len(run.stages) < 2:
-        return Headline("Gain by polishing", UNKNOWN, "", "not polished")
+        return Headline(label, UNKNOWN, "", "not polished")
     first, last = run.stages[0].after, run.result
     assert last is not None
+    made = sum(stage.cost.steps for stage in run.stages[1:] if stage.cost and stage.kept)
+    epochs = made / run.plan.steps_per_epoch
     good = None if last.top1 == first.top1 else last.top1 > first.top1
     return Headline(
-        "Gain by polishing",
+        label,
         points(first.top1, last.top1),
         "points",
-        f"from {percent(first.top1)} %",
+        f"from {percent(first.top1)} %" + (f", in {epochs:,.1f} more epochs" if epochs else ""),
         good,
     )
 
