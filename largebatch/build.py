@@ -164,6 +164,11 @@ def portable(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"optimizer": optimizer, "reduction": reduction})
 
 
+def plainest(recipe: Recipe) -> Recipe:
+    """Return the recipe for what any machine can measure, whatever the training machine had."""
+    return portable(recipe).model_copy(update={"reduction": recipes.Reduction()})
+
+
 def describe_groups(recipe: Recipe) -> str:
     """Say which gradients are sent together; the model is built without memory for its weights."""
     section = recipe.reduction

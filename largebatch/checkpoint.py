@@ -29,7 +29,7 @@ class Checkpoint:
 
     recipe: Recipe
     step: int
-    """Optimizer updates made."""
+    """Updates of the plan that lie behind."""
 
     seconds: float
     """Time the run has taken so far, over all its parts."""
@@ -45,6 +45,9 @@ class Checkpoint:
 
     skipped: int = 0
     """Updates whose gradients overflowed."""
+
+    given_up: int = 0
+    """Those of `step` that were never made, because the stage they belong to diverged."""
 
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that have ended, as in summary.json."""

@@ -28,11 +28,13 @@ class Row:
     """What the polishing took, evaluation left out."""
 
     updates: int
+    """Those that were made; one that was skipped in fp16 changes nothing."""
+
     lr: float | None
     """Of the first update; null where there is none."""
 
     note: str | None
-    """What else there is to say: that statistics never came to rest."""
+    """What else there is to say: that statistics never came to rest, or updates were skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +93,19 @@ def _rows(session: Session) -> Iterator[Row]:
     assert polish.affine is not None
     assert polish.statistics is not None
     start = {name: value.clone() for name, value in session.model.state_dict().items()}
+    scale = session.scaler.state_dict()
     for mode in get_args(Mode):
         session.model.load_state_dict(start)
+        session.scaler.load_state_dict(scale)
         lr = polish.affine.lr if mode in {"affine", "clean"} else None
-        begun, note = time.perf_counter(), None
+        begun, note, made = time.perf_counter(), None, 0
         if mode == "statistics":
             section = polish.statistics
             drift = measure_statistics(session, section.samples, sequential=section.sequential)
             note = say_unsettled(drift)
         elif lr is not None:
-            _update(session, mode, lr=lr)
+            made = _update(session, mode, lr=lr)
+            note = _say_skipped(session.plan.affine_steps, made)
         seconds = time.perf_counter() - begun
         found = measure(session, mode)
         yield Row(
@@ -109,18 +114,29 @@ def _rows(session: Session) -> Iterator[Row]:
             top5=found.top5,
             loss=found.loss,
             seconds=seconds,
-            updates=session.plan.affine_steps if lr else 0,
+            updates=made,
             lr=lr,
             note=note,
         )
 
 
-def _update(session: Session, mode: Mode, *, lr: float) -> None:
-    """Make the updates on clean pictures, beginning at `lr`, of few weights or of all."""
-    plan = session.plan
+def _say_skipped(num: int, made: int) -> str | None:
+    """Say how many updates fp16 lost; None if it lost none."""
+    return f"{num - made} of {num} updates skipped: fp16 overflow" if made < num else None
+
+
+def _update(session: Session, mode: Mode, *, lr: float) -> int:
+    """Make the updates on clean pictures, beginning at `lr`, of few weights or of all.
+
+    Returns how many were not skipped.
+    """
+    plan, skipped = session.plan, session.log.skipped
     session.use(
         build_extra(
-            *(session.recipe, plan, session.model, session.backend),
+            session.recipe,
+            plan,
+            session.model,
+            session.backend,
             affine_only=mode == "affine",
             lr=lr,
         )
@@ -131,3 +147,4 @@ def _update(session: Session, mode: Mode, *, lr: float) -> None:
         raise DivergedError(f"{mode}: {str(error).partition(';')[0]}; lower --lr") from None
     if session.log.stopped:
         raise LargebatchError(f"stopped in {mode}: there is no result for it")
+    return plan.affine_steps - (session.log.skipped - skipped)

@@ -25,7 +25,7 @@ from largebatch.build import (
     build_optimizer,
     build_reducer,
     build_scaler,
-    portable,
+    plainest,
     require_trainable,
 )
 from largebatch.contracts import Backend, Tracker
@@ -36,11 +36,11 @@ from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
 from largebatch.plan import Plan, make_plan, measuring_plan
 from largebatch.rates import build_schedule
-from largebatch.recipe import Recipe, Reduction
+from largebatch.recipe import Recipe
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
 from largebatch.session import Means, Session
-from largebatch.stages import run_stages
+from largebatch.stages import require_resumable, run_stages
 from largebatch.steplog import StepLog
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
 from largebatch.workers import available_cores, launched_rank, start_workers
@@ -124,6 +124,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
     with open_session(recipe, options) as (session, trackers):
         state = read_state(recipe, options.out, session.backend) if options.resume else None
         if state is not None:
+            require_resumable(state, session.plan, options.out)
             session.restore(state)
         until = session.plan.updates if options.max_steps is None else options.max_steps
         return carry_out(session, trackers, options.out, lambda: run_stages(session, until=until))
@@ -131,7 +132,10 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
 
 @contextmanager
 def join(options: Options) -> Iterator[Backend]:
-    """Join the other workers; they are left when all went well, for else they may be gone."""
+    """Join the other workers, once in a process: the address where they meet serves one meeting.
+
+    They are left when all went well, for else they may be gone.
+    """
     backend = open_backend(options.backend)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // backend.local_size))
@@ -173,7 +177,7 @@ def build_session(
     model = build_model(recipe, backend)
     here = recipe
     if measuring:
-        here = portable(recipe).model_copy(update={"reduction": Reduction()})
+        here = plainest(recipe)
     else:
         require_trainable(model, recipe)
     polish = recipe.polish
@@ -252,9 +256,9 @@ def summarize(session: Session, status: Status) -> Summary:
         global_batch=plan.global_batch,
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
-        steps=session.step,
+        steps=session.made,
         skipped_steps=log.skipped,
-        samples=session.step * plan.global_batch,
+        samples=session.made * plan.global_batch,
         seconds=session.seconds,
         images_per_second=log.images / log.seconds if log.images else None,
         peak_memory_bytes=peak_memory_bytes(session.backend.device),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from largebatch import average, checkpoint
-from largebatch.build import portable
+from largebatch.build import plainest
 from largebatch.checkpoint import Checkpoint
 from largebatch.compare import Comparison, compare, small_rate, with_updates
 from largebatch.errors import CheckpointError
@@ -14,7 +14,7 @@ from largebatch.evaluate import Metrics
 from largebatch.finishing import Polish, Statistics
 from largebatch.folder import check_folder
 from largebatch.plan import Plan
-from largebatch.recipe import Recipe, Reduction
+from largebatch.recipe import Recipe
 from largebatch.runner import Options, carry_out, open_session
 from largebatch.session import end_stage, measure
 from largebatch.stages import polish_statistics
@@ -49,7 +49,7 @@ def polish_checkpoint(
             stage = "ema"
 
         def work() -> bool:
-            end_stage(session, stage, num_steps=session.step)
+            end_stage(session, stage, num_steps=session.made)
             polish_statistics(session)
             return True
 
@@ -71,11 +71,12 @@ def compare_checkpoint(
     `lr` None: a small one. The machine that trained it may have had what this one lacks.
     """
     state = _load(path, averaged=averaged)
-    recipe = portable(state.recipe).model_copy(update={"reduction": Reduction()})
+    recipe = plainest(state.recipe)
     rate = lr or small_rate(recipe)
     recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
     with open_session(recipe, options) as (session, _):
         session.model.load_state_dict(state.model)
+        session.scaler.load_state_dict(state.scaler)
         if averaged:
             average.put(state.average, session.model)
         yield compare(session)

@@ -58,7 +58,10 @@ class Session:
     log: StepLog
     checkpoints: Path
     step: int = 0
-    """Optimizer updates made, or given up together with the stage they belong to."""
+    """Updates of the plan that lie behind; the sample order and the rates count with it."""
+
+    given_up: int = 0
+    """Those of them that were never made, because the stage they belong to diverged."""
 
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that have ended, as in summary.json."""
@@ -75,6 +78,11 @@ class Session:
     def seconds(self) -> float:
         """Time the run has taken so far."""
         return self.seconds_before + time.perf_counter() - self.begun
+
+    @property
+    def made(self) -> int:
+        """Optimizer updates made."""
+        return self.step - self.given_up
 
     @property
     def judged(self) -> bool:
@@ -100,7 +108,7 @@ class Session:
         else:
             self.average = None  # it has become the model
         self.before = state.before
-        self.step, self.stages = state.step, state.stages
+        self.step, self.given_up, self.stages = state.step, state.given_up, state.stages
         self.seconds_before = state.seconds
         self.log.images, self.log.seconds = state.images, state.train_seconds
         self.log.skipped = state.skipped
@@ -146,6 +154,7 @@ class Session:
                 optimizer=self.optimizer.state_dict(),
                 scaler=self.scaler.state_dict(),
                 skipped=self.log.skipped,
+                given_up=self.given_up,
                 stages=self.stages,
                 average=self.average.state_dict() if self.average is not None else {},
                 before=self.before,

@@ -7,10 +7,13 @@ evaluate, save, and stop when asked.
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from torch import Tensor
 
-from largebatch.errors import DivergedError
+from largebatch.checkpoint import Checkpoint
+from largebatch.errors import CheckpointError, DivergedError
+from largebatch.plan import Plan
 from largebatch.polish import QUANTILES, Drift, polish
 from largebatch.session import Session, end_stage, measure
 from largebatch.train import step_seeds, train
@@ -19,28 +22,55 @@ from largebatch.train import step_seeds, train
 def run_stages(session: Session, *, until: int) -> bool:
     """Go through the stages that remain; return whether the run is complete.
 
-    Stops early after `until` updates, or when any worker is asked to; what was done is saved.
+    Stops early when `until` updates have been made in all, or when any worker is asked to; what was
+    done is saved.
     """
-    plan = session.plan
     ended = {stage["name"] for stage in session.stages}
-    ends = {"train": plan.train_steps, "clean": plan.steps, "affine": plan.updates}
-    for name in ("train", "clean", "ema", "affine", "statistics"):
+    for name, end in _ends(session.plan).items():
         if name in ended:
             continue
-        if name in ends:
-            _train_stage(session, name, end=ends[name], until=until)
-            if session.step < ends[name]:
+        if name == "ema":
+            take_average(session)
+        elif name == "statistics":
+            polish_statistics(session)
+        else:
+            _train_stage(session, name, end=end, until=until)
+            if session.step < end:
                 session.save()
                 return False
-        elif name == "ema":
-            take_average(session)
-        else:
-            polish_statistics(session)
     return True
+
+
+def require_resumable(state: Checkpoint, plan: Plan, folder: Path) -> None:
+    """Raise CheckpointError where a stage has ended and updates before its end are missing.
+
+    `largebatch polish` leaves that of a run that had not ended: the updates that are missing would
+    be made by a network whose statistics no training gave it, under the names of later stages.
+    """
+    ends = _ends(plan)
+    for stage in state.stages:
+        if state.step < ends[stage["name"]]:
+            raise CheckpointError(
+                f"{folder}: holds a run that was polished after {state.step:,} of "
+                f"{plan.updates:,} updates, which training cannot go on from; resume the run that "
+                "was polished, in its own folder, or begin anew with another --out"
+            )
+
+
+def _ends(plan: Plan) -> dict[str, int]:
+    """Return the stages in order, and how many updates of the plan lie behind when each ends."""
+    return {
+        "train": plan.train_steps,
+        "clean": plan.steps,
+        "ema": plan.steps,
+        "affine": plan.updates,
+        "statistics": plan.updates,
+    }
 
 
 def _train_stage(session: Session, name: str, *, end: int, until: int) -> None:
     plan = session.plan
+    until += session.given_up
     if session.step >= min(end, until) or session.log.stopped:
         return
     session.remember()
@@ -56,6 +86,7 @@ def _train_stage(session: Session, name: str, *, end: int, until: int) -> None:
     sizes = {"train": plan.train_steps, "clean": plan.clean_steps, "affine": plan.affine_steps}
     made = sizes[name] - (end - session.step)
     if lost is not None:
+        session.given_up += end - session.step
         session.step = end
     if session.step == end:
         end_stage(session, name, num_steps=made, note=lost, failed=lost is not None)
@@ -82,8 +113,8 @@ def make_updates(session: Session, name: str, steps: range, *, until: int) -> No
     log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:
+            log.add(name, update)  # one that is under way when the one before diverged is not made
             session.step = update.step + 1
-            log.add(name, update)
             if session.average is not None and not update.skipped:
                 session.average.update()
             if session.step < steps.stop and session.step in plan.evaluate_after:

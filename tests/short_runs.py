@@ -18,6 +18,8 @@ STATISTICS = "statistics: {samples: 480}"
 JUDGED = "keep: better, held_out: 200"
 LEARNED = ("duration={steps: 40}", "schedule.warmup={steps: 10}")
 """Forty updates learn something."""
+HALF = ("precision=fp16", "batch.global_batch=48", "data.image_size=16")
+"""Arithmetic that is slow on processors, and so little of it."""
 
 BEFORE = 8
 """Updates of the schedule, else."""

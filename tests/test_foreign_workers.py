@@ -24,19 +24,26 @@ def refuse_to_look(*_: object) -> Content:
     raise AssertionError("worker 1 looked through the folder")
 
 
-def both(what: Foreign, out: Path, data: Path) -> tuple[list[float], list[dict[str, Any]]]:
-    """Polish the weights and compare; return what was measured."""
-    if os.environ.get("RANK") == "1":
-        vars(foreign)["open_content"] = refuse_to_look
-    polished = polish_weights(what, Options(out=out, data=data), samples=320)
-    options = Options(out=Path(), data=data)
+def polished(what: Foreign, options: Options) -> list[float]:
+    """Polish the weights; return what was measured."""
+    _look_on_worker_0_alone()
+    found = polish_weights(what, options, samples=320)
+    return [found.before.top1, found.before.loss, found.after.loss]
+
+
+def compared(what: Foreign, options: Options) -> list[dict[str, Any]]:
+    """Compare ways to polish them; return the rows."""
+    _look_on_worker_0_alone()
     with compare_weights(what, options, samples=320, epochs=0.3, lr=0.01) as comparison:
-        rows = [
+        return [
             {key: getattr(row, key) for key in ("mode", "top1", "loss", "updates", "lr")}
             for row in comparison.rows
         ]
-    measured = [polished.before.top1, polished.before.loss, polished.after.loss]
-    return measured, rows
+
+
+def _look_on_worker_0_alone() -> None:
+    if os.environ.get("RANK") == "1":
+        vars(foreign)["open_content"] = refuse_to_look
 
 
 def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,11 +55,12 @@ def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     state = zoo.build("resnet10t", num_classes=10, arguments={}).state_dict()
     torch.save(state, tmp_path / "theirs.pth")
     what = Foreign(model="resnet10t", weights=tmp_path / "theirs.pth", overrides=SMALL)
-    together = start_workers(both, what, tmp_path / "2.pth", tmp_path / "data", workers=2)
-    alone = both(what, tmp_path / "1.pth", tmp_path / "data")
-    assert together[0] == pytest.approx(alone[0], rel=1e-4)
-    assert [row["mode"] for row in alone[1]] == ["none", "statistics", "affine", "clean"]
-    for ours, other in zip(together[1], alone[1], strict=True):
+    first, second = (Options(out=tmp_path / f"{n}.pth", data=tmp_path / "data") for n in (1, 2))
+    together = start_workers(polished, what, second, workers=2)
+    assert together == pytest.approx(polished(what, first), rel=1e-4)
+    rows, alone = start_workers(compared, what, second, workers=2), compared(what, first)
+    assert [row["mode"] for row in alone] == ["none", "statistics", "affine", "clean"]
+    for ours, other in zip(rows, alone, strict=True):
         near = {"loss": pytest.approx(other["loss"], rel=1e-3)}
         near["top1"] = pytest.approx(other["top1"], abs=1.5 / 360)
         assert ours == {**other, **near}

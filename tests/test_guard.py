@@ -12,6 +12,7 @@ from short_runs import (
     AFFINE,
     BEFORE,
     CLEAN,
+    HALF,
     JUDGED,
     LEARNED,
     a_recipe,
@@ -22,6 +23,7 @@ from short_runs import (
 )
 
 from largebatch import run
+from largebatch.cli import DONE, main
 from largebatch.data import digits
 from largebatch.errors import DivergedError
 
@@ -104,14 +106,46 @@ def test_stages_go_on_after_clean_updates_that_diverged(tmp_path: Path) -> None:
     assert [stage["name"] for stage in summary.stages] == ["train", "clean", "ema", "affine"]
     assert not stages["clean"]["kept"]
     assert "the training loss became" in stages["clean"]["note"]
-    assert stages["clean"]["steps"] == 3  # the loss of the second is known after the third
+    assert stages["clean"]["steps"] == 2  # the loss of the second is no number
     assert (stages["affine"]["steps"], stages["affine"]["note"]) == (3, None)
-    assert summary.steps == BEFORE + 3
     flat = ("schedule={peak_lr: 0.5, warmup: null, decay: {kind: constant}}", "duration={steps: 3}")
     three = run(a_recipe("ema: 0.5", JUDGED, changes=flat), out=tmp_path / "three")
     assert stages["ema"]["loss"] == three.stages[-1]["loss"]
     assert all(math.isfinite(value.float().sum()) for value in weights(tmp_path / "run").values())
     assert content(tmp_path / "run")["step"] == BEFORE + 3
+
+
+def test_only_updates_that_were_made_are_counted_however_often_the_run_was_stopped(
+    tmp_path: Path,
+) -> None:
+    """Three, then two until the loss is no number, then three; as the log has it."""
+    recipe = a_recipe("clean: {steps: 5}", "ema: 0.5", AFFINE, JUDGED, changes=(JUMP,))
+    whole = run(recipe, out=tmp_path / "whole")
+    assert (whole.steps, whole.samples) == (8, 8 * 96)
+    assert [stage["steps"] for stage in whole.stages] == [3, 2, 0, 3]
+    for stop in (4, 5, 7):
+        part = run(recipe, out=tmp_path / "parts", max_steps=stop, resume=stop > 4)
+        assert (part.status, part.steps) == ("interrupted", stop)
+    parts = run(recipe, out=tmp_path / "parts", resume=True)
+    assert (parts.steps, parts.samples) == (whole.steps, whole.samples)
+    assert [stage["steps"] for stage in parts.stages] == [3, 2, 0, 3]
+    for name in ("whole", "parts"):
+        assert len(log(tmp_path / name, "step")) == 8
+    words = ["polish", str(tmp_path / "parts"), "--samples", "96"]
+    assert main([*words, "--out", str(tmp_path / "polished")]) == DONE
+    polished = json.loads((tmp_path / "polished/summary.json").read_text())
+    assert (polished["steps"], polished["stages"][0]["steps"]) == (8, 8)
+
+
+def test_a_stage_that_is_undone_leaves_no_loss_scale(tmp_path: Path) -> None:
+    """The first affine update makes every weight infinite, and those that follow overflow."""
+    recipe = a_recipe(ABSURD, JUDGED, changes=(*HALF, "duration={steps: 3}"))
+    run(recipe, out=tmp_path / "run", max_steps=3)
+    before = content(tmp_path / "run")["scaler"]
+    summary = run(recipe, out=tmp_path / "run", resume=True)
+    assert not summary.stages[-1]["kept"]
+    assert log(tmp_path / "run", "step")[-1]["loss_scale"] < before["scale"]
+    assert content(tmp_path / "run")["scaler"] == before
 
 
 @pytest.mark.parametrize("polish", [(CLEAN, ABSURD), (ABSURD, "keep: always")])
