@@ -23,3 +23,15 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("LARGEBATCH_DATA is not set: it names the folder of real data sets")
     return Path(folder)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Let runs draw nothing, which takes longer than short ones do; `draws` asks for it."""
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
+
+
+@pytest.fixture
+def draws() -> None:
+    """Ask for the report all the same, where the tests of a file draw none."""

@@ -35,16 +35,7 @@ JUMP = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Drawing takes longer than these runs do."""
-    if "draws" not in request.fixturenames:
-        monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
-
-
-@pytest.fixture
-def draws() -> None:
-    """Ask for the report all the same."""
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 def test_what_decides_is_top1_on_the_pictures_that_the_seed_holds_out(tmp_path: Path) -> None:

@@ -38,10 +38,7 @@ from largebatch.stages import make_updates
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs do."""
-    monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 @pytest.fixture(scope="module")

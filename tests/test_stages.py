@@ -37,17 +37,7 @@ from largebatch.data import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.plan import make_plan
 
-
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Drawing takes longer than these runs do."""
-    if "draws" not in request.fixturenames:
-        monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
-
-
-@pytest.fixture
-def draws() -> None:
-    """Ask for the report all the same."""
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 def assert_same(ours: object, other: object) -> None:
