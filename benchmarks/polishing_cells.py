@@ -105,6 +105,12 @@ class Cell:
         """The cell's name in the results."""
         return f"{self.group}, seed {self.seed}"
 
+    @property
+    def arms(self) -> set[str]:
+        """The arms of a cell that does not diverge."""
+        stages = [f"clean {epochs}" for epochs in self.clean] + ["affine"] * self.affine
+        return {"control", "statistics", *stages, *(f"{stage} + statistics" for stage in stages)}
+
     def passes(self, epochs: int) -> float:
         """Return about how many training epochs the cell takes; a forward pass is a third."""
         return (

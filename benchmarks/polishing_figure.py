@@ -36,7 +36,7 @@ def draw_all(study: Study, folder: Path) -> None:
     pictures: dict[str, tuple[Callable[..., None], tuple[int, int], str]] = {
         "polishing_study": (_draw_polishing, (900, 640), "affine"),
         "polishing_study_rates": (_draw_rates, (820, 400), "clean 5"),
-        "polishing_study_batches": (_draw_batches, (900, 300), "sgd"),
+        "polishing_study_batches": (_draw_batches, (900, 320), "sgd"),
     }
     for name, (draw, size, needed) in pictures.items():
         if any(needed in group or needed in arms for group, arms in groups.items()):
@@ -83,7 +83,10 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
     """Draw how far large batches are from a small one of plain SGD."""
     ratio = study["large_batch"] // study["small_batch"]
     title = f"Batches {ratio} times as large, against SGD with batches of {study['small_batch']}"
-    note = "Crops from 35 % of the area. polished: the last 2 epochs clean, then exact statistics."
+    note = (
+        "Crops from 35 % of the area. polished: the last 2 epochs clean, then exact statistics; "
+        "5 clean: the last 5."
+    )
     _title(figure, title, note, study=study, groups=groups)
     panels = figure.subplots(1, 2)
     for axes, (name, heading) in zip(panels, TITLES.items(), strict=True):
@@ -93,8 +96,9 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
             values = groups.get(f"{name}, {group}", {}).get(arm, {})
             top1 = f"  {student(list(values.values()))['mean']:.1f} %" if values else ""
             labels.append(label + top1)
-            colour = COLOURS["clean" if "polished" in label else "train"]
-            _draw_row(axes, height, paired(values, baseline), colour, diamond="polished" in label)
+            polished = "statistics" in arm
+            colour = COLOURS["clean" if polished else "train"]
+            _draw_row(axes, height, paired(values, baseline), colour, diamond=polished)
         axes.axvline(-1, color=MUTED, lw=0.8, ls=(0, (5, 4)))
         axes.set_yticks(range(1, len(labels) + 1), labels)
         axes.annotate("target", (-1, 0.4), (-3, 0), textcoords="offset points", ha="right",

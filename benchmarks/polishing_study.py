@@ -22,7 +22,7 @@ The cells, each with 5 seeds:
   control followed by 2 epochs in which only BatchNorm's scales and shifts and the classifier move,
   without and with exact statistics. The affine arms alone see more epochs than their control.
 - CIFAR-10, large batch, crops from 8 %: 0, 1, 2 and 5 clean epochs, under schedules that end at 0,
-  10 and 30 % of the peak rate.
+  10 and 30 % of the peak rate. Both sets, large batch, crops from 35 %: 2 and 5.
 - Momentum SGD, crops from 35 %: at the small batch, and at the large one by the linear rule with
   warm-up (Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2).
 
@@ -64,6 +64,13 @@ GRID = {
     ("sgd", "small"): (0.02, 0.05, 0.1, 0.15),
 }
 """The peak rates that are tried first."""
+
+CLEAN = {
+    ("cifar10", "large", 0.08): (1, 2, 5),
+    ("cifar10", "large", 0.35): (2, 5),
+    ("fashion_mnist", "large", 0.35): (2, 5),
+}
+"""Clean epochs that LARS is followed by, where they are not 2 alone."""
 
 NAME = "polishing_study"
 
@@ -116,8 +123,7 @@ def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
     """Give all cells of the study that there are rates for, seed by seed; last rates come last."""
     for seed in range(1, seeds + 1):
         for area, batch, data in product((0.08, 0.35), ("large", "small"), SETS):
-            varied = (area, batch, data) == (0.08, "large", "cifar10")
-            clean = (1, 2, 5) if varied else (2,)
+            clean = CLEAN.get((data, batch, area), (2,))
             if rate := rates.get((data, "lars", batch)):
                 yield Cell(
                     data=data,
@@ -144,8 +150,11 @@ def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
 
 
 def has(done: dict[str, Any], cell: Cell) -> bool:
-    """Say whether a cell is among the results, at its rate."""
-    return cell.key in done and bool(done[cell.key]["rate"] == cell.rate)
+    """Say whether a cell is among the results, at its rate and with all of its arms."""
+    found = done.get(cell.key, {"rate": None})
+    return bool(found["rate"] == cell.rate) and (
+        cell.arms <= set(found["arms"]) or found["arms"]["control"]["loss"] is None
+    )
 
 
 def to_tune(tuning: dict[str, Any]) -> list[Cell]:

@@ -14,6 +14,7 @@ RIVALS = {
     "small batch, SGD, polished": (BASELINE, "clean 2 + statistics"),
     "small batch, LARS": ("lars, small, area 0.35", "control"),
     "large batch, LARS, polished": ("lars, large, area 0.35", "clean 2 + statistics"),
+    "large batch, LARS, 5 clean": ("lars, large, area 0.35", "clean 5 + statistics"),
     "large batch, LARS": ("lars, large, area 0.35", "control"),
     "large batch, SGD, linear rule": ("sgd, large, area 0.35", "control"),
 }

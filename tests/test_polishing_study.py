@@ -48,6 +48,7 @@ def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
     )
     cell = Cell(data="digits", batch="large", area=0.35, seed=1, rate=1, clean=(1,), affine=True)
     arms = train_arms(cell, recipe, tmp_path / "shared", data=None)
+    assert set(arms) == cell.arms
     for name, polish in POLISHED.items():
         own = recipe.model_copy(update={"polish": polish})
         run(own, out=tmp_path / name, device_batch=device_batch(recipe))
@@ -147,11 +148,22 @@ def test_a_search_that_is_not_over_gives_no_rate() -> None:
     assert not best_rates(tuning)
 
 
-def test_a_result_at_another_rate_is_not_taken_for_this_one() -> None:
+def test_a_result_at_another_rate_or_with_fewer_arms_is_not_taken_for_this_one() -> None:
     cell = Cell(data="cifar10", batch="large", area=0.35, seed=1, rate=2)
-    assert has({cell.key: {"rate": 2.0}}, cell)
-    assert not has({cell.key: {"rate": 4.0}}, cell)
+    assert has({cell.key: result(cell.arms, rate=2)}, cell)
+    assert not has({cell.key: result(cell.arms, rate=4)}, cell)
+    assert not has({cell.key: result(cell.arms - {"clean 2"}, rate=2)}, cell)
     assert not has({}, cell)
+
+
+def test_a_cell_that_diverged_is_not_trained_again() -> None:
+    cell = Cell(data="cifar10", batch="large", area=0.35, seed=1, rate=2)
+    diverged = {"rate": 2.0, "arms": {"control": {"top1": 0.1, "loss": None}}}
+    assert has({cell.key: diverged}, cell)
+
+
+def result(arms: set[str], *, rate: float) -> dict[str, Any]:
+    return {"rate": rate, "arms": {arm: {"top1": 0.5, "loss": 1.0} for arm in arms}}
 
 
 def test_words_are_whole() -> None:
@@ -164,10 +176,7 @@ def made_up() -> dict[str, Any]:
     rates = {(data, *pair): 1.0 for data in SETS for pair in GRID}
     done = {}
     for cell in cells(2, rates):
-        names = ["control", "statistics", *(f"clean {k}" for k in cell.clean)]
-        names += [f"clean {k} + statistics" for k in cell.clean]
-        names += ["affine", "affine + statistics"] * cell.affine
-        arms = {name: {"top1": 0.5 + 0.01 * cell.seed, "loss": 1.0} for name in names}
+        arms = {name: {"top1": 0.5 + 0.01 * cell.seed, "loss": 1.0} for name in cell.arms}
         done[cell.key] = {"group": cell.group, "seed": cell.seed, "rate": 1.0, "arms": arms}
     size = Size(pictures=7_680, epochs=12)
     return {
