@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from polishing_tables import BASELINE, RIVALS, by_group, paired, student
 
-from largebatch.report.canvas import COLOURS, INK, MUTED, RULE, save_png
+from largebatch.report.canvas import COLOURS, INK, MUTED, PAPER, RULE, save_png
 
 if TYPE_CHECKING:
     from largebatch.report.canvas import Axes, Figure
@@ -154,7 +154,8 @@ def _head(axes: "Axes", height: float, text: str, arms: dict[str, dict[int, floa
     control = arms.get("control", {})
     reached = f": control {student(list(control.values()))['mean']:.1f} %" if control else ""
     axes.annotate(text + reached, (0, height), xycoords=axes.get_yaxis_transform(), va="center",
-                  size=10.5, color=INK, weight="bold")  # fmt: skip
+                  size=10.5, color=INK, weight="bold",
+                  bbox={"color": PAPER, "lw": 0, "pad": 1})  # fmt: skip
 
 
 def _draw_row(
@@ -165,8 +166,8 @@ def _draw_row(
         return
     spread = student(values)
     mean = spread["mean"]
-    axes.plot(values, [height] * len(values), color=colour, alpha=0.35, marker="o", ms=4, lw=0,
-              markeredgewidth=0)  # fmt: skip
+    axes.plot(values, [height + 0.36] * len(values), color=colour, alpha=0.4, marker="o", ms=3.5,
+              lw=0, markeredgewidth=0)  # fmt: skip
     if spread["n"] > 1:
         axes.plot([spread["low"], spread["high"]], [height] * 2, color=colour, lw=2)
     axes.plot([mean], [height], color=colour, marker="D" if diamond else "o", ms=7)
