@@ -84,8 +84,7 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
     ratio = study["large_batch"] // study["small_batch"]
     title = f"Batches {ratio} times as large, against SGD with batches of {study['small_batch']}"
     note = (
-        "Crops from 35 % of the area. polished: the last 2 epochs clean, then exact statistics; "
-        "5 clean: the last 5."
+        "Crops from 35 %. polished: 2 clean epochs at the end, then statistics; 5 clean: 5 of them."
     )
     _title(figure, title, note, study=study, groups=groups)
     panels = figure.subplots(1, 2)
