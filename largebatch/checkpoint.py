@@ -123,6 +123,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such checkpoint") from None
+        raise CheckpointError(f"{path}: there is no such checkpoint or run folder") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read the checkpoint: {error.strerror}") from None

@@ -108,11 +108,14 @@ def _train(args: argparse.Namespace) -> int:
         resume=args.resume,
         max_steps=args.max_steps,
     )
+    asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     if _rank() == 0:
         if summary.status == "interrupted":
-            print(f"to go on: the same command with --resume --out {folder}")
+            why, how = "", ""
+            if asked_to_stop:
+                why, how = f"--max-steps {args.max_steps} is reached; ", " and without --max-steps"
+            print(f"{why}to go on: the same command with --resume --out {folder}{how}")
         print(f"report: {folder / 'report.html'}")
-    asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 
@@ -175,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     command = partial(add_command, commands)
 
     train = command("train", _train, "train, polish and evaluate as a recipe says")
-    train.add_argument("recipe", type=Path)
+    train.add_argument("recipe", type=Path, help="a YAML file, as in recipes/")
     add_set(train)
     train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     _add_machine(train)
@@ -184,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
-    evaluate.add_argument("checkpoint", type=Path)
+    evaluate.add_argument("checkpoint", type=Path, help="a .pt file or a run folder")
     _add_machine(evaluate)
 
     cli_polish.add_commands(command, _add_machine)
@@ -202,7 +205,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
-    parser.add_argument("--backend", choices=["auto", "serial", "torch", "horovod"], default="auto")
+    parser.add_argument(
+        "--backend",
+        choices=["auto", "serial", "torch", "horovod"],
+        default="auto",
+        help="who adds up gradients (auto: the launcher's)",
+    )
     parser.add_argument(
         "--device-batch", type=count, metavar="N", help="samples a worker holds at a time"
     )

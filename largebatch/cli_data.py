@@ -1,6 +1,8 @@
 """The `data` commands: index, pack, import and show data sets. It prints, as cli.py does."""
 
 import argparse
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from largebatch.data.building import Content, Progress
 
 SPLITS = ("train", "val")
+TERMINATED = 128 + signal.SIGTERM
 
 NAMES = ("fashion-mnist", "cifar10", "imagefolder")
 """What can be imported; known here, so that the parser needs no NumPy."""
@@ -132,7 +135,10 @@ def _show(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(text: str) -> Iterator["Progress"]:
-    """Show a bar on the terminal, and nothing where there is none."""
+    """Show a bar on the terminal, and nothing where there is none.
+
+    A SIGTERM meanwhile becomes an exception, so that what is half done is removed.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -142,10 +148,13 @@ def _progress(text: str) -> Iterator["Progress"]:
         TimeRemainingColumn,
     )
 
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     console = Console(stderr=True)
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    try:
+        with bar:
+            task = bar.add_task(text, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -62,6 +62,7 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
 
     `samples` is the number of clean training pictures to measure; None: all of them.
     """
+    zoo.same_name(what.model)  # refuses a name that there is not
     check_format(what.weights, options.out)
     weights = read(what.weights, averaged=what.averaged)
     with join(options) as backend:
@@ -85,6 +86,7 @@ def compare_weights(
     what: Foreign, options: Options, *, samples: int | None, epochs: float, lr: float | None
 ) -> Iterator[Comparison]:
     """Measure what each way of polishing would do; the file is only read."""
+    zoo.same_name(what.model)
     weights = read(what.weights, averaged=what.averaged)
     with join(options) as backend:
         recipe, state = _fit(what, weights, options.data, backend)

@@ -47,6 +47,11 @@ from largebatch.workers import available_cores, launched_rank, start_workers
 
 Decoder = Literal["dali", "torchvision"]
 
+_SLOW = (
+    "fp16 on a CPU is several times slower than fp32; to try a recipe here: "
+    "--set precision=fp32 --set reduction.dtype=fp32"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -127,7 +132,14 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             require_resumable(state, session.plan, options.out)
             session.restore(state)
         until = session.plan.updates if options.max_steps is None else options.max_steps
-        return carry_out(session, trackers, options.out, lambda: run_stages(session, until=until))
+
+        def work() -> bool:
+            if session.scaler.is_enabled() and session.backend.device.type == "cpu":
+                here = {"stage": "train", "step": session.step}
+                session.emit({"event": "note", **here, "text": _SLOW})
+            return run_stages(session, until=until)
+
+        return carry_out(session, trackers, options.out, work)
 
 
 @contextmanager
@@ -181,7 +193,7 @@ def build_session(
     else:
         require_trainable(model, recipe)
     polish = recipe.polish
-    with _stop_requests() as wants_stop:
+    with _stop_requests(heard=backend.rank == 0) as wants_stop:
         session = Session(
             recipe=recipe,
             plan=plan,
@@ -226,8 +238,9 @@ def carry_out(
         trackers += open_folder(session, folder)
     try:
         complete = work()
-    except BaseException:
-        _finish(summarize(session, "failed"), trackers, folder)
+    except BaseException as error:
+        status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        _finish(summarize(session, status), trackers, folder)
         raise
     summary = summarize(session, "finished" if complete else "interrupted")
     _finish(summary, trackers, folder)
@@ -271,8 +284,11 @@ def summarize(session: Session, status: Status) -> Summary:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yield whether SIGINT or SIGTERM has asked for a stop; the second one acts at once."""
+def _stop_requests(*, heard: bool) -> Iterator[Callable[[], bool]]:
+    """Yield whether SIGINT or SIGTERM has asked for a stop; the second one acts at once.
+
+    `heard`: the first one is answered by a line on the terminal.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -282,6 +298,8 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
     def ask(number: int, _: object) -> None:
         asked.set()
         signal.signal(number, previous[signal.Signals(number)])
+        if heard:  # by the system's own call: a stream may be in the middle of a line
+            os.write(2, b"stopping after this step; once more stops at once\n")
 
     for number in previous:
         signal.signal(number, ask)

@@ -14,7 +14,7 @@ import torch
 
 from largebatch.tracking.jsonl import finite
 
-Status = Literal["finished", "interrupted", "failed"]
+Status = Literal["finished", "interrupted", "stopped", "failed"]
 
 _PACKAGES = (
     "largebatch",
@@ -66,6 +66,7 @@ class Summary:
 
     stages: list[dict[str, Any]]
     status: Status
+    """interrupted: saved where it ends; stopped: at once, by a second request."""
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""

@@ -7,6 +7,7 @@ kept; only the tensors that were replaced are others.
 
 import argparse
 import os
+import pickle
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -108,6 +109,11 @@ def read(path: Path, *, averaged: bool = False) -> Weights:
             return _read_safe(path)
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm's options: plain values
             content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path}: not a readable file of weights: neither .pth nor .safetensors, or with more "
+            "in it than tensors and plain values, which only code from the file could rebuild"
+        ) from None
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None

@@ -250,6 +250,12 @@ def interrupted_after_a_skipped_step(folder: Path) -> Path:
     return run.write(status="interrupted", skipped_steps=1)
 
 
+def stopped_at_once(folder: Path) -> Path:
+    run = FakeRun(folder)
+    run.train(0, 40)
+    return run.write(status="stopped")
+
+
 def failed_at_once(folder: Path) -> Path:
     return FakeRun(folder).write(status="failed")
 

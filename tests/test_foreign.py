@@ -117,7 +117,10 @@ def test_pictures_are_prepared_as_the_library_does() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "resnt18"], "timm has no model 'resnt18'; did you mean resnet18"),
+        (
+            ["--model", "resnt18", "--out", "x.safetensors"],
+            "timm has no model 'resnt18'; did you mean resnet18",
+        ),
         (["--model", "resnet26"], "the weights do not fit: "),
         (["--model", "vit_tiny_patch16_224"], "vit_tiny_patch16_224 has no BatchNorm statistics"),
         (["--model", "resnet10t", "--set", "data.size=9"], "data.size: unknown key"),
@@ -164,7 +167,7 @@ def test_other_classes_than_the_folders_are_named(
         (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
         (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
         (["run", "--compare", "--epochs", "0"], "--epochs and --lr must be above 0"),
-        (["--model", "a", "--weights", "b", "--out", "x"], "b: there is no such file of weights"),
+        (["--model", "resnet18", "--weights", "b", "--out", "x"], "b: there is no such file of weights"),
     ],
 )
 def test_words_that_do_not_go_together_are_refused(

@@ -134,6 +134,12 @@ def test_colours_in_the_page_follow_its_scheme(tmp_path: Path) -> None:
             id="skipped",
         ),
         pytest.param(
+            fake_runs.stopped_at_once,
+            "The run was stopped at once after 40 of 600 steps; --resume goes on from what was "
+            "saved. Accuracy was not measured before that.",
+            id="stopped",
+        ),
+        pytest.param(
             fake_runs.killed,
             "No summary: the run did not end by itself. Its log ends after 600 of 600 steps. "
             "The numbers are those it had reached.",
@@ -179,9 +185,9 @@ def test_a_gain_says_how_many_updates_are_part_of_it(tmp_path: Path) -> None:
     makers = (fake_runs.statistics_that_hurt, fake_runs.full_run, fake_runs.judged)
     runs = [read_run(make(tmp_path / make.__name__)) for make in makers]
     assert [headlines(run)[1].note for run in runs] == [
-        "from 96.39 %",
-        "from 95.83 %, in 5.0 more epochs",  # 75 updates
-        "from 95.83 %, in 9.0 more epochs",  # and 60; those of the EMA are not its own
+        "6 of 360 pictures",
+        "10 of 360 pictures, in 5.0 more epochs",  # 75 updates
+        "8 of 360 pictures, in 9.0 more epochs",  # and 60; those of the EMA are not its own
     ]
 
 

@@ -189,21 +189,24 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path)
 
 def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     words = [DIGITS, "--workers", "2", "--out", str(tmp_path / "run")]
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (
         (tmp_path / "run/log.jsonl").exists() and len(log(tmp_path / "run", "step")) > 5
     ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == INTERRUPTED
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert said.count("stopping after this step; once more stops at once\n") == 1
     content = summary(tmp_path / "run")
     assert content["status"] == "interrupted"
     assert 5 < content["steps"] < 599
     state = newest(tmp_path / "run/checkpoints")
     assert state is not None
     assert (tmp_path / "run/report.html").exists()
-    process.stdout.close()  # type: ignore[union-attr]  # a pipe
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) -> None:
@@ -220,6 +223,30 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) ->
         run(recipe, out=tmp_path / "run")
     assert summary(tmp_path / "run")["status"] == "failed"
     assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it
+
+
+def test_a_run_that_is_stopped_at_once_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("largebatch.runner.run_stages", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(load_recipe(DIGITS), out=tmp_path / "run")
+    assert summary(tmp_path / "run")["status"] == "stopped"
+    assert "was stopped at once" in (tmp_path / "run/report.html").read_text()
+
+
+def test_reaching_max_steps_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", DIGITS, *SHORT, "--max-steps", "1", "--out", str(out)]) == 0
+    assert (
+        "--max-steps 1 is reached; to go on: the same command with --resume --out "
+        f"{out} and without --max-steps\n"
+    ) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["resnet50_86016_fujitsu", "resnet50_32768_mlperf"])
@@ -326,6 +353,6 @@ def test_local_workers_do_not_use_horovod_silently() -> None:
 def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[str, Path]) -> None:
     lines = (finished["one"].parent / "one.txt").read_text().splitlines()
     assert lines[0].startswith("digits-96: 180 steps of 96 samples = 1 workers x 1 x 96")
-    assert any("samples/s" in line and "s left" in line for line in lines)
+    assert any("samples/s" in line and " left" in line for line in lines)
     assert any("top-1" in line for line in lines)
     assert lines[-1] == f"report: {finished['one'] / 'report.html'}"

@@ -1,5 +1,7 @@
 import io
+import os
 import shutil
+import signal
 import tarfile
 from pathlib import Path
 
@@ -282,6 +284,20 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
         pack(folder, tmp_path / "packed")
     with pytest.raises(DataError, match="there are shards already"):
         pack(tmp_path / "packed", tmp_path / "again")
+
+
+def test_packing_that_is_terminated_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("largebatch.data.packing._read_samples", stop)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        main(["data", "pack", str(folder), "--out", str(tmp_path / "packed")])
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_command_packs_and_checks(

@@ -113,8 +113,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     console.finish(SUMMARY)
     assert stream.getvalue().splitlines() == [
         "digits-96: 2 steps of 96 samples = 2 workers x 1 x 48, 14.97 steps an epoch",
-        "     train  step 1/2  loss 2.5000  rate 0.125  192 samples/s  0 s left",
-        "     train  step 2/2  loss 1.5000  rate 0.125  192 samples/s  0 s left",
+        "     train  step 1/2  loss 2.5000  rate 0.125  192 samples/s  0:00:00 left",
+        "     train  step 2/2  loss 1.5000  rate 0.125  192 samples/s  0:00:00 left",
         "     clean  epoch   0.13  top-1  97.50%  top-5 100.00%  val loss 0.2500",
         "     clean  discarded: top-1 95.00% -> 94.00% on 1,200 training pictures held out",
         "finished after 1.2 s",
@@ -129,7 +129,7 @@ def test_updates_after_the_schedule_are_counted_too() -> None:
     first, second = stream.getvalue().splitlines()
     assert first.startswith("digits-96: 2 and 5 more steps of 96 samples")
     assert second.startswith("    affine  step 4/7 ")
-    assert second.endswith("2 s left")
+    assert second.endswith("0:00:02 left")
 
 
 def test_lines_come_seldom() -> None:

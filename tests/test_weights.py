@@ -177,6 +177,9 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
     with pytest.raises(CheckpointError, match="theirs.pth: not a readable file of weights: "):
         read(path)
     assert "ran" not in capsys.readouterr().out
+    path.write_text("model: resnet50")
+    with pytest.raises(CheckpointError, match="neither .pth nor .safetensors, or with more in it"):
+        read(path)
     for content, message in [
         ({"epoch": 3, "best": 0.5}, "under state_dict or model; found a mapping of epoch, best"),
         ({}, "found dict"),

@@ -83,12 +83,14 @@ def _gain(run: Run) -> Headline:
     assert last is not None
     made = sum(stage.cost.steps for stage in run.stages[1:] if stage.cost and stage.kept)
     epochs = made / run.plan.steps_per_epoch
+    pictures = abs(round((last.top1 - first.top1) * last.samples))
     good = None if last.top1 == first.top1 else last.top1 > first.top1
     return Headline(
         label,
         points(first.top1, last.top1),
         "points",
-        f"from {percent(first.top1)} %" + (f", in {epochs:,.1f} more epochs" if epochs else ""),
+        f"{pictures:,} of {last.samples:,} pictures"
+        + (f", in {epochs:,.1f} more epochs" if epochs else ""),
         good,
     )
 
@@ -111,6 +113,8 @@ def verdict(run: Run) -> str | None:
         words = f"No summary: the run did not end by itself. Its log ends after {done}."
     elif summary.status == "interrupted":
         words = f"The run was interrupted after {done}; --resume goes on from there."
+    elif summary.status == "stopped":
+        words = f"The run was stopped at once after {done}; --resume goes on from what was saved."
     else:
         words = f"The run failed after {done}."
     last = run.steps[-1] if run.steps else None

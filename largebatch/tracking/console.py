@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -78,14 +79,14 @@ class Console:
         skipped = summary["skipped_steps"]
         self._console.print(
             f"{summary['status']} after {seconds:.1f} s"
-            + (f", {skipped} updates skipped because fp16 overflowed" if skipped else "")
+            + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
         )
 
     def _show_step(self, fields: Mapping[str, Any]) -> None:
         done = fields["step"] + 1
         numbers = (
             f"loss {fields['loss']:.4f}  rate {fields['lr']:.4g}  "
-            f"{fields['images_per_second']:,.0f} samples/s"
+            f"{_three_digits(fields['images_per_second'])} samples/s"
         )
         if self._bar is not None:
             self._bar.update(
@@ -93,7 +94,11 @@ class Console:
             )
         elif time.monotonic() - self._last_line >= LINE_SECONDS or done == self._steps:
             self._last_line = time.monotonic()
-            left = (self._steps - done) * fields["step_seconds"]
+            left = timedelta(seconds=round((self._steps - done) * fields["step_seconds"]))
             self._console.print(
-                f"{fields['stage']:>10}  step {done}/{self._steps}  {numbers}  {left:.0f} s left"
+                f"{fields['stage']:>10}  step {done}/{self._steps}  {numbers}  {left} left"
             )
+
+
+def _three_digits(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
