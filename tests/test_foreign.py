@@ -167,7 +167,7 @@ def test_other_classes_than_the_folders_are_named(
         (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
         (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
         (["run", "--compare", "--epochs", "0"], "--epochs and --lr must be above 0"),
-        (["--model", "resnet18", "--weights", "b", "--out", "x"], "b: there is no such file of weights"),
+        (["--model", "resnet18", "--weights", "b", "--out", "x"], "b: there is no such file"),
     ],
 )
 def test_words_that_do_not_go_together_are_refused(
