@@ -151,10 +151,10 @@ def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
 
 def has(done: dict[str, Any], cell: Cell) -> bool:
     """Say whether a cell is among the results, at its rate and with all of its arms."""
-    found = done.get(cell.key, {"rate": None})
-    return bool(found["rate"] == cell.rate) and (
-        cell.arms <= set(found["arms"]) or found["arms"]["control"]["loss"] is None
-    )
+    found = done.get(cell.key)
+    if found is None or found["rate"] != cell.rate:
+        return False
+    return cell.arms <= set(found["arms"]) or found["arms"]["control"]["loss"] is None
 
 
 def to_tune(tuning: dict[str, Any]) -> list[Cell]:

@@ -4,7 +4,8 @@ Nothing here imports PyTorch before a command needs it, so `check` and `explain`
 `plan` has printed all but its last row by then.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted, `--resume`
-goes on; 141 nobody reads the output any more; 1 anything else.
+goes on; 130 stopped at once; 141 nobody reads the output any more; 143 a `data` command was
+terminated; 1 anything else.
 """
 
 import argparse
@@ -111,10 +112,10 @@ def _train(args: argparse.Namespace) -> int:
     asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     if _rank() == 0:
         if summary.status == "interrupted":
-            why, how = "", ""
+            again = f"to go on: the same command with --resume --out {folder}"
             if asked_to_stop:
-                why, how = f"--max-steps {args.max_steps} is reached; ", " and without --max-steps"
-            print(f"{why}to go on: the same command with --resume --out {folder}{how}")
+                again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
+            print(again)
         print(f"report: {folder / 'report.html'}")
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 

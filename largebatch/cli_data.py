@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from largebatch.cli_recipe import add_command, add_set, count
 from largebatch.errors import DataError
 from largebatch.loading import load_recipe
+from largebatch.workers import answering
 
 if TYPE_CHECKING:
     from largebatch.data.building import Content, Progress
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a command that a SIGTERM ended."""
 
 NAMES = ("fashion-mnist", "cifar10", "imagefolder")
 """What can be imported; known here, so that the parser needs no NumPy."""
@@ -148,13 +150,11 @@ def _progress(text: str) -> Iterator["Progress"]:
         TimeRemainingColumn,
     )
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     console = Console(stderr=True)
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    try:
-        with bar:
-            task = bar.add_task(text, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with (
+        answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -62,11 +62,11 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
 
     `samples` is the number of clean training pictures to measure; None: all of them.
     """
-    zoo.same_name(what.model)  # refuses a name that there is not
+    names = zoo.same_name(what.model)
     check_format(what.weights, options.out)
     weights = read(what.weights, averaged=what.averaged)
     with join(options) as backend:
-        recipe, state = _fit(what, weights, options.data, backend)
+        recipe, state = _fit(what, names, weights, options.data, backend)
         recipe = with_statistics(recipe, samples)
         assert recipe.polish is not None
         section = recipe.polish.statistics
@@ -86,10 +86,10 @@ def compare_weights(
     what: Foreign, options: Options, *, samples: int | None, epochs: float, lr: float | None
 ) -> Iterator[Comparison]:
     """Measure what each way of polishing would do; the file is only read."""
-    zoo.same_name(what.model)
+    names = zoo.same_name(what.model)
     weights = read(what.weights, averaged=what.averaged)
     with join(options) as backend:
-        recipe, state = _fit(what, weights, options.data, backend)
+        recipe, state = _fit(what, names, weights, options.data, backend)
         rate = lr or small_rate(recipe)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
         with _open(recipe, state, options, backend, measuring=False) as session:
@@ -113,17 +113,18 @@ def _open(
 
 
 def _fit(
-    what: Foreign, weights: Weights, folder: Path | None, backend: Backend
+    what: Foreign, names: list[str], weights: Weights, folder: Path | None, backend: Backend
 ) -> tuple[Recipe, dict[str, Tensor]]:
     """Return a recipe for the model that fits the weights, and these under its names.
 
-    timm and torchvision have models of the same name whose parts differ; the first that fits is it.
+    timm and torchvision have models of the same name whose parts differ: of `names`, the first that
+    fits is it.
     """
     if folder is None:
         raise DataError("polishing measures pictures: say where they are with --data DIR")
     classes, train, val = _count(folder, backend)
     problems = []
-    for name in zoo.same_name(what.model):
+    for name in names:
         with torch.device("meta"):
             model = zoo.build(name, num_classes=classes, arguments={})
         if not any(isinstance(module, _BatchNorm) for module in model.modules()):

@@ -5,8 +5,6 @@ pictures and checkpoints/. It is made when everything that the user can get wron
 """
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,11 +37,11 @@ from largebatch.rates import build_schedule
 from largebatch.recipe import Recipe
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
-from largebatch.session import Means, Session
+from largebatch.session import Means, Session, say
 from largebatch.stages import require_resumable, run_stages
 from largebatch.steplog import StepLog
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
-from largebatch.workers import available_cores, launched_rank, start_workers
+from largebatch.workers import available_cores, launched_rank, start_workers, stop_requests
 
 Decoder = Literal["dali", "torchvision"]
 
@@ -135,8 +133,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
 
         def work() -> bool:
             if session.scaler.is_enabled() and session.backend.device.type == "cpu":
-                here = {"stage": "train", "step": session.step}
-                session.emit({"event": "note", **here, "text": _SLOW})
+                say(session, "train", _SLOW)
             return run_stages(session, until=until)
 
         return carry_out(session, trackers, options.out, work)
@@ -193,7 +190,7 @@ def build_session(
     else:
         require_trainable(model, recipe)
     polish = recipe.polish
-    with _stop_requests(heard=backend.rank == 0) as wants_stop:
+    with stop_requests(heard=backend.rank == 0) as wants_stop:
         session = Session(
             recipe=recipe,
             plan=plan,
@@ -281,30 +278,3 @@ def summarize(session: Session, status: Status) -> Summary:
         stages=session.stages,
         status=status,
     )
-
-
-@contextmanager
-def _stop_requests(*, heard: bool) -> Iterator[Callable[[], bool]]:
-    """Yield whether SIGINT or SIGTERM has asked for a stop; the second one acts at once.
-
-    `heard`: the first one is answered by a line on the terminal.
-    """
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, _: object) -> None:
-        asked.set()
-        signal.signal(number, previous[signal.Signals(number)])
-        if heard:  # by the system's own call: a stream may be in the middle of a line
-            os.write(2, b"stopping after this step; once more stops at once\n")
-
-    for number in previous:
-        signal.signal(number, ask)
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

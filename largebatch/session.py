@@ -184,6 +184,11 @@ def measure(session: Session, stage: str) -> Metrics:
     return metrics
 
 
+def say(session: Session, stage: str, text: str) -> None:
+    """Tell whoever follows the run, in words."""
+    session.emit({"event": "note", "stage": stage, "step": session.step, "text": text})
+
+
 def end_stage(
     session: Session, name: str, *, num_steps: int, note: str | None = None, failed: bool = False
 ) -> None:
@@ -192,7 +197,7 @@ def end_stage(
     `note` is what else there is to say of the stage; one that `failed` is undone whatever it did.
     """
     if note is not None:
-        session.emit({"event": "note", "stage": name, "step": session.step, "text": note})
+        say(session, name, note)
     metrics = measure(session, name)
     after = {"top1": metrics.top1, "top5": metrics.top5, "loss": metrics.loss}
     last = session.last_kept

@@ -1,4 +1,4 @@
-"""Start local workers, and end all of them when one ends badly.
+"""Start local workers, end all of them when one ends badly, and stop when asked to.
 
 Each worker is a fresh process that finds its place in the environment variables torchrun would set,
 and hands its result or its error back through a pipe. The first error that is not merely the echo
@@ -29,6 +29,8 @@ GRACE_SECONDS = 5.0
 LEAVE_SECONDS = 60.0
 """How long they have to finish the record of a run that ended in an orderly way."""
 
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
 T = TypeVar("T")
 
 
@@ -52,6 +54,42 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer than the machine
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@contextmanager
+def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+    """Answer these signals with a function meanwhile.
+
+    They reach only a program's main thread; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+@contextmanager
+def stop_requests(*, heard: bool) -> Iterator[Callable[[], bool]]:
+    """Yield whether SIGINT or SIGTERM has asked for a stop; the second one acts at once.
+
+    `heard`: the first one is answered by a line on the terminal.
+    """
+    asked = threading.Event()
+    previous = {number: signal.getsignal(number) for number in _STOPS}
+
+    def ask(number: int, _: object) -> None:
+        asked.set()
+        signal.signal(number, previous[signal.Signals(number)])
+        if heard:  # by the system's own call: a stream may be in the middle of a line
+            os.write(2, b"stopping after this step; once more stops at once\n")
+
+    with answering(ask, *_STOPS):
+        yield asked.is_set
 
 
 def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
@@ -173,13 +211,9 @@ def _stop(group: Sequence[_Worker], patience: float) -> None:
 def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[threading.Event]:
     """Let workers save and leave when this process is asked to; the second time, end them.
 
-    Yields whether it was asked. Signals reach only a program's main thread; in others this does
-    nothing.
+    Yields whether it was asked.
     """
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
 
     def pass_on(*_: object) -> None:
         for worker in group:
@@ -190,14 +224,8 @@ def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[threading.Event]:
                     worker.process.terminate()
         asked.set()
 
-    previous = {
-        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+    with answering(pass_on, *_STOPS):
         yield asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _environment(rank: int, *, workers: int, port: int) -> dict[str, str]:

@@ -83,7 +83,8 @@ def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, pictures
         path = tmp_path / f"{name.replace('/', '-')}.pth"
         torch.save(zoo.build(name, num_classes=10, arguments={}).state_dict(), path)
         what = Foreign(model="efficientnet_b0", weights=path)
-        recipe, _ = _fit(what, read(path), Path(pictures), Serial(torch.device("cpu")))
+        names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
+        recipe, _ = _fit(what, names, read(path), Path(pictures), backend)
         assert recipe.model.name == name
     assert (recipe.data.image_size, recipe.data.eval_resize) == (224, 256)
     assert recipe.data.interpolation == "bicubic"
