@@ -9,6 +9,9 @@ The running statistics move once per optimizer step, towards the mean over all s
 batch: over groups, micro-batches and workers. PyTorch moves them once per forward pass, so that
 accumulation changes them and every worker keeps its own.
 
+Every forward pass in training mode counts once, as in PyTorch. What a backward pass computes again
+(activation checkpointing: torch.utils.checkpoint, a network's `memory_efficient`) does not.
+
 Only training communicates. Where a layer normalises by its batch without keeping statistics, as
 Final Polishing makes it do, workers may hold different numbers of samples or none, and each
 normalises the spans it holds by itself.
@@ -55,7 +58,8 @@ class SpanBatchNorm(_BatchNorm):
         self.group: Group | None = None
         """The workers that share each span while training, or None: this one holds whole spans."""
 
-        self.moments = self.running_mean.new_zeros(2 * like.num_features + 1)
+        dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
+        self.moments = self.running_mean.new_zeros(2 * like.num_features + 1, dtype=dtype)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""
@@ -71,7 +75,8 @@ class SpanBatchNorm(_BatchNorm):
             images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
         )
         # A span over several workers counts once: for the first of them.
-        if self.track_running_stats and (group is None or group.rank == 0):
+        counts = self.track_running_stats and not _in_backward()
+        if counts and (group is None or group.rank == 0):
             self.moments[:-1] += moments.sum(0).flatten()
             self.moments[-1] += len(moments)
         return out
@@ -79,6 +84,11 @@ class SpanBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- PyTorch's signature
         if input.dim() < 2:
             raise ValueError(f"expected N x C x ..., got {input.dim()} dimensions")
+
+
+def _in_backward() -> bool:
+    """Tell whether this thread runs a backward pass: a forward pass then is a recomputed one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def with_span(model: M, span: int) -> M:
@@ -134,9 +144,10 @@ class Spans:
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
         sizes = [layer.moments.numel() for layer in self._layers]
-        dtypes = {layer.moments.dtype for layer in self._layers} or {torch.float32}
-        assert len(dtypes) == 1, dtypes
-        self._moments = torch.zeros(sum(sizes), dtype=dtypes.pop(), device=backend.device)
+        dtypes = {layer.moments.dtype for layer in self._layers}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._moments = torch.zeros(sum(sizes), dtype=dtype, device=backend.device)
+        self._sums = torch.zeros_like(self._moments)  # what has been sent, while more is added
         group = _neighbours(backend, sync_workers) if self._layers else None
         for layer, part in zip(self._layers, self._moments.split(sizes), strict=True):
             layer.moments = part
@@ -146,9 +157,14 @@ class Spans:
         self._lay_out()
 
     def reduce(self) -> None:
-        """Start to sum the moments over all workers; call it after the step's last forward."""
+        """Start to sum the moments over all workers; call it after the step's last forward.
+
+        A forward pass between this and `update` counts for the step after.
+        """
         if self._layers:
-            self._work = self._backend.all_reduce(self._moments)
+            self._sums.copy_(self._moments)
+            self._moments.zero_()
+            self._work = self._backend.all_reduce(self._sums)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -161,17 +177,16 @@ class Spans:
         self._work.wait()
         self._work = None
         layers = self._layers
-        spans = self._moments[self._counts]
+        spans = self._sums[self._counts]
         used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
         tracked = [layer.num_batches_tracked for layer in layers]
         torch._foreach_add_(tracked, list(used.long().unbind()))
         average = used / torch.stack(tracked).clamp(min=1)  # PyTorch's, without momentum
         weights = torch.where(self._momentum.isnan(), average, used * self._momentum)
         buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
-        means = self._moments[self._values] / spans.clamp(min=1)[self._owners]
-        moved = torch.cat(buffers).lerp(means, weights[self._owners])
+        means = self._sums[self._values] / spans.clamp(min=1)[self._owners]
+        moved = torch.cat(buffers).to(means.dtype).lerp(means, weights[self._owners])
         torch._foreach_copy_(buffers, list(moved.split([len(buffer) for buffer in buffers])))
-        self._moments.zero_()
 
     def discard(self) -> None:
         """Forget the step's moments; the running buffers stay as they are."""

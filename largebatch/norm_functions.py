@@ -39,8 +39,9 @@ def normalise(
     """Return normalised N x C x ... images, and S x 2 x C: the S groups' means and variances.
 
     Without a `group` of workers, groups are `span` samples that lie side by side; the last may be
-    smaller. With one, its workers together hold a single span and all call this alike. Variances
-    have Bessel's correction, as PyTorch keeps them. Cannot be differentiated twice.
+    smaller. With one, its workers together hold a single span, each an equal number of samples of
+    any size, and all call this alike. Variances have Bessel's correction, as PyTorch keeps them.
+    Moments are float32 or longer, whatever the images are. Cannot be differentiated twice.
 
     Raises ValueError where a channel has a single value, or a worker not its part of the span.
     """
@@ -72,11 +73,15 @@ class _Normalise(torch.autograd.Function):
         span: int,
         group: Group | None,
     ) -> tuple[Tensor, Tensor]:
+        exact = _exact(images)  # PyTorch's kernels take weights of the type of the moments
+        weight = weight if weight is None else weight.to(exact)
+        bias = bias if bias is None else bias.to(exact)
         if group is None:
             out, found, saved = _over_parts(images, (weight, bias), eps=eps, span=span)
+            shared = None
         else:
-            out, found, saved = _over_workers(images, (weight, bias), eps=eps, group=group)
-        ctx.save_for_backward(images, weight, saved)
+            out, found, saved, shared = _over_workers(images, (weight, bias), eps=eps, group=group)
+        ctx.save_for_backward(images, weight, saved, shared)
         ctx.span, ctx.group = span, group
         ctx.mark_non_differentiable(found)
         return out, found
@@ -84,7 +89,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
-        images, weight, saved = ctx.saved_tensors
+        images, weight, saved, shared = ctx.saved_tensors
         with_images, with_weight, with_bias = ctx.needs_input_grad[:3]
         result = torch.empty_like(images) if with_images else None
         totals = torch.zeros_like(saved[0])
@@ -94,10 +99,9 @@ class _Normalise(torch.autograd.Function):
             totals += sums
             if result is None:
                 continue
-            num = images[part].numel() // len(mean)
+            num = images[part].numel() // len(mean) if shared is None else shared
             if ctx.group is not None:
                 ctx.group.all_reduce(sums).wait()
-                num *= ctx.group.world_size
             gain = inverse if weight is None else inverse * weight
             shift, slope = -gain * sums / num
             _input_gradient(
@@ -142,25 +146,30 @@ def _over_parts(
 
 def _over_workers(
     images: Tensor, affine: tuple[Tensor | None, Tensor | None], *, eps: float, group: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As _over_parts, for one span that the workers of the group hold equal parts of.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As _over_parts, for one span that the workers of the group hold parts of.
 
     Each finds its own mean and squared deviations from that, which then are merged (Chan, Golub
-    and LeVeque 1983, equation 2.1): sums of squares would cancel where the mean is large.
+    and LeVeque 1983, equation 2.1): sums of squares would cancel where the mean is large. Workers
+    weigh by the values that a channel has there, for images may differ in size. Also returns their
+    number, over all workers, 0-d.
     """
     zeros = torch.zeros(images.shape[1], dtype=_exact(images), device=images.device)
     # The buffers only tell PyTorch's kernel the type to compute in.
     local = _aten.batch_norm_update_stats(images, zeros, zeros.clone(), 0.0)
-    means, variances = group.all_gather(torch.stack(local)).unbind(1)
-    mean = means.mean(0)
-    var = (variances + (means - mean).square()).mean(0)
+    count = zeros.new_tensor([images.numel() // len(zeros)])
+    gathered = group.all_gather(torch.cat([*local, count]))  # world_size x (C + C + 1)
+    means, variances, counts = gathered.split([len(zeros), len(zeros), 1], dim=1)
+    num = counts.sum()
+    shares = counts / num
+    mean = (shares * means).sum(0)
+    var = (shares * (variances + (means - mean).square())).sum(0)
     out, _, _ = _aten.native_batch_norm(
         images, *affine, mean, var, training=False, momentum=0.0, eps=eps
     )
-    num = images.numel() // len(mean) * group.world_size
     found = torch.stack([mean, var * (num / (num - 1))])
     saved = torch.stack([mean, (var + eps).rsqrt()])
-    return out, found.unsqueeze(0), saved.unsqueeze(0)
+    return out, found.unsqueeze(0), saved.unsqueeze(0), num
 
 
 def _sums(images: Tensor, grad: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:

@@ -121,6 +121,50 @@ def test_under_autocast_halves_are_normalised_by_float32_moments(dtype: torch.dt
     torch.testing.assert_close(ghost[1].moments[:5].double(), mean, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast_first", [True, False], ids=["cast, then span", "span, then cast"])
+def test_a_model_cast_to_halves_trains_by_float32_moments(
+    dtype: torch.dtype, cast_first: bool
+) -> None:
+    """As PyTorch's BatchNorm of a whole span does, whose running statistics are halves too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU())
+    ghost = copy.deepcopy(plain)
+    ghost = with_span(ghost.to(dtype), 8) if cast_first else with_span(ghost, 8).to(dtype)
+    plain.to(dtype)
+    spans = Spans(ghost, CPU)
+    x, weights = (images(8, *shape).to(dtype) for shape in ((3, 8, 8), (5, 6, 6)))
+    (ghost(x) * weights).sum().backward()
+    spans.reduce()
+    spans.update()
+    (plain(x) * weights).sum().backward()
+    for name, tensor in plain.state_dict().items():
+        ours = ghost.state_dict()[name]
+        assert ours.dtype == tensor.dtype
+        torch.testing.assert_close(ours, tensor, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    for name, parameter in plain.named_parameters():
+        gradient = ghost.get_parameter(name).grad
+        assert gradient is not None
+        assert parameter.grad is not None
+        rounding = torch.finfo(dtype).eps * parameter.grad.abs().max().item()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0.05, atol=8 * rounding)
+
+
+def test_layers_of_different_type_move_their_statistics_together() -> None:
+    layers = [nn.BatchNorm1d(3).bfloat16(), nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()]
+    model = with_span(nn.ModuleList(layers), 4)
+    spans = Spans(model, CPU)
+    x = images(4, 3)
+    for layer, dtype in zip(model, (torch.bfloat16, torch.float32, torch.float64), strict=True):
+        layer(x.to(dtype))
+    spans.reduce()
+    spans.update()
+    for layer in model:
+        mean = layer.get_buffer("running_mean")
+        expected = (0.1 * x.mean(0)).to(mean.dtype)
+        torch.testing.assert_close(mean, expected, rtol=2e-2, atol=1e-6)
+
+
 def test_a_mean_ten_thousand_times_the_deviation_is_right_in_float32() -> None:
     x = (images(12, 3, 8, 8) / 3 + 1e4).float().requires_grad_()
     weights = images(12, 3, 8, 8, seed=1).float()

@@ -1,9 +1,9 @@
 """Groups of workers that are threads of this process, to test what a group exchanges."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,11 @@ class Thread:
         """Add everybody's up."""
         tensor.copy_(self.all_gather(tensor.clone()).sum(0))
         return Done()
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Self:
+        """Return the group of all workers, the only one there is."""
+        assert [list(part) for part in parts] == [list(range(self.world_size))]
+        return self
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Add everybody's up and take a row."""

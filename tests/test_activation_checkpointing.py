@@ -1,0 +1,194 @@
+"""Statistics count each forward pass once, whatever is computed again inside backward.
+
+Activation checkpointing (torch.utils.checkpoint; Chen et al. 2016, arXiv:1604.06174) recomputes
+layers in the backward pass, while the step's moments are already being summed over the workers.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from threads import Thread, on_threads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from largebatch.backends.serial import Serial
+from largebatch.contracts import Backend
+from largebatch.models import build
+from largebatch.norm import Spans, with_span
+
+CPU = Serial(torch.device("cpu"))
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+def plainly(model: nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = model(images)
+    return out
+
+
+def recomputed(model: nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model, images, use_reentrant=False)
+    return out
+
+
+def recomputed_by_reentry(model: nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = checkpoint(model, images.requires_grad_(), use_reentrant=True)
+    return out
+
+
+def recomputed_twice(model: nn.Module, images: Tensor) -> Tensor:
+    def inner(images: Tensor) -> Tensor:
+        return recomputed(model, images)
+
+    out: Tensor = checkpoint(inner, images, use_reentrant=False)
+    return out
+
+
+every_mode = pytest.mark.parametrize(
+    "forward", [recomputed, recomputed_by_reentry, recomputed_twice]
+)
+
+
+def net(span: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.BatchNorm2d(5)]
+    return with_span(nn.Sequential(*layers).double(), span)
+
+
+def images(num: int, *, seed: int = 0, size: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 3, size, size, dtype=torch.float64, generator=generator) * 3 + 1
+
+
+def step(
+    model: nn.Module,
+    backend: Backend,
+    batches: list[Tensor],
+    forward: Forward,
+    *,
+    sync_workers: int = 1,
+) -> None:
+    """Move the statistics as an optimizer step does: the sum starts before the last backward."""
+    spans = Spans(model, backend, sync_workers=sync_workers)
+    for number, batch in enumerate(batches):
+        loss = forward(model, batch.clone()).square().sum()
+        if number == len(batches) - 1:
+            spans.reduce()
+        loss.backward()
+    spans.update()
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers())
+
+
+@every_mode
+def test_recomputed_layers_count_once_on_one_worker(forward: Forward) -> None:
+    ours, expected = net(), net()
+    batches = [images(8, seed=seed) for seed in range(3)]
+    step(ours, CPU, batches, forward)
+    step(expected, CPU, batches, plainly)
+    torch.testing.assert_close(buffers(ours), buffers(expected), rtol=0, atol=0)
+    for mine, theirs in zip(ours.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@every_mode
+@pytest.mark.parametrize("sync_workers", [1, 2], ids=["own spans", "a span over both"])
+def test_recomputed_layers_count_once_on_two_workers(forward: Forward, sync_workers: int) -> None:
+    """Each would add its own moments to the sum over both, and keep other statistics."""
+
+    def found(forward: Forward) -> list[dict[str, Tensor]]:
+        models = [net(8 * sync_workers) for _ in range(2)]  # one by one: threads share a seed
+
+        def work(worker: Thread) -> dict[str, Tensor]:
+            model, backend = models[worker.rank], cast("Backend", worker)
+            batches = [images(8, seed=2 * micro + worker.rank) for micro in range(2)]
+            step(model, backend, batches, forward, sync_workers=sync_workers)
+            return buffers(model)
+
+        return on_threads(work, workers=2)
+
+    ours, expected = found(forward), found(plainly)
+    torch.testing.assert_close(ours[0], ours[1], rtol=0, atol=0)
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-12, atol=1e-12)
+
+
+def test_each_of_several_forward_passes_before_one_backward_counts_once() -> None:
+    ours, expected = net(), net()
+    parts = [images(8, seed=seed) for seed in range(2)]
+
+    def both(model: nn.Module, batch: Tensor, forward: Forward) -> Tensor:
+        return forward(model, batch) + forward(model, batch * 2)
+
+    step(ours, CPU, parts, lambda model, batch: both(model, batch, recomputed))
+    step(expected, CPU, parts, lambda model, batch: both(model, batch, plainly))
+    torch.testing.assert_close(buffers(ours), buffers(expected), rtol=0, atol=0)
+
+
+def test_a_second_backward_through_one_forward_counts_nothing() -> None:
+    ours, expected = net(), net()
+    spans = Spans(ours, CPU)
+    loss = recomputed(ours, images(8)).square().sum()
+    spans.reduce()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    spans.update()
+    step(expected, CPU, [images(8)], plainly)
+    torch.testing.assert_close(buffers(ours), buffers(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("forward", [plainly, recomputed])
+def test_a_forward_pass_that_is_thrown_away_counts_as_in_pytorch(forward: Forward) -> None:
+    """Once, for it was seen in training mode; discard() forgets it."""
+    ours, expected = net(), net()
+    used, unused = images(8), images(8, seed=1)
+    for model, how in ((ours, forward), (expected, plainly)):
+        spans = Spans(model, CPU)
+        how(model, unused.clone())
+        loss = how(model, used.clone()).square().sum()
+        spans.reduce()
+        loss.backward()
+        spans.update()
+    torch.testing.assert_close(buffers(ours), buffers(expected), rtol=0, atol=0)
+    before = copy.deepcopy(buffers(ours))
+    spans = Spans(ours, CPU)
+    forward(ours, unused)
+    spans.discard()
+    spans.reduce()
+    spans.update()
+    torch.testing.assert_close(buffers(ours), before, rtol=0, atol=0)
+
+
+def test_a_forward_pass_after_the_sum_began_counts_for_the_step_after() -> None:
+    ours, expected = net(), net()
+    first, second = images(8), images(8, seed=1)
+    spans = Spans(ours, CPU)
+    ours(first)
+    spans.reduce()
+    ours(second)
+    spans.update()
+    spans.reduce()
+    spans.update()
+    for batch in (first, second):
+        step(expected, CPU, [batch], plainly)
+    torch.testing.assert_close(buffers(ours), buffers(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_network_that_checkpoints_by_itself_keeps_its_statistics() -> None:
+    """As a recipe builds it: model.arguments {memory_efficient: true}."""
+    found = []
+    for memory_efficient in (True, False):
+        torch.manual_seed(0)
+        arguments = {
+            "memory_efficient": memory_efficient,
+            "block_config": [2, 2],
+            "growth_rate": 8,
+        }
+        model = build("densenet121", num_classes=3, arguments=arguments).double()
+        model = with_span(model, 4)
+        step(model, CPU, [images(8, seed=seed, size=32) for seed in range(2)], plainly)
+        found.append(buffers(model))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
