@@ -1,6 +1,8 @@
-"""What tests share: where real data lies, one thread, since problems are small, no time limits."""
+"""What tests share: where real data lies, one thread, since problems are small, an end to hangs."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,20 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("LARGEBATCH_DATA is not set: it names the folder of real data sets")
     return Path(folder)
+
+
+@pytest.fixture
+def ends() -> Iterator[None]:
+    """Let a test fail that would otherwise wait for ever; no test depends on how fast it is."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError("still waiting after five minutes")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

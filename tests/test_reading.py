@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,13 +126,12 @@ def test_bytes_that_come_in_pieces_are_put_together(
 
 
 @both_decoders
+@pytest.mark.usefixtures("ends")
 def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: Index) -> None:
     path, _ = hang(folder, 8)
-    begun = time.monotonic()
     try:
         with pytest.raises(DataError, match=rf"{path}: .*no answer in 0.2 seconds.*tried {TIMES}"):
             list(run(decode, folder, whole(folder)))
-        assert time.monotonic() - begun < 30
     finally:
         let_go(path)
 
@@ -161,7 +161,7 @@ def test_reads_that_hung_once_are_made_by_other_threads(
             reader.take_back(given)
         for path in moved:
             let_go(path)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while alive(reader) > reading.THREADS and time.monotonic() < deadline:
             time.sleep(0.01)
         assert alive(reader) == reading.THREADS, "one for each that was given up, and no more"
@@ -172,10 +172,14 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (request,), real, seconds = whole(folder, len(folder)), os.preadv, 0.0
+    clock = threading.local()  # of a disk that is as fast as the test says
 
     def slow(file: int, buffers: list[memoryview], offset: int) -> int:
-        time.sleep(seconds)
+        clock.now = now() + seconds
         return real(file, buffers, offset)
+
+    def now() -> float:
+        return getattr(clock, "now", 0.0)
 
     def sharing(reader: reading.Reader) -> int:
         given = reader.start(folder, request)
@@ -183,19 +187,20 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
         return len(given.shares)
 
     monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
     with reading.open_reader() as reader:
         assert sharing(reader) == reading.THREADS  # nothing is known of the disk yet
         sharing(reader)
         seconds = 0.01
-        sharing(reader)
-        assert sharing(reader) >= 4
+        assert sharing(reader) == 1
+        assert sharing(reader) == 1 + int(0.01 * 24 / 0.05)
         seconds = 0.1
         sharing(reader)
         assert sharing(reader) == reading.THREADS
         seconds = 0.0
         sharing(reader)
-        assert sharing(reader) < 4
+        assert sharing(reader) == 1
 
 
 def test_memory_that_a_read_may_still_write_into_is_not_used_again(
@@ -227,7 +232,7 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
         later = reader.start(folder, second)
         reader.finish(later)
         go_on.set()
-        assert written.wait(10)
+        assert written.wait(120)
         found = [content.tobytes() for content in later.contents]
     assert [row for row, content in enumerate(expected[12:]) if found[row] != content] == []
 

@@ -214,7 +214,7 @@ def read_records(path: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     records: list[Any] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not any(record.HasField("exit") for record in records):
         assert time.monotonic() < deadline, f"{path}: no end in {len(records)} records"
         time.sleep(0.05)
