@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from largebatch import recipe as recipes
+from largebatch.agreement import Facts, require_agreement, shape
 from largebatch.backends.groups import Grouping, by_bytes, constant, cubic, quadratic
 from largebatch.backends.hierarchical import in_two_levels
 from largebatch.backends.reducer import Reducer, divide
@@ -26,7 +27,7 @@ _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
-    """Build the model on the worker's device; every worker starts from the recipe's seed.
+    """Build the model on the worker's device; its weights come from the recipe's seed.
 
     Raises RecipeError where the model's BatchNorm and `batch.bn_span` do not fit each other, and
     where `polish.affine` finds no classifier.
@@ -51,9 +52,20 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
     if recipe.precision != "fp32":
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
         model.forward = torch.autocast(backend.device.type, dtype)(model.forward)
-    for tensor in model.state_dict().values():
-        backend.broadcast(tensor)
     return model
+
+
+def share_weights(model: nn.Module, backend: Backend, *, facts: Facts) -> None:
+    """Give worker 0's weights and buffers to every worker.
+
+    Raises MismatchError on every worker if their models or the other `facts` differ: tensors of
+    different shapes would be waited for without end.
+    """
+    tensors = model.state_dict()
+    shapes = {name: shape(tensor) for name, tensor in tensors.items()}
+    require_agreement({**facts, "state_dict": shapes}, backend, backend.device)
+    for tensor in tensors.values():
+        backend.broadcast(tensor)
 
 
 def require_trainable(model: nn.Module, recipe: Recipe) -> None:

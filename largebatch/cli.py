@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from largebatch.errors import (
     BackendError,
     CheckpointError,
     LargebatchError,
+    MismatchError,
     PeerLostError,
     PlanError,
     RecipeError,
@@ -35,6 +37,12 @@ from largebatch.plan import make_plan
 from largebatch.workers import launched_rank
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
+
+_FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
+"""What every worker finds and worker 0 says."""
+
+_HEAD_START = 1.0
+"""Seconds that it has for that: launchers end all workers when the first one has ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +67,9 @@ def _call(args: argparse.Namespace) -> int:
     except LargebatchError as error:
         if rank == 0:
             print(f"largebatch: {error}", file=sys.stderr)
-        elif not isinstance(error, (RecipeError, PlanError)):  # which every worker finds alike
+        elif isinstance(error, _FOUND_ALIKE):
+            time.sleep(_HEAD_START)
+        else:
             print(f"largebatch: worker {rank}: {error}", file=sys.stderr)
         return USER
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from largebatch.build import build_extra
 from largebatch.errors import DivergedError, LargebatchError
@@ -46,7 +46,7 @@ class Comparison:
     """As in summary.json, and None on workers other than the first."""
 
     versions: dict[str, str]
-    data: dict[str, dict[str, Any]]
+    data: dict[str, dict[str, object]]
     """By split: how many pictures, and the digest that two lists of the same pictures share."""
 
 
@@ -70,15 +70,11 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
 
 def compare(session: Session) -> Comparison:
     """Polish copies of the session's model in every way; `with_updates` made its recipe."""
-    splits = {"train": session.pipeline.train_index, "val": session.pipeline.val_index}
     return Comparison(
         rows=_rows(session),
         commit=source_commit() if session.backend.rank == 0 else None,
         versions=versions(),
-        data={
-            name: {"samples": len(index), "digest": index.digest or None}
-            for name, index in splits.items()
-        },
+        data=session.pipeline.splits,
     )
 
 

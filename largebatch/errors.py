@@ -29,6 +29,10 @@ class BackendError(LargebatchError):
     """The workers cannot be connected as asked."""
 
 
+class MismatchError(BackendError):
+    """The workers were started with different commands, recipes, packages or types of device."""
+
+
 class DivergedError(LargebatchError):
     """The training loss stopped being a number."""
 

@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from largebatch.agreement import Facts, checksum
 from largebatch.backends import broadcast_bytes
 from largebatch.compare import Comparison, compare, small_rate, with_updates
 from largebatch.contracts import Backend
@@ -65,7 +66,8 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
     names = zoo.same_name(what.model)
     check_format(what.weights, options.out)
     weights = read(what.weights, averaged=what.averaged)
-    with join(options) as backend:
+    facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
+    with join(options, facts) as backend:
         recipe, state = _fit(what, names, weights, options.data, backend)
         recipe = with_statistics(recipe, samples)
         assert recipe.polish is not None
@@ -88,12 +90,20 @@ def compare_weights(
     """Measure what each way of polishing would do; the file is only read."""
     names = zoo.same_name(what.model)
     weights = read(what.weights, averaged=what.averaged)
-    with join(options) as backend:
+    asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
+    facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
+    with join(options, facts) as backend:
         recipe, state = _fit(what, names, weights, options.data, backend)
         rate = lr or small_rate(recipe)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
         with _open(recipe, state, options, backend, measuring=False) as session:
             yield compare(session)
+
+
+def _facts(what: Foreign, weights: Weights) -> Facts:
+    """Return what every worker must be given alike, beside what is asked of the weights."""
+    content = checksum(weights.tensors)
+    return {"--model": what.model, "--weights": content, "--set": list(what.overrides)}
 
 
 @contextmanager

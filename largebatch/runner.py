@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from largebatch.agreement import Facts, require_agreement
 from largebatch.average import Average
 from largebatch.backends import Name, open_backend
 from largebatch.build import (
@@ -25,6 +26,7 @@ from largebatch.build import (
     build_scaler,
     plainest,
     require_trainable,
+    share_weights,
 )
 from largebatch.contracts import Backend, Tracker
 from largebatch.data.pipeline import open_pipeline
@@ -73,6 +75,14 @@ class Options:
 
     max_steps: int | None = None
     """Stop, resumable, when this many updates have been made in all."""
+
+    @property
+    def shared(self) -> Facts:
+        """What every worker must be given alike; only worker 0 uses the run folder."""
+        own = {
+            name: value for name, value in asdict(self).items() if name not in {"out", "backend"}
+        }
+        return {f"--{name.replace('_', '-')}": value for name, value in own.items()}
 
 
 def run(  # noqa: PLR0913 -- the command line's options, one to one
@@ -124,7 +134,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
-    with open_session(recipe, options) as (session, trackers):
+    with open_session(recipe, options, {"command": "train"}) as (session, trackers):
         state = read_state(recipe, options.out, session.backend) if options.resume else None
         if state is not None:
             require_resumable(state, session.plan, options.out)
@@ -140,12 +150,14 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
 
 
 @contextmanager
-def join(options: Options) -> Iterator[Backend]:
+def join(options: Options, facts: Facts) -> Iterator[Backend]:
     """Join the other workers, once in a process: the address where they meet serves one meeting.
 
-    They are left when all went well, for else they may be gone.
+    They are left when all went well, for else they may be gone. Raises MismatchError on every
+    worker unless they have the same options and packages and state the same `facts`.
     """
     backend = open_backend(options.backend)
+    require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // backend.local_size))
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
@@ -155,11 +167,11 @@ def join(options: Options) -> Iterator[Backend]:
 
 @contextmanager
 def open_session(
-    recipe: Recipe, options: Options, *, measuring: bool = False
+    recipe: Recipe, options: Options, facts: Facts, *, measuring: bool = False
 ) -> Iterator[tuple[Session, list[Tracker]]]:
-    """Join the other workers and build every object of a run; see build_session."""
+    """Join the other workers and build every object of a run; see join and build_session."""
     with (
-        join(options) as backend,
+        join(options, {**facts, **recipe.model_dump(mode="json")}) as backend,
         build_session(recipe, options, backend, measuring=measuring) as opened,
     ):
         yield opened
@@ -184,6 +196,7 @@ def build_session(
     plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
     model = build_model(recipe, backend)
+    share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
     here = recipe
     if measuring:
         here = plainest(recipe)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from largebatch import average, checkpoint
+from largebatch.agreement import checksum
 from largebatch.build import plainest
 from largebatch.checkpoint import Checkpoint
 from largebatch.compare import Comparison, compare, small_rate, with_updates
@@ -24,7 +25,8 @@ from largebatch.summary import Summary
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
     state = _load(path)
-    with open_session(state.recipe, options, measuring=True) as (session, _):
+    facts = {"command": "evaluate", "checkpoint": checksum(state.model)}
+    with open_session(state.recipe, options, facts, measuring=True) as (session, _):
         session.restore(state)
         return measure(session, _stage(state, session.plan))
 
@@ -41,7 +43,8 @@ def polish_checkpoint(
     check_folder(options.out, resume=False)
     state = _load(path, averaged=averaged)
     recipe = with_statistics(state.recipe, samples)
-    with open_session(recipe, options, measuring=True) as (session, trackers):
+    facts = {"command": "polish", "checkpoint": checksum(state.model), "--ema": averaged}
+    with open_session(recipe, options, facts, measuring=True) as (session, trackers):
         session.restore(replace(state, stages=[], average={}, before={}))
         stage = _stage(state, session.plan)
         if averaged:
@@ -74,7 +77,8 @@ def compare_checkpoint(
     recipe = plainest(state.recipe)
     rate = lr or small_rate(recipe)
     recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
-    with open_session(recipe, options) as (session, _):
+    facts = {"command": "polish --compare", "checkpoint": checksum(state.model), "--ema": averaged}
+    with open_session(recipe, options, facts) as (session, _):
         session.model.load_state_dict(state.model)
         session.scaler.load_state_dict(state.scaler)
         if averaged:

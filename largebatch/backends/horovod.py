@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from largebatch.agreement import require_agreement
 from largebatch.backends.devices import pick_device
 from largebatch.backends.parts import own_part
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
@@ -175,6 +176,8 @@ def open_horovod() -> Horovod:
             f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
             "CUDA_VISIBLE_DEVICES= in the environment"
         )
+    # From the CPU, for Horovod sends no tensor that is on a GPU here and on the CPU there.
+    require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend
 
 

@@ -7,16 +7,20 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
+from largebatch.agreement import require_same
 from largebatch.backends.devices import pick_device
 from largebatch.backends.parts import own_part
-from largebatch.errors import BackendError, PeerLostError
+from largebatch.errors import BackendError, MismatchError, PeerLostError
+from largebatch.workers import GRACE_SECONDS
 
 TIMEOUT = timedelta(minutes=30)
 """How long an operation waits for a worker that is alive and silent."""
@@ -91,7 +95,11 @@ class TorchDistributed(TorchGroup):
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         self.device = pick_device(self.local_rank, self.local_size)
         kind = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, timeout=TIMEOUT)
+        store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+        _require_one_type(store, self.device.type, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            kind, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
         super().__init__(None)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -116,6 +124,24 @@ class TorchDistributed(TorchGroup):
         """Destroy the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _require_one_type(store: Store, own: str, *, rank: int, world_size: int) -> None:
+    """Raise MismatchError on every worker unless all compute on the same type of device.
+
+    Asked before the process group is made: NCCL and Gloo would wait for each other.
+    """
+    store.set(f"device/{rank}", own)
+    types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
+    try:
+        require_same([{"device": found.decode()} for found in types])
+    except MismatchError:
+        store.set(f"informed/{rank}", "")
+        if rank == 0:  # whose process may hold the store
+            informed = [f"informed/{worker}" for worker in range(world_size)]
+            with suppress(dist.DistStoreError):
+                store.wait(informed, timedelta(seconds=GRACE_SECONDS))
+        raise
 
 
 @contextmanager

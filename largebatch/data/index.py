@@ -72,6 +72,11 @@ class Index:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """How many pictures there are, and the digest, as in a record; None: they are made up."""
+        return {"samples": len(self), "digest": self.digest or None}
+
     def locate(self, sample: int) -> Location:
         """Return the file that holds a sample, and which bytes of it are the encoded picture."""
         assert self.num_bytes is not None, "these pictures are made up, not read"

@@ -49,6 +49,11 @@ class Pipeline:
     held_out_samples: IntArray
     """Training pictures that no stage is trained or measured on."""
 
+    @property
+    def splits(self) -> dict[str, dict[str, object]]:
+        """What identifies the pictures of each split."""
+        return {"train": self.train_index.identity, "val": self.val_index.identity}
+
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.
 

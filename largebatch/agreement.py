@@ -1,0 +1,112 @@
+"""Workers compare what they were started to do, before a difference can stop or spoil the run.
+
+Each sends a checksum, which has one size whatever it is of, so this exchange works however much the
+workers differ. All see the same checksums and so take the same path: on, or to an exchange of the
+facts themselves and one message.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from largebatch.contracts import Group
+from largebatch.errors import MismatchError
+
+Facts = Mapping[str, object]
+"""Plain values by key, nested like a recipe. None means the same as a missing key."""
+
+_SHOWN = 10
+"""How many keys, values and ranks a message lists."""
+
+
+def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
+    """Raise MismatchError on every worker unless all of them state the same facts.
+
+    This is one all-gather of 32 bytes where they do. `device` is where the group's tensors live.
+    """
+    if group.world_size == 1:
+        return
+    content = json.dumps(dict(_flatten(facts)), default=str).encode("ascii")
+    digests = group.all_gather(_tensor(hashlib.sha256(content).digest(), device))
+    if (digests == digests[0]).all().item():  # sync: once, before training
+        return
+    size = (
+        group.all_gather(torch.tensor(len(content), device=device)).max().item()
+    )  # sync: as above
+    texts = group.all_gather(_tensor(content.ljust(int(size)), device))  # JSON may end in spaces
+    require_same([json.loads(text.numpy().tobytes()) for text in texts.cpu()])  # sync: as above
+
+
+def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise MismatchError unless the facts of all workers, in the order of their ranks, are equal.
+
+    >>> require_same([{"seed": 1}, {"seed": 2}, {"seed": 1}])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    largebatch.errors.MismatchError: workers disagree on seed: 1 on workers 0, 2 and 2 on ...
+    """
+    different = []
+    for key in sorted({key for own in facts for key in own}):
+        ranks: dict[str, list[str]] = {}
+        for rank, own in enumerate(facts):
+            value = json.dumps(own.get(key), ensure_ascii=False, sort_keys=True)
+            ranks.setdefault(value, []).append(str(rank))
+        if len(ranks) > 1:
+            different.append(f"{key}: {_describe(ranks)}")
+    if not different:
+        return
+    remedy = "start every worker with the same command, recipe, packages and type of device"
+    if len(different) == 1:
+        raise MismatchError(f"workers disagree on {different[0]}; {remedy}")
+    lines = different[:_SHOWN] + ["..."] * (len(different) > _SHOWN)
+    raise MismatchError(
+        "\n  ".join([f"workers disagree on {len(different)} values; {remedy}", *lines])
+    )
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of the names and the content of tensors that are on the CPU."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {shape(tensor)}".encode())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def shape(tensor: Tensor) -> str:
+    """Return a tensor's type and shape in words.
+
+    >>> shape(torch.zeros(64, 3, dtype=torch.float16))
+    'float16 [64, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
+    """Give every value by its dotted key, in the order of the keys."""
+    for key, value in sorted(facts.items()):
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{above}{key}.")
+        elif value is not None:
+            yield f"{above}{key}", value
+
+
+def _describe(ranks: Mapping[str, list[str]]) -> str:
+    return _some(
+        [
+            f"{value} on worker{'s' if len(those) > 1 else ''} {_some(those, ', ')}"
+            for value, those in ranks.items()
+        ],
+        " and ",
+    )
+
+
+def _some(words: list[str], between: str) -> str:
+    return between.join(words[:_SHOWN] + ["..."] * (len(words) > _SHOWN))
+
+
+def _tensor(content: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)

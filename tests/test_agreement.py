@@ -1,0 +1,254 @@
+"""What workers compare before they start, on workers that are threads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from short_runs import DIGITS
+from threads import Thread, on_threads
+from torch import Tensor, nn
+
+from largebatch import build, load_recipe, run, runner
+from largebatch.agreement import checksum, require_agreement
+from largebatch.build import share_weights
+from largebatch.contracts import Backend
+from largebatch.errors import MismatchError
+from largebatch.plan import make_plan
+from largebatch.runner import Options
+from largebatch.summary import versions
+
+Facts = Mapping[str, object]
+
+CPU = torch.device("cpu")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda below: st.lists(below) | st.dictionaries(st.text(), below),
+    max_leaves=5,
+)
+INDEX = {"index": {"train": {"samples": 5, "digest": "ab"}, "val": {"samples": 2, "digest": "cd"}}}
+OTHER_INDEX = {"index": {**INDEX["index"], "val": {"samples": 2, "digest": "ef"}}}
+
+
+def compare(*facts: Facts) -> list[str]:
+    """Let a worker for each state its facts; return what each is told, nothing if they agree."""
+
+    def work(worker: Thread) -> str:
+        try:
+            require_agreement(facts[worker.rank], worker, worker.device)
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    return on_threads(work, workers=len(facts))
+
+
+def of_a_run(*overrides: str, command: str = "train", **options: object) -> Facts:
+    """Return what a worker states when it joins a run on the digits."""
+    recipe = load_recipe(DIGITS, overrides)
+    shared = replace(Options(out=Path()), **cast("Any", options)).shared
+    return {"command": command, **recipe.model_dump(mode="json"), **shared}
+
+
+def of_a_plan(device_batch: int) -> Facts:
+    return {"plan": asdict(make_plan(load_recipe(DIGITS), workers=1, device_batch=device_batch))}
+
+
+@given(facts=st.dictionaries(st.text(), JSON))
+@settings(max_examples=30)
+def test_workers_that_agree_exchange_32_bytes_once(facts: Facts) -> None:
+    class Watched:
+        def __init__(self, worker: Thread) -> None:
+            self.rank, self.world_size = worker.rank, worker.world_size
+            self.all_reduce, self.reduce_scatter = worker.all_reduce, worker.reduce_scatter
+            self.worker, self.sent = worker, list[tuple[torch.dtype, torch.Size]]()
+
+        def all_gather(self, tensor: Tensor) -> Tensor:
+            self.sent.append((tensor.dtype, tensor.shape))
+            return self.worker.all_gather(tensor)
+
+    def work(worker: Thread) -> list[tuple[torch.dtype, torch.Size]]:
+        watched = Watched(worker)
+        require_agreement(facts, watched, CPU)
+        return watched.sent
+
+    assert on_threads(work, workers=3) == [[(torch.uint8, torch.Size([32]))]] * 3
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "message"),
+    [
+        pytest.param(
+            of_a_run(),
+            of_a_run("schedule.peak_lr=1.0"),
+            "schedule.peak_lr: 0.5 on worker 0 and 1.0 on worker 1",
+            id="rate",
+        ),
+        pytest.param(of_a_run(), of_a_run("seed=2"), "seed: 1 on worker 0 and 2 on", id="seed"),
+        pytest.param(
+            of_a_run(),
+            of_a_run("data.crop_area=[0.5, 1.0]"),
+            "data.crop_area: [0.35, 1.0] on worker 0 and [0.5, 1.0] on worker 1",
+            id="crops",
+        ),
+        pytest.param(
+            of_a_run(),
+            of_a_run("model.arguments.drop_rate=0.5"),
+            "model.arguments.drop_rate: null on worker 0 and 0.5 on worker 1",
+            id="a key that one has",
+        ),
+        pytest.param(
+            of_a_run("model.arguments.x=1"),
+            of_a_run("model.arguments.x='1'"),
+            'model.arguments.x: 1 on worker 0 and "1" on worker 1',
+            id="number and word",
+        ),
+        pytest.param(
+            of_a_run(),
+            of_a_run(command="evaluate"),
+            'command: "train" on worker 0 and "evaluate" on worker 1',
+            id="command",
+        ),
+        pytest.param(
+            of_a_run(device_batch=24),
+            of_a_run(),
+            "--device-batch: 24 on worker 0 and null on worker 1",
+            id="device batch",
+        ),
+        pytest.param(of_a_run(resume=True), of_a_run(), "--resume: true on", id="resume"),
+        pytest.param(of_a_run(), of_a_run(max_steps=3), "--max-steps: null on", id="max steps"),
+        pytest.param(of_a_run(decoder="dali"), of_a_run(), '--decoder: "dali"', id="decoder"),
+        pytest.param(of_a_run(data=Path("a")), of_a_run(), '--data: "a" on', id="data"),
+        pytest.param(
+            {"versions": versions()},
+            {"versions": versions() | {"torch": "1.0"}},
+            f'versions.torch: "{versions()["torch"]}" on worker 0 and "1.0" on worker 1',
+            id="versions",
+        ),
+        pytest.param(
+            {"device": "cuda"},
+            {"device": "cpu"},
+            'device: "cuda" on worker 0 and "cpu" on worker 1',
+            id="type of device",
+        ),
+        pytest.param(
+            INDEX,
+            OTHER_INDEX,
+            'index.val.digest: "cd" on worker 0 and "ef" on worker 1',
+            id="pictures",
+        ),
+    ],
+)
+def test_every_worker_is_told_what_differs(own: Facts, other: Facts, message: str) -> None:
+    told, *others = compare(own, other)
+    assert told.startswith(f"workers disagree on {message}")
+    assert told.endswith(
+        "; start every worker with the same command, recipe, packages and type of device"
+    )
+    assert others == [told]
+
+
+def test_a_plan_that_differs_is_named_value_by_value() -> None:
+    told, _ = compare(of_a_plan(48), of_a_plan(96))
+    assert told.splitlines()[1:] == [
+        "  plan.accumulation: 2 on worker 0 and 1 on worker 1",
+        "  plan.device_batch: 48 on worker 0 and 96 on worker 1",
+    ]
+
+
+def test_all_workers_with_one_value_are_listed_together() -> None:
+    told, *_ = compare(*[{"seed": seed} for seed in (1, 2, 1, 2, 2)])
+    assert "seed: 1 on workers 0, 2 and 2 on workers 1, 3, 4;" in told
+
+
+def test_long_lists_are_cut() -> None:
+    many: list[Facts] = [{str(key): rank for key in range(12)} for rank in range(12)]
+    head, *lines = compare(*many)[0].splitlines()
+    assert head.startswith("workers disagree on 12 values; start every worker")
+    assert len(lines) == 11
+    assert lines[0].endswith(" and 9 on worker 9 and ...")
+    assert lines[-1] == "  ..."
+
+
+def test_none_is_a_key_that_is_missing() -> None:
+    assert compare({"polish": None, "seed": 1}, {"seed": 1}) == ["", ""]
+
+
+def test_one_worker_alone_sends_nothing() -> None:
+    def work(worker: Thread) -> int:
+        require_agreement(INDEX, worker, CPU)
+        return worker.calls
+
+    assert on_threads(work, workers=1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        pytest.param(
+            lambda: nn.Linear(3, 5),
+            '0.bias: "float32 [4]" on worker 0 and "float32 [5]"',
+            id="shape",
+        ),
+        pytest.param(
+            lambda: nn.Linear(3, 4).half(),
+            '0.bias: "float32 [4]" on worker 0 and "float16',
+            id="type",
+        ),
+        pytest.param(
+            lambda: nn.Linear(3, 4, bias=False),
+            '0.bias: "float32 [4]" on worker 0 and null',
+            id="name",
+        ),
+        pytest.param(
+            lambda: nn.BatchNorm2d(4), "0.num_batches_tracked: null on worker 0 and", id="buffer"
+        ),
+    ],
+)
+def test_models_are_compared_before_their_weights_are_sent(
+    other: Callable[[], nn.Module], message: str
+) -> None:
+    """A worker that is a thread has no `broadcast`: asked for one it would fail otherwise."""
+
+    def work(worker: Thread) -> str:
+        model = nn.Sequential(other() if worker.rank else nn.Linear(3, 4))
+        with pytest.raises(MismatchError) as caught:
+            share_weights(model, cast("Backend", worker), facts={})
+        return str(caught.value)
+
+    for told in on_threads(work, workers=2):
+        assert f"state_dict.{message}" in told
+
+
+def test_a_run_states_everything_it_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report: None
+) -> None:
+    stated: list[Any] = []
+    for module in (runner, build):
+        monkeypatch.setattr(module, "require_agreement", lambda facts, *_: stated.append(facts))
+    recipe = load_recipe(DIGITS, ["duration={steps: 2}", "schedule.warmup=null", "polish=null"])
+    run(recipe, out=tmp_path / "run", device_batch=48)
+    first, second = stated
+    assert recipe.model_dump(mode="json").items() <= first.items()
+    assert (first["command"], first["--device-batch"]) == ("train", 48)
+    assert first["versions"] == versions()
+    assert second["plan"]["accumulation"] == 2
+    assert second["index"]["train"]["samples"] == 1437
+    assert len(second["index"]["val"]["digest"]) >= 32
+    assert second["state_dict"]["fc.weight"] == "float32 [10, 128]"
+
+
+def test_files_with_other_weights_have_another_checksum() -> None:
+    state = {"a": torch.zeros(3, dtype=torch.bfloat16), "n": torch.tensor(7)}
+    assert checksum(state) == checksum(dict(reversed(state.items())))
+    changed = [
+        {**state, "n": torch.tensor(8)},
+        {**state, "a": torch.zeros(3, dtype=torch.float16)},
+        {**state, "a": torch.zeros(1, 3, dtype=torch.bfloat16)},
+        {"b": state["a"], "n": state["n"]},
+    ]
+    assert len({checksum(each) for each in [state, *changed]}) == 5
