@@ -19,7 +19,8 @@ to an order of magnitude, so the convention is named and saved with every checkp
 The arithmetic is done by `largebatch/kernels`; what is here chooses one and keeps what it works on.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, assert_never, get_args
@@ -32,9 +33,15 @@ from largebatch.kernels import Rule, Update, apex, batched, fused
 
 Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
 Kernels = Literal["torch", "apex"]
+Number = float | Tensor
+"""A tensor has one element; every step reads it anew and leaves it as it is."""
 
 _SHORT = (torch.float16, torch.bfloat16)
 """Types too short to add small steps in."""
+
+_NUMBERS = ("lr", "base_lr", "momentum", "weight_decay", "eta", "eps")
+_SAVED = {"momentum_buffer", "master"}
+"""The state of a parameter; a master only where the parameter is short."""
 
 
 class LARS(Optimizer):
@@ -55,12 +62,12 @@ class LARS(Optimizer):
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of the method
         self,
         params: ParamsT,
-        lr: float = 1.0,
+        lr: Number = 1.0,
         *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        eta: float = 1e-3,
-        eps: float = 0.0,
+        momentum: Number = 0.9,
+        weight_decay: Number = 0.0,
+        eta: Number = 1e-3,
+        eps: Number = 0.0,
         convention: Convention = "reference",
         kernels: Kernels = "torch",
     ) -> None:
@@ -82,27 +89,53 @@ class LARS(Optimizer):
         Raises MissingPackageError where `kernels` asks for a package that is not installed.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        group.setdefault("base_lr", group["lr"])
-        _check(group)
+        try:
+            _check(param_group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        param_group.setdefault("base_lr", _number(param_group, "lr"))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take over rates and momentum; masters stay in float32, and `kernels` as they are here."""
+        """Take over rates and momentum; masters stay in float32, and `kernels` as they are here.
+
+        Raises ValueError, before anything has changed, for what is not a whole state of LARS over
+        parameters of these shapes, naming what is missing. A state without masters is one: that of
+        a float32 model.
+        """
+        loaded: StateDict = {}
+
+        def check(_: Optimizer, state: StateDict) -> None:
+            _check_state(state, self.param_groups)
+            loaded.update(state)
+
+        def finish(_: Optimizer) -> None:
+            for group, choice in zip(self.param_groups, kernels, strict=True):
+                group["kernels"] = choice
+            self._keep_exact(loaded)
+
         kernels = [group["kernels"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, choice in zip(self.param_groups, kernels, strict=True):
-            group["kernels"] = choice
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        weights = chain.from_iterable(group["params"] for group in self.param_groups)
-        for name, weight in zip(names, weights, strict=True):
+        hooks = [  # after those of others that change the state, before those that use it
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(finish, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keep_exact(self, loaded: StateDict) -> None:
+        """Take masters and their momentum as saved; torch rounds them to the type of the weight."""
+        for name, weight in _pairs(loaded, self.param_groups):
             if weight not in self.state:
                 continue
-            state = self.state[weight]
-            if weight.dtype in _SHORT:  # torch has rounded the state to the type of the weight
-                for key, value in state_dict["state"][name].items():
-                    state[key] = value.to(weight.device, torch.float32, copy=True)
+            if weight.dtype in _SHORT:
+                for key in _SAVED & loaded["state"][name].keys():
+                    value = loaded["state"][name][key]
+                    self.state[weight][key] = value.to(weight.device, torch.float32, copy=True)
             else:
-                state.pop("master", None)
+                self.state[weight].pop("master", None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
@@ -204,24 +237,39 @@ def _kernel(device: torch.device, kernels: Kernels) -> Update:
 
 def _rule(group: dict[str, Any]) -> Rule:
     """Say a group's convention, rate included, as the one formula that the kernels know."""
-    lr, convention = group["lr"], group["convention"]
+    lr, decay = _number(group, "lr"), _number(group, "weight_decay")
+    convention = group["convention"]
     rate_inside = convention in {"reference", "fujitsu"}
     place: Literal["inside", "outside"] = "outside" if convention == "outside" else "inside"
     return Rule(
-        momentum=group["momentum"],
-        decay=group["weight_decay"],
-        ratio_decay=group["weight_decay"] * (group["base_lr"] if convention == "fujitsu" else 1),
-        eta=group["eta"],
-        eps=group["eps"],
+        momentum=_number(group, "momentum"),
+        decay=decay,
+        ratio_decay=decay * (_number(group, "base_lr") if convention == "fujitsu" else 1),
+        eta=_number(group, "eta"),
+        eps=_number(group, "eps"),
         into=lr if rate_inside else 1.0,
         out=1.0 if rate_inside else lr,
         ratio=place if group["adapt"] else "none",
     )
 
 
+def _number(group: dict[str, Any], key: str) -> float:
+    """Return a hyper-parameter as it is now; one that is a tensor is the user's, to fill in place.
+
+    Raises ValueError for a tensor of several numbers.
+    """
+    value = group[key]
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
+    return float(value.item())  # sync: only if the user keeps the number on a GPU
+
+
 def _check(group: dict[str, Any]) -> None:
     """Raise ValueError where a hyper-parameter, or a parameter, cannot be."""
-    _check_words(group)
+    _check_word(group, "convention", get_args(Convention))
+    _check_word(group, "kernels", get_args(Kernels))
     _check_numbers(group)
     for weight in group["params"]:
         if not weight.is_floating_point():
@@ -230,18 +278,60 @@ def _check(group: dict[str, Any]) -> None:
         apex.check(group["params"])
 
 
-def _check_words(group: dict[str, Any]) -> None:
-    for key, words in (("convention", Convention), ("kernels", Kernels)):
-        if group[key] not in get_args(words):
-            known = ", ".join(get_args(words))
-            raise ValueError(f"{key} must be one of {known}, got {group[key]!r}")
+def _check_word(group: dict[str, Any], key: str, known: Sequence[str]) -> None:
+    if group[key] not in known:
+        raise ValueError(f"{key} must be one of {', '.join(known)}, got {group[key]!r}")
 
 
 def _check_numbers(group: dict[str, Any]) -> None:
-    if not 0 <= group["momentum"] < 1:
+    numbers = {key: _number(group, key) for key in _NUMBERS if key in group}
+    if not 0 <= numbers.pop("momentum") < 1:
         raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
-    if not group["eta"] > 0:  # nor NaN
-        raise ValueError(f"eta must be positive, got {group['eta']}")
-    for key in ("lr", "base_lr", "weight_decay", "eps"):
-        if not group[key] >= 0:
-            raise ValueError(f"{key} must not be negative, got {group[key]}")
+    if not 0 < numbers.pop("eta") < math.inf:
+        raise ValueError(f"eta must be above 0 and finite, got {group['eta']}")
+    for key, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{key} must be 0 or above and finite, got {number}")
+
+
+def _check_state(state: StateDict, groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError where a state to load is not a whole one of these groups."""
+    _require(state, ("state", "param_groups"), "the state")
+    for number, group in enumerate(state["param_groups"]):
+        _require(group, ("params", "convention", "adapt", *_NUMBERS), f"group {number}")
+        _check_word(group, "convention", get_args(Convention))
+        _check_numbers(group)
+    if [len(group["params"]) for group in state["param_groups"]] != [
+        len(group["params"]) for group in groups
+    ]:
+        return  # torch says so
+    for name, weight in _pairs(state, groups):
+        if name in state["state"]:
+            _check_saved(state["state"][name], weight, f"parameter {name}")
+
+
+def _check_saved(saved: dict[str, Any], weight: Tensor, owner: str) -> None:
+    _require(saved, ("momentum_buffer",), owner)
+    for key in _SAVED & saved.keys():
+        shape = tuple(saved[key].shape) if isinstance(saved[key], Tensor) else saved[key]
+        if shape != weight.shape:
+            raise ValueError(
+                f"{key} of {owner} must have its shape {tuple(weight.shape)}, got {shape}"
+            )
+
+
+def _require(holder: dict[str, Any], keys: Sequence[str], name: str) -> None:
+    missing = [key for key in keys if key not in holder]
+    if missing:
+        raise ValueError(
+            f"{name} has no {', '.join(missing)}: this is not a whole state that LARS has saved"
+        )
+
+
+def _pairs(state: StateDict, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
+    """Go through the parameters: what a state calls each, and the parameter."""
+    names, weights = (
+        chain.from_iterable(group["params"] for group in every)
+        for every in (state["param_groups"], groups)
+    )
+    return zip(names, weights, strict=True)

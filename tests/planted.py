@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "fujitsu's ratio forgets the peak rate",
         "lars.py",
-        '(group["base_lr"] if convention == "fujitsu" else 1)',
+        '(_number(group, "base_lr") if convention == "fujitsu" else 1)',
         "1",
         "test_lars.py::test_fujitsus_decay_is_scaled_by_the_peak_rate",
     ),

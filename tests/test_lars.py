@@ -1,5 +1,6 @@
 import math
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -143,24 +144,37 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
         ({"convention": "nesterov"}, "reference, scaled-momentum, outside, fujitsu"),
         ({"kernels": "triton"}, "kernels must be one of torch, apex, got 'triton'"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"eta": 0.0}, "eta must be positive"),
-        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
-        ({"eps": -1e-9}, "eps must not be negative"),
-        ({"lr": -0.1}, "^lr must not be negative"),
         ({"momentum": math.nan}, r"momentum must be in \[0, 1\), got nan"),
-        ({"eta": math.nan}, "eta must be positive, got nan"),
-        ({"weight_decay": math.nan}, "weight_decay must not be negative, got nan"),
-        ({"eps": math.nan}, "eps must not be negative, got nan"),
-        ({"lr": math.nan}, "^lr must not be negative, got nan"),
+        ({"eta": 0.0}, "eta must be above 0 and finite, got 0.0"),
+        *(({"eta": bad}, "eta must be above 0 and finite") for bad in (math.nan, math.inf)),
+        *(
+            ({key: bad}, f"^{key} must be 0 or above and finite, got {bad}")
+            for key in ("lr", "weight_decay", "eps")
+            for bad in (-0.1, math.nan, math.inf)
+        ),
+        ({"lr": torch.tensor(math.inf)}, "^lr must be 0 or above and finite, got inf"),
+        ({"lr": torch.ones(2)}, r"^lr must be one number, got a tensor of shape \(2,\)"),
     ],
 )
-def test_a_wrong_hyper_parameter_is_refused(options: dict[str, float], message: str) -> None:
+def test_a_wrong_hyper_parameter_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LARS([nn.Parameter(torch.ones(1))], **options)  # type: ignore[arg-type]  # wrong on purpose
+        LARS([nn.Parameter(torch.ones(1))], **options)
 
 
-@pytest.mark.parametrize("base_lr", [-1.0, math.nan])
+@pytest.mark.parametrize("base_lr", [-1.0, math.nan, math.inf])
 def test_a_wrong_peak_rate_of_a_group_is_refused(base_lr: float) -> None:
     group = {"params": [nn.Parameter(torch.ones(1))], "base_lr": base_lr}
-    with pytest.raises(ValueError, match=f"base_lr must not be negative, got {base_lr}"):
+    with pytest.raises(ValueError, match=f"base_lr must be 0 or above and finite, got {base_lr}"):
         LARS([group], convention="fujitsu")
+
+
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
+    first, second = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1, 2))
+    optimizer = LARS([first], lr=0.1)
+    group = {"params": [second], "lr": math.nan}
+    with pytest.raises(ValueError, match="lr must be 0 or above and finite, got nan"):
+        optimizer.add_param_group(group)
+    assert [group["params"] for group in optimizer.param_groups] == [[first]]
+    group["lr"] = 0.2
+    optimizer.add_param_group(group)
+    assert optimizer.param_groups[1]["base_lr"] == 0.2

@@ -1,7 +1,10 @@
 """What LARS keeps beside the weights: masters, momentum, its choices; and what it refuses."""
 
+import math
 import sys
+from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import fake_apex
 import pytest
@@ -9,11 +12,14 @@ import torch
 from lars_formula import Formula, Path, assert_close, choose_path
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 
 from largebatch.errors import MissingPackageError
 from largebatch.lars import LARS
 
 __all__ = ["choose_path"]  # the fixture `path`
+
+Change = Callable[[dict[Any, Any]], object]
 
 short_types = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
@@ -96,6 +102,147 @@ def test_the_kernels_are_chosen_here_and_not_by_a_checkpoint() -> None:
     del saved["param_groups"][0]["kernels"]  # written before there was a choice
     second.load_state_dict(saved)
     assert second.param_groups[0]["kernels"] == "torch"
+
+
+@short_types
+def test_masters_are_those_that_hooks_leave(dtype: torch.dtype) -> None:
+    """A hook before loading may hand out another state, one after loading sees float32."""
+    weight, copy = (
+        nn.Parameter(torch.ones(2, 2).to(dtype)),
+        nn.Parameter(torch.ones(2, 2, dtype=dtype)),
+    )
+    optimizer, restored = LARS([weight]), LARS([copy])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    seen: list[torch.dtype] = []
+
+    def change(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **state,
+            "state": {0: {key: torch.full((2, 2), 1.001) for key in state["state"][0]}},
+        }
+
+    def look(changed: Optimizer) -> None:
+        seen.extend(value.dtype for value in changed.state[copy].values())
+
+    restored.register_load_state_dict_post_hook(look)
+    restored.register_load_state_dict_pre_hook(change)
+    restored.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.float32, torch.float32]
+    for key in ("master", "momentum_buffer"):
+        assert restored.state[copy][key].equal(torch.full((2, 2), 1.001))
+    assert len(restored._optimizer_load_state_dict_pre_hooks) == 1
+    assert len(restored._optimizer_load_state_dict_post_hooks) == 1
+
+
+def stepped(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
+    """Return an optimizer of a 2 x 3 weight and a bias that has made a step."""
+    weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = make(weights)
+    optimizer.step()
+    return optimizer
+
+
+def without(*keys: object) -> Change:
+    """Return what takes one key out of a state."""
+
+    def take(state: dict[Any, Any]) -> object:
+        for key in keys[:-1]:
+            state = state[key]
+        return state.pop(keys[-1])
+
+    return take
+
+
+def with_value(value: object, *keys: object) -> Change:
+    """Return what puts a value into a state."""
+
+    def put(state: dict[Any, Any]) -> None:
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = value
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("make", "damage", "message"),
+    [
+        pytest.param(
+            lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+            lambda _: None,
+            "group 0 has no convention, adapt, base_lr, eta, eps: this is not a whole state",
+            id="of SGD",
+        ),
+        pytest.param(LARS, without("state"), "the state has no state", id="no state"),
+        pytest.param(LARS, without("param_groups"), "has no param_groups", id="no groups"),
+        *(
+            pytest.param(
+                LARS, without("param_groups", 0, key), f"group 0 has no {key}", id=f"no {key}"
+            )
+            for key in ("lr", "base_lr", "momentum", "weight_decay", "eta", "eps", "convention")
+        ),
+        pytest.param(LARS, without("param_groups", 0, "adapt"), "no adapt", id="no adapt"),
+        pytest.param(LARS, without("param_groups", 0, "params"), "no params", id="no params"),
+        pytest.param(
+            LARS,
+            without("state", 1, "momentum_buffer"),
+            "parameter 1 has no momentum_buffer",
+            id="no momentum",
+        ),
+        pytest.param(
+            LARS,
+            with_value(None, "state", 1, "momentum_buffer"),
+            r"momentum_buffer of parameter 1 must have its shape \(3,\), got None",
+            id="momentum of SGD",
+        ),
+        pytest.param(
+            LARS,
+            with_value(torch.ones(3), "state", 0, "momentum_buffer"),
+            r"momentum_buffer of parameter 0 must have its shape \(2, 3\), got \(3,\)",
+            id="shape",
+        ),
+        pytest.param(
+            LARS,
+            with_value("nesterov", "param_groups", 0, "convention"),
+            "convention must be one of",
+            id="unknown convention",
+        ),
+        pytest.param(
+            LARS, with_value(math.nan, "param_groups", 0, "lr"), "^lr must be 0 or", id="nan"
+        ),
+        pytest.param(
+            LARS, with_value([0], "param_groups", 0, "params"), "match the size", id="one too few"
+        ),
+    ],
+)
+def test_what_is_no_whole_state_is_refused_and_nothing_has_changed(
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    damage: Change,
+    message: str,
+) -> None:
+    saved, optimizer = stepped(make).state_dict(), stepped(LARS)
+    damage(saved)
+    before = deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number in (0, 1):
+        assert after["state"][number]["momentum_buffer"].equal(
+            before["state"][number]["momentum_buffer"]
+        )
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def test_a_state_from_before_the_first_step_is_loaded() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = LARS([weight], lr=0.5)
+    optimizer.load_state_dict(LARS([nn.Parameter(torch.ones(2))], lr=0.1).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.state
 
 
 def test_a_sparse_gradient_is_refused_before_anything_moves() -> None:
