@@ -10,18 +10,6 @@ from torch import Tensor
 Lists = list[list[Tensor]]
 
 
-def multi_tensor_l2norm(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    per_tensor_python: bool | None,
-) -> tuple[Tensor, Tensor]:
-    (tensors,) = checked(noop_flag, tensor_lists, depth=1)
-    squares = torch.stack([tensor.double().square().sum() for tensor in tensors])
-    every = squares.sqrt().float() if per_tensor_python else torch.empty(0)
-    return squares.sum().sqrt().float().reshape(1), every
-
-
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:

@@ -2,13 +2,13 @@
 
 apex has no LARS; these of its kernels (module `amp_C`, csrc/amp_C_frontend.cpp) make it up:
 
-    multi_tensor_l2norm        the length of each tensor
     multi_tensor_axpby         out = a x + b y
     multi_tensor_scale         out = a x
     multi_tensor_lamb_stage2   x -= lr (p / u) y, with numbers p and u for each tensor
 
 Each takes a flag that it raises where it meets an infinity and that none of them looks at, so an
-infinity goes on into the weights, as it does elsewhere.
+infinity goes on into the weights, as it does elsewhere. The lengths are torch's, summed in float64:
+those of apex's multi_tensor_l2norm are summed in float32, where the square of 1e20 is infinite.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ CHUNK = 65536
 """Elements that one block of threads works on, as in apex's own optimizers."""
 
 EVERY_TENSOR = True
-"""A norm for each tensor; a ratio for each, even without decay."""
+"""A ratio for each tensor, even without decay."""
 
 INSTALL = (
     "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
@@ -62,9 +62,7 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
         add(buffers, directions, buffers, a=rule.momentum, b=rule.into)
         add(weights, buffers, weights, a=1.0, b=-rule.out)
         return
-    _, w = amp.multi_tensor_l2norm(CHUNK, flag, [weights], EVERY_TENSOR)
-    _, g = amp.multi_tensor_l2norm(CHUNK, flag, [grads], EVERY_TENSOR)
-    ratios = trust_ratios(w, g, rule)
+    ratios = trust_ratios(weights, grads, rule, times=1.0)
     if rule.ratio == "inside":
         amp.multi_tensor_scale(CHUNK, flag, [buffers, buffers], rule.momentum)
         add_scaled(buffers, directions, ratios, alpha=rule.into)

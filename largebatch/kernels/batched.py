@@ -29,28 +29,38 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
             weights, directions, buffers, momentum=rule.momentum, into=rule.into, out=rule.out
         )
         return
-    ratios = trust_ratios(
-        torch.stack(torch._foreach_norm(weights)), torch.stack(torch._foreach_norm(grads)), rule
-    )
+    inside = rule.ratio == "inside"
+    ratios = trust_ratios(weights, grads, rule, times=rule.into if inside else rule.out)
     scratch, views = _scratch(weights)
     torch._foreach_copy_(views, grads)
     if rule.decay:
         torch._foreach_add_(views, weights, alpha=rule.decay)
-    if rule.ratio == "inside":
-        _scale(scratch, ratios * rule.into, weights)
+    if inside:
+        _scale(scratch, ratios, weights)
         _add_momentum(weights, views, buffers, rule)
     else:
         torch._foreach_mul_(buffers, rule.momentum)
         torch._foreach_add_(buffers, views, alpha=rule.into)
         torch._foreach_copy_(views, buffers)
-        _scale(scratch, ratios * rule.out, weights)
+        _scale(scratch, ratios, weights)
         torch._foreach_sub_(weights, views)
 
 
-def trust_ratios(w: Tensor, g: Tensor, rule: Rule) -> Tensor:
-    """Return eta |w| / (|g| + ratio_decay |w| + eps) of norms, or 1 where either norm is 0."""
+def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule, *, times: float) -> Tensor:
+    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, times a number.
+
+    One for each weight, of the weights' type.
+    """
+    w, g = _norms(weights), _norms(grads)
     ratios = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
-    return torch.where((w > 0) & (g > 0), ratios, 1.0)
+    ratios = torch.where((w > 0) & (g > 0), ratios, 1.0)
+    return torch.mul(ratios, times, out=weights[0].new_empty(len(weights)))
+
+
+def _norms(tensors: Tensors) -> Tensor:
+    """Return the length of each, summed in float64: in float32 the square of 1e20 is infinite."""
+    wide = None if tensors[0].device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    return torch.stack(torch._foreach_norm(tensors, dtype=wide))
 
 
 def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule) -> None:

@@ -39,8 +39,21 @@ def trust_ratio(w: float, g: float, rule: Rule) -> float:
 
 
 def norm(tensor: Tensor) -> float:
-    """Return the length of a dense CPU tensor, good to 1e-6 however many elements it has."""
-    # As rows of its memory in order, whatever its layout.
+    """Return the length of a dense CPU tensor, good to 1e-6 whatever its size or elements.
+
+    Of float64 elements, between 1e-150 and 1e150.
+    """
+    length = _length(tensor)
+    # Squares below the smallest normal number are lost; these would be 1e-7 of the whole.
+    least = math.sqrt(1e7 * torch.finfo(tensor.dtype).tiny * tensor.numel())
+    if least < length < math.inf:
+        return length
+    exact: float = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()  # sync: no wait
+    return exact
+
+
+def _length(tensor: Tensor) -> float:
+    """Sum squares in the type of the tensor, as rows of its memory in order."""
     rows, rest = divmod(tensor.numel(), ROW)
     body = torch.linalg.vector_norm(tensor.as_strided((rows, ROW), (ROW, 1)), dim=1)
     length: float = torch.linalg.vector_norm(body, dtype=torch.float64).item()  # sync: no wait

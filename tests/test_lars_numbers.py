@@ -1,0 +1,147 @@
+"""LARS and the numbers it is given: rates that are tensors, and lengths at the ends of float32."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from lars_formula import CONVENTIONS, RATES, Formula, Path, assert_close, choose_path
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from largebatch.lars import LARS, Convention
+
+__all__ = ["choose_path"]  # the fixture `path`
+
+every_convention = pytest.mark.parametrize("convention", CONVENTIONS)
+every_path = pytest.mark.parametrize("way", ["fused", "batched", "apex"])
+
+NUMBERS = {"lr": 1.7, "momentum": 0.9, "weight_decay": 0.05, "eta": 0.02, "eps": 1e-9}
+
+
+def exactly(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@every_path
+@every_convention
+@pytest.mark.parametrize("adapt", [True, False])
+def test_numbers_given_as_tensors_mean_the_same_and_stay_as_they_are(
+    path: Path, way: str, convention: Convention, adapt: bool
+) -> None:
+    path(way)
+    weight = nn.Parameter(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
+    tensors = {key: exactly(value) for key, value in NUMBERS.items()}
+    optimizer = LARS([{"params": [weight], "adapt": adapt, **tensors}], convention=convention)
+    plain = {"convention": convention, "adapt": adapt, "base_lr": NUMBERS["lr"]}
+    formula = Formula(weight, NUMBERS | plain)
+    for step, lr in enumerate(RATES):
+        grad = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        tensors["lr"].fill_(lr)
+        weight.grad = grad
+        optimizer.step()
+        formula.step(grad.double().numpy(), lr)
+        assert {key: value.item() for key, value in tensors.items()} == NUMBERS | {"lr": lr}
+    assert_close(weight, formula.w, 1e-6)
+
+
+def test_the_peak_rate_does_not_follow_a_tensor_that_the_rate_is_written_into() -> None:
+    lr = torch.tensor(13.0)
+    optimizer = LARS([nn.Parameter(torch.ones(1))], lr=lr, convention="fujitsu")
+    lr.fill_(6.5)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert optimizer.param_groups[0]["base_lr"] == 13.0
+
+
+@every_path
+@pytest.mark.parametrize(
+    ("scheduler", "options"),
+    [
+        (lr_scheduler.StepLR, {"step_size": 1, "gamma": 0.5}),
+        (lr_scheduler.CosineAnnealingLR, {"T_max": 4}),
+        (lr_scheduler.OneCycleLR, {"max_lr": 2.0, "total_steps": 5}),
+    ],
+)
+def test_torchs_schedulers_drive_a_tensor_as_they_drive_a_number(
+    path: Path,
+    way: str,
+    scheduler: Callable[..., lr_scheduler.LRScheduler],
+    options: dict[str, Any],
+) -> None:
+    path(way)
+    ends = []
+    for lr, momentum in ((0.5, 0.9), (exactly(0.5), exactly(0.9))):
+        weight = nn.Parameter(torch.ones(2, 3))
+        optimizer = LARS([weight], lr=lr, momentum=momentum, eta=0.1)
+        policy = scheduler(optimizer, **options)
+        for step in range(4):
+            weight.grad = torch.full((2, 3), 1.0 + step)
+            optimizer.step()
+            policy.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=0)
+
+
+SIZES = [1e-25, 1e-20, 1.0, 1e20]
+"""The square of all but 1.0 is no number of float32."""
+PAIRS = [(w, g) for w, g in product(SIZES, SIZES) if w / g > 1e-35]
+"""The ratio itself has to be one."""
+
+
+@every_path
+@every_convention
+@pytest.mark.parametrize(("weight_size", "grad_size"), PAIRS)
+def test_lengths_whose_squares_float32_cannot_hold_are_the_formula(
+    path: Path, way: str, convention: Convention, weight_size: float, grad_size: float
+) -> None:
+    path(way)
+    draw = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(30, 40, generator=draw) * weight_size)
+    optimizer = LARS([weight], lr=0.5, weight_decay=0.01, eta=0.02, convention=convention)
+    formula = Formula(weight, optimizer.param_groups[0])
+    for _ in range(2):
+        weight.grad = torch.randn(30, 40, generator=draw) * grad_size
+        formula.step(weight.grad.double().numpy(), 0.5)
+        optimizer.step()
+    assert_close(optimizer.state[weight]["momentum_buffer"], formula.b, 1e-6)
+    assert_close(weight, formula.w, 1e-6)
+
+
+@every_path
+def test_a_length_with_one_element_that_can_be_squared_counts_the_others(
+    path: Path, way: str
+) -> None:
+    """A million of 1e-20 beside one of 1e-18 are ten times as long as it."""
+    path(way)
+    weight = nn.Parameter(torch.full((1000, 1000), 1e-20))
+    weight.data[0, 0] = 1e-18
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    LARS([weight], lr=1.0, eta=0.5).step()
+    length = math.hypot(1e-17, 1e-18)
+    torch.testing.assert_close(before - weight, torch.full_like(weight, 0.5 * length / 1000))
+
+
+def worst(convention: Convention) -> float:
+    """Return the largest loss on the way down a round bowl, |w - c|^2 / 2, which begins at 0.16."""
+    weight = nn.Parameter(torch.ones(1, 2, dtype=torch.float64))
+    bottom = torch.tensor([[1.4, 0.6]], dtype=torch.float64)
+    optimizer = LARS([weight], lr=1.0, eta=0.1, convention=convention)
+    losses = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (weight - bottom).square().sum() / 2
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(0.16)
+    return max(losses)
+
+
+def test_outside_blows_up_where_old_momentum_meets_a_tiny_gradient() -> None:
+    """The warning in the module's docstring."""
+    assert worst("outside") == pytest.approx(533, abs=1)
+    for convention in ("reference", "scaled-momentum", "fujitsu"):
+        assert worst(convention) == pytest.approx(0.16)
