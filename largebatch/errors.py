@@ -37,6 +37,13 @@ class DivergedError(LargebatchError):
     """The training loss stopped being a number."""
 
 
+class UnusedParametersError(LargebatchError, ValueError):
+    """A model has parameters that its loss does not depend on.
+
+    In a recipe that is the choice of a model, from Python a wrong argument.
+    """
+
+
 class MissingPackageError(LargebatchError):
     """An optional package is needed and not installed.
 

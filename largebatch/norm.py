@@ -94,8 +94,10 @@ def _in_backward() -> bool:
 def with_span(model: M, span: int) -> M:
     """Replace every BatchNorm of the model, in place, by one with a span; return the model.
 
-    Parameters and buffers keep their names and values. Raises ValueError for a kind of BatchNorm
-    that does more than normalise and then apply its children in turn, naming the layer.
+    Parameters and buffers keep their names and values. While it trains, the model can be
+    differentiated once only: a loss with gradients of its own (a gradient penalty) needs plain
+    BatchNorm. Raises ValueError for a kind of BatchNorm that does more than normalise and then
+    apply its children in turn, naming the layer.
     """
     replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may stand in a model under two names
     for name, layer in list(model.named_modules(remove_duplicate=False)):

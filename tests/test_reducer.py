@@ -4,10 +4,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from largebatch.backends.groups import Grouping, by_bytes, constant, cubic, quadratic
 from largebatch.backends.reducer import Reducer
 from largebatch.backends.serial import Serial
+from largebatch.errors import UnusedParametersError
 
 
 class Recorder(Serial):
@@ -22,6 +24,12 @@ class Recorder(Serial):
     def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- as Serial's
         self.sent.append(tensor.numel())
         return super().all_reduce(tensor)
+
+
+one_or_two = pytest.mark.parametrize(
+    "workers",
+    [pytest.param(lambda: Serial(torch.device("cpu")), id="1"), pytest.param(Recorder, id="2")],
+)
 
 
 def net() -> nn.Sequential:
@@ -193,7 +201,7 @@ def test_the_step_after_a_failed_one_is_summed() -> None:
     with Reducer(model.named_parameters(), workers) as reducer:
         reducer.arm()
         model[2](torch.ones(1, 4)).sum().backward()
-        with pytest.raises(ValueError, match="no gradient reached"):
+        with pytest.raises(UnusedParametersError, match="no gradient reached"):
             reducer.wait()
         reducer.zero()
         reducer.arm()
@@ -230,13 +238,14 @@ def test_without_norms_nothing_is_sent_for_them() -> None:
         assert workers.dtypes == [torch.float16, torch.float16]
 
 
-def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
+@one_or_two
+def test_a_parameter_that_no_gradient_reaches_is_named(workers: Callable[[], Serial]) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    with Reducer(model.named_parameters(), Recorder()) as reducer:
+    with Reducer(model.named_parameters(), workers()) as reducer:
         reducer.arm()
         model["used"](torch.ones(1, 2)).sum().backward()
         with pytest.raises(
-            ValueError, match="no gradient reached idle.bias, idle.weight; set requires_grad=False"
+            UnusedParametersError, match=r"no gradient reached idle\.bias, idle\.weight, on which"
         ):
             reducer.wait()
 
@@ -315,3 +324,76 @@ def test_closing_leaves_the_model_as_it_was() -> None:
 def test_a_model_that_cannot_be_reduced_is_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Reducer(model.named_parameters(), Recorder())
+
+
+@one_or_two
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        pytest.param("ww", "two parameters are named w: give each its own", id="one name"),
+        pytest.param("vw", "one parameter is named v and w: list it once", id="two names"),
+        pytest.param("vv", "two parameters are named v", id="twice"),
+    ],
+)
+def test_a_name_stands_for_one_parameter(
+    workers: Callable[[], Serial], names: str, message: str
+) -> None:
+    """One of the two would never be summed."""
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    weights = [first, second if names == "ww" else first]
+    with pytest.raises(ValueError, match=message):
+        Reducer(zip(names, weights, strict=True), workers())
+    assert not first._post_accumulate_grad_hooks
+
+
+@one_or_two
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_gradients_that_have_a_graph_are_refused_on_any_number_of_workers(
+    workers: Callable[[], Serial], accumulation: int
+) -> None:
+    model = net()
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        reducer.zero()
+        if accumulation == 1:
+            reducer.arm()
+        with pytest.raises(ValueError, match=r"2\.bias.*create_graph=True.*torch\.autograd\.grad"):
+            model(torch.ones(2, 4)).sum().backward(create_graph=True)
+
+
+@one_or_two
+def test_a_gradient_of_a_gradient_is_summed_like_any_other(workers: Callable[[], Serial]) -> None:
+    """A gradient penalty, as the message above says it is done."""
+    model, expected = net(), net()
+    expected.load_state_dict(model.state_dict())
+
+    def penalised(each: nn.Module) -> Tensor:
+        images = torch.full((2, 4), 0.5, requires_grad=True)
+        loss: Tensor = each(images).square().sum()
+        (slope,) = torch.autograd.grad(loss, images, create_graph=True)
+        return loss + slope.square().sum()
+
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        reducer.zero()
+        reducer.arm()
+        penalised(model).backward()
+        reducer.wait()
+        penalised(expected).backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@one_or_two
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_may_be_computed_again_in_backward(
+    workers: Callable[[], Serial], reentrant: bool
+) -> None:
+    model, images = net(), torch.ones(2, 4, requires_grad=True)
+    with Reducer(model.named_parameters(), workers()) as reducer:
+        reducer.zero()
+        reducer.arm()
+        hidden = checkpoint(model[:2], images, use_reentrant=reentrant)
+        assert isinstance(hidden, Tensor)
+        model[2](hidden).sum().backward()
+        reducer.wait()
+        assert all(weight.grad is not None for weight in model.parameters())

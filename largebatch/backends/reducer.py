@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from largebatch.backends.groups import Grouping, cubic
 from largebatch.contracts import Work
+from largebatch.errors import UnusedParametersError
 
 Named = tuple[str, nn.Parameter]
 
@@ -76,6 +77,9 @@ class Reducer:
     or by 1 where the loss was divided by the global batch, which has done that already; dividing
     twice would lose small gradients. One worker rounds too, so that a recipe means the same there.
     The gradients of `exact` keep their type and go last, together.
+
+    Gradients are numbers: backward(create_graph=True) is refused, on one worker too. A loss may
+    hold gradients of its own, from torch.autograd.grad(..., create_graph=True).
     """
 
     def __init__(
@@ -132,7 +136,8 @@ class Reducer:
     def wait(self) -> None:
         """Block until every gradient is the sum over all workers.
 
-        Raises ValueError naming the parameters that the armed backward pass did not reach, or if
+        Raises UnusedParametersError, a ValueError, naming the parameters that the armed backward
+        pass did not reach: their groups and those after them were never sent. Raises ValueError if
         there was none.
         """
         if not self._armed:
@@ -144,9 +149,10 @@ class Reducer:
             group.receive(self._divisor)
         missing = [name for group in self._groups for name in sorted(group.owed)]
         if missing:
-            raise ValueError(
-                f"no gradient reached {', '.join(missing)}; set requires_grad=False on parameters "
-                "that the loss does not depend on"
+            raise UnusedParametersError(
+                f"no gradient reached {', '.join(missing)}, on which the loss does not depend; "
+                "train a model without these (in a recipe: another model.name, or model.arguments "
+                "that leave them out), or set requires_grad=False on them"
             )
         assert self._alone or len(under_way) == len(self._groups)
 
@@ -172,11 +178,7 @@ class Reducer:
         def note(weight: Tensor) -> None:
             gradient, held = weight.grad, group.held.get(name)
             assert gradient is not None
-            if self._armed and name not in group.owed:
-                raise ValueError(
-                    f"{name} got a second gradient after arm, while the first is being summed; arm "
-                    "announces the last backward pass of a step"
-                )
+            self._require_summable(group, name)
             if held is None:
                 if view is not None:
                     weight.grad = gradient = view.copy_(gradient)
@@ -190,6 +192,20 @@ class Reducer:
 
         return note
 
+    def _require_summable(self, group: _Group, name: str) -> None:
+        """Raise ValueError where the gradient that has just come can be no part of the sum."""
+        if torch.is_grad_enabled():  # in a hook of backward(create_graph=True), and only there
+            raise ValueError(
+                f"{name} got a gradient from backward(create_graph=True), which cannot be summed "
+                "over workers; take inner gradients by torch.autograd.grad(..., create_graph=True),"
+                " which leaves those of the parameters alone, and call backward without it"
+            )
+        if self._armed and name not in group.owed:
+            raise ValueError(
+                f"{name} got a second gradient after arm, while the first is being summed; arm "
+                "announces the last backward pass of a step"
+            )
+
     def _send_complete_groups(self) -> None:
         while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].owed:
             self._under_way.append(self._groups[sent].send(self._workers, self._divisor))
@@ -200,15 +216,32 @@ def divide(
 ) -> list[list[Named]]:
     """Put the parameters that are trained into groups, first to send in front, `exact` ones last.
 
-    A parameter that a model has under two names is to be listed once, as named_parameters does.
+    Raises ValueError where two parameters have one name, or one has two: a parameter that a model
+    has under two names is to be listed once, as named_parameters does.
     """
-    trained = [(name, weight) for name, weight in parameters if weight.requires_grad]
+    named = list(parameters)
+    _require_one_name_each(named)
+    trained = [(name, weight) for name, weight in named if weight.requires_grad]
     apart = set(exact)
     first = [(name, weight) for name, weight in trained if weight not in apart]
     last = [(name, weight) for name, weight in trained if weight in apart]
     sizes = [weight.numel() * weight.element_size() for _, weight in first]
     groups = [first[numbers.start : numbers.stop] for numbers in grouping(sizes)]
     return [*groups, last] if last else groups
+
+
+def _require_one_name_each(named: Iterable[Named]) -> None:
+    weights: dict[str, nn.Parameter] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, weight in named:
+        if name in weights:
+            raise ValueError(f"two parameters are named {name}: give each its own name")
+        if weight in names:
+            raise ValueError(
+                f"one parameter is named {names[weight]} and {name}: list it once, as "
+                "named_parameters does"
+            )
+        weights[name], names[weight] = weight, name
 
 
 def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | None) -> _Group:
