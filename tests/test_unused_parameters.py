@@ -1,0 +1,64 @@
+"""A model with parameters that the loss does not depend on: the user is told which."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from short_runs import DIGITS
+from torch import nn
+
+from largebatch.backends.reducer import Reducer
+from largebatch.backends.torch_distributed import TorchDistributed
+from largebatch.build import build_model
+from largebatch.cli import USER, main
+from largebatch.contracts import Backend
+from largebatch.errors import LargebatchError
+from largebatch.recipe import Recipe
+from largebatch.runner import Options, run_worker
+from largebatch.summary import Summary
+from largebatch.workers import start_workers
+
+
+def model_with_an_idle_layer(recipe: Recipe, backend: Backend) -> nn.Module:
+    model = build_model(recipe, backend)
+    model.add_module("idle", nn.Linear(2, 2))
+    return model
+
+
+def train_with_an_idle_layer(recipe: Recipe, options: Options) -> Summary:
+    with mock.patch("largebatch.runner.build_model", model_with_an_idle_layer):
+        return run_worker(recipe, options)
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_run_ends_with_their_names_and_no_traceback(
+    workers: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("largebatch.runner.run_worker", train_with_an_idle_layer)
+    words = ["train", str(DIGITS), "--workers", workers, "--out", str(tmp_path / "run")]
+    assert main(words) == USER
+    shown = capsys.readouterr().err
+    assert shown.startswith("largebatch: no gradient reached idle.bias, idle.weight, on which")
+    assert "model.arguments" in shown
+    assert "Traceback" not in shown
+
+
+def leave_a_layer_out_on_one_worker() -> None:
+    """Worker 0 sends every group; worker 1 never sends the last one, which worker 0 waits for."""
+    backend = TorchDistributed()
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])  # groups of 3 and 5 tensors
+    used = layers[backend.rank :]
+    with Reducer(layers.named_parameters(), backend) as reducer:
+        reducer.arm()
+        nn.Sequential(*used)(torch.ones(1, 2)).sum().backward()
+        reducer.wait()
+
+
+def test_a_layer_that_only_one_worker_leaves_out_is_named_and_nobody_waits_for_it() -> None:
+    with pytest.raises(LargebatchError, match=r"no gradient reached 0\.bias, 0\.weight, on which"):
+        start_workers(leave_a_layer_out_on_one_worker, workers=2)
