@@ -1,6 +1,6 @@
 """Cross-entropy with label smoothing, in both published conventions."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -8,20 +8,34 @@ from torch import Tensor
 
 from largebatch.train import Criterion
 
+OffTarget = Literal["all", "others"]
 
-def cross_entropy(*, smoothing: float, off_target: Literal["all", "others"]) -> Criterion:
+
+def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
     """Return a criterion that sums the smoothed cross-entropy over the samples of a batch.
 
     With K classes and smoothing a (Szegedy et al. 2016, arXiv:1512.00567, section 7), `all` gives
     every class a/K and the labelled one 1 - a more, as PyTorch and TensorFlow do; `others` gives
-    the other classes a/(K-1) each and the labelled one 1 - a, as MXNet does.
+    the other classes a/(K-1) each and the labelled one 1 - a, as MXNet does. Raises ValueError for
+    a smoothing below 0, or that makes the labelled class the least likely: 1 or above here, above
+    1 - 1/K from the criterion.
     """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing must be in [0, 1), got {smoothing:g}")
+    if off_target not in get_args(OffTarget):
+        known = ", ".join(get_args(OffTarget))
+        raise ValueError(f"off_target must be one of {known}, got {off_target!r}")
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        classes = logits.shape[1]
+        if smoothing > 1 - 1 / classes:
+            raise ValueError(
+                f"smoothing ({smoothing:g}) makes the labelled one of {classes} classes the least "
+                "likely"
+            )
         mass = smoothing
-        if off_target == "others":
-            classes = logits.shape[1]
+        if smoothing and off_target == "others":
             mass = smoothing * classes / (classes - 1)
         return F.cross_entropy(logits, labels, label_smoothing=mass, reduction="sum")
 

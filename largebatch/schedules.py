@@ -27,6 +27,7 @@ def constant(*, peak: float) -> Schedule:
     >>> constant(peak=0.1)(7)
     0.1
     """
+    _require_rates(peak=peak)
     return lambda _: peak
 
 
@@ -37,6 +38,7 @@ def step(*, peak: float, steps: int, gamma: float) -> Schedule:
     >>> [rate(step) for step in (0, 2, 3, 4, 5, 6)]
     [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
     """
+    _require_rates(peak=peak)
     _require_positive(steps)
     _require_fraction(gamma)
     return lambda step: peak * gamma ** (step // steps)
@@ -49,6 +51,7 @@ def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Schedu
     >>> [rate(step) for step in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
+    _require_rates(peak=peak)
     _require_increasing(boundaries)
     _require_fraction(gamma)
     return lambda step: peak * gamma ** bisect.bisect_right(boundaries, step)
@@ -61,6 +64,7 @@ def exponential(*, peak: float, gamma: float) -> Schedule:
     >>> [rate(step) for step in range(4)]
     [8.0, 4.0, 2.0, 1.0]
     """
+    _require_rates(peak=peak)
     _require_fraction(gamma)
     return lambda step: peak * gamma**step
 
@@ -72,6 +76,7 @@ def inverse(*, peak: float, gamma: float, power: float) -> Schedule:
     >>> [rate(step) for step in (0, 1, 3)]
     [4.0, 1.0, 0.25]
     """
+    _require_rates(peak=peak)
     _require_above_zero(gamma=gamma, power=power)
     return lambda step: peak * (1.0 + gamma * step) ** -power
 
@@ -213,12 +218,18 @@ def warmup(after: Schedule, *, steps: int, start: float = 0.0) -> Schedule:
     """Rise linearly from `start` to `after(0)` over `steps` steps, then follow `after`.
 
     The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). `after` sees its own
-    clock: its step 0 is the first step after the warm-up.
+    clock: its step 0 is the first step after the warm-up. With no steps there is no warm-up.
 
     >>> rate = warmup(constant(peak=4.0), steps=2, start=1.0)
     >>> [rate(step) for step in range(4)]
     [1.0, 2.5, 4.0, 4.0]
     """
+    _require_not_negative(steps)
+    _require_rates(start=start)
+    if steps and start > after(0):
+        raise ValueError(
+            f"start ({start:g}) must not exceed the rate that the warm-up rises to ({after(0):g})"
+        )
 
     def rate(step: int) -> float:
         if step >= steps:
@@ -237,6 +248,7 @@ def skip(schedule: Schedule, *, steps: int) -> Schedule:
     >>> [rate(step) for step in range(3)]
     [2.0, 4.0, 4.0]
     """
+    _require_not_negative(steps)
     return lambda step: schedule(step + steps)
 
 
@@ -273,8 +285,19 @@ def _between(low: float, peak: float, share: float) -> float:
 
 
 def _require_positive(steps: int) -> None:
-    if steps < 1:
+    if not 1 <= steps < math.inf:  # nor NaN
         raise ValueError(f"steps must be at least 1, got {steps}")
+
+
+def _require_not_negative(steps: int) -> None:
+    if not 0 <= steps < math.inf:
+        raise ValueError(f"steps must be 0 or more, got {steps}")
+
+
+def _require_rates(**rates: float) -> None:
+    for name, rate in rates.items():
+        if not 0.0 <= rate < math.inf:
+            raise ValueError(f"{name} must be a rate, 0 or above and finite, got {rate:g}")
 
 
 def _require_fraction(gamma: float) -> None:
@@ -284,15 +307,17 @@ def _require_fraction(gamma: float) -> None:
 
 def _require_above_zero(**values: float) -> None:
     for name, value in values.items():
-        if not value > 0.0:
-            raise ValueError(f"{name} must be above 0, got {value:g}")
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value:g}")
 
 
 def _require_order(low: float, peak: float) -> None:
+    _require_rates(**{"the lower rate": low, "peak": peak})
     if low > peak:
         raise ValueError(f"the lower rate ({low:g}) must not exceed the peak ({peak:g})")
 
 
 def _require_increasing(boundaries: Sequence[int]) -> None:
-    if any(later <= earlier for earlier, later in itertools.pairwise([0, *boundaries])):
+    steps = [0, *boundaries, math.inf]
+    if not all(earlier < later for earlier, later in itertools.pairwise(steps)):
         raise ValueError(f"boundaries must be above 0 and increase, got {list(boundaries)}")

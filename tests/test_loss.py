@@ -1,3 +1,4 @@
+import math
 from typing import Literal
 
 import pytest
@@ -25,3 +26,35 @@ def test_the_mass_goes_where_the_convention_says(
     expected = -(wanted * logits.log_softmax(1)).sum()
     loss = cross_entropy(smoothing=MASS, off_target=off_target)(logits, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, 1.5, math.nan, math.inf])
+def test_smoothing_that_is_no_part_of_the_mass_is_refused(smoothing: float) -> None:
+    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got "):
+        cross_entropy(smoothing=smoothing, off_target="all")
+
+
+def test_an_unknown_convention_is_refused() -> None:
+    with pytest.raises(ValueError, match="off_target must be one of all, others, got 'none'"):
+        cross_entropy(smoothing=0.1, off_target="none")  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("off_target", ["all", "others"])
+@pytest.mark.parametrize("classes", [2, 3, 10, 1000])
+def test_smoothing_may_make_all_classes_alike_and_no_more(
+    off_target: Literal["all", "others"], classes: int
+) -> None:
+    """As in a recipe."""
+    logits, labels = torch.zeros(2, classes), torch.zeros(2, dtype=torch.int64)
+    most = 1 - 1 / classes
+    loss = cross_entropy(smoothing=most, off_target=off_target)(logits, labels)
+    assert loss.item() == pytest.approx(2 * math.log(classes))
+    criterion = cross_entropy(smoothing=math.nextafter(most, 1), off_target=off_target)
+    with pytest.raises(ValueError, match=rf"labelled one of {classes} classes the least likely"):
+        criterion(logits, labels)
+
+
+@pytest.mark.parametrize("off_target", ["all", "others"])
+def test_one_class_is_not_smoothed(off_target: Literal["all", "others"]) -> None:
+    logits, labels = torch.ones(2, 1), torch.zeros(2, dtype=torch.int64)
+    assert cross_entropy(smoothing=0.0, off_target=off_target)(logits, labels).item() == 0

@@ -1,6 +1,9 @@
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import lrbench
 import numpy as np
@@ -244,3 +247,106 @@ def test_mlperfs_formula_counts_from_one() -> None:
 def test_a_schedule_that_cannot_be_is_refused(make: Callable[[], Schedule], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+NAN, INF = math.nan, math.inf
+NO_RATE = (-1.0, NAN, INF)
+NO_LENGTH = (-3, 0, NAN, INF)
+
+# A schedule that can be -> the values that one of its arguments cannot have.
+WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[Any, ...]]]] = {
+    "constant": (constant, {"peak": 1.0}, {"peak": NO_RATE}),
+    "step": (
+        schedules.step,
+        {"peak": 1.0, "steps": 3, "gamma": 0.5},
+        {"peak": NO_RATE, "steps": NO_LENGTH, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
+    ),
+    "multistep": (
+        multistep,
+        {"peak": 1.0, "boundaries": [2, 4], "gamma": 0.5},
+        {
+            "peak": NO_RATE,
+            "boundaries": ([-2, 4], [2, NAN], [NAN], [2, INF], [4, 2]),
+            "gamma": (-0.5, 0.0, 1.5, NAN, INF),
+        },
+    ),
+    "exponential": (
+        schedules.exponential,
+        {"peak": 1.0, "gamma": 0.5},
+        {"peak": NO_RATE, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
+    ),
+    "inverse": (
+        schedules.inverse,
+        {"peak": 1.0, "gamma": 0.5, "power": 2.0},
+        {"peak": NO_RATE, "gamma": (-0.5, 0.0, NAN, INF), "power": (-1.0, 0.0, NAN, INF)},
+    ),
+    "polynomial": (
+        polynomial,
+        {"peak": 1.0, "steps": 3, "power": 2.0, "end": 0.1},
+        {
+            "peak": NO_RATE,
+            "steps": NO_LENGTH,
+            "power": (-1.0, 0.0, NAN, INF),
+            "end": (*NO_RATE, 2.0),
+        },
+    ),
+    "cosine": (
+        cosine,
+        {"peak": 1.0, "steps": 3, "end": 0.1},
+        {"peak": NO_RATE, "steps": NO_LENGTH, "end": (*NO_RATE, 2.0)},
+    ),
+    **{
+        name: (
+            getattr(schedules, name),
+            {"peak": 1.0, "low": 0.1, "steps": 3},
+            {"peak": NO_RATE, "low": (*NO_RATE, 2.0), "steps": NO_LENGTH},
+        )
+        for name in ("triangular", "triangular2", "sine", "sine2", "cosine_cycles")
+    },
+    **{
+        name: (
+            getattr(schedules, name),
+            {"peak": 1.0, "low": 0.1, "steps": 3, "gamma": 0.5},
+            {
+                "peak": NO_RATE,
+                "low": (*NO_RATE, 2.0),
+                "steps": NO_LENGTH,
+                "gamma": (-0.5, 0.0, 1.5, NAN, INF),
+            },
+        )
+        for name in ("triangular_exp", "sine_exp")
+    },
+    "piecewise": (
+        partial(schedules.piecewise, [DECAY, DECAY]),
+        {"boundaries": [3]},
+        {"boundaries": ([-3], [0], [NAN], [INF])},
+    ),
+    "warmup": (
+        partial(warmup, DECAY),
+        {"steps": 3, "start": 0.1},
+        {"steps": (-3, NAN, INF), "start": (*NO_RATE, 9.0)},
+    ),
+    "skip": (partial(skip, DECAY), {"steps": 1}, {"steps": (-1, NAN, INF)}),
+}
+
+
+def test_every_schedule_is_asked_for_what_it_refuses() -> None:
+    public = {name for name, value in vars(schedules).items() if inspect.isfunction(value)}
+    assert {name for name in public if not name.startswith("_")} == set(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        (name, argument, value)
+        for name, (_, _, wrong) in WRONG.items()
+        for argument, values in wrong.items()
+        for value in values
+    ],
+)
+def test_a_rate_or_length_that_cannot_be_is_refused(name: str, argument: str, value: Any) -> None:  # noqa: ANN401 -- wrong on purpose
+    make, arguments, wrong = WRONG[name]
+    assert wrong.keys() == arguments.keys()
+    assert make(**arguments)(0) >= 0
+    with pytest.raises(ValueError, match=r" got |exceed"):
+        make(**arguments | {argument: value})
