@@ -37,9 +37,11 @@ class LARS(Section):
     kind: Literal["lars"]
 
     convention: Literal["reference", "scaled-momentum", "outside", "fujitsu"]
-    """Where rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's TF2 code).
-    `scaled-momentum`: ratio inside, rate outside (timm). `outside`: both outside (Intel).
-    `fujitsu`: both inside, weight decay scaled by the peak rate (MLPerf v0.6, open division)."""
+    """Where rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's TF2 code;
+    optax too, but only without weight decay). `scaled-momentum`: ratio inside, rate outside (timm).
+    `outside`: both outside (Intel); it can blow up where old momentum meets a tiny gradient, which
+    the ratio divides by. `fujitsu`: both inside, weight decay scaled by the peak rate (MLPerf v0.6,
+    open division)."""
 
     momentum: Momentum = 0.9
 
@@ -50,7 +52,7 @@ class LARS(Section):
     """Trust coefficient: |step| / |weight| at rate 1, before momentum and decay."""
 
     eps: NonNegativeFloat = 0.0
-    """Added to the denominator of the trust ratio."""
+    """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
 
     kernels: Literal["torch", "apex"] = "torch"
     """What computes the update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
