@@ -34,7 +34,6 @@ import torch
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
-from largebatch.backends.serial import Serial
 from largebatch.data.building import FORMAT, Content, build
 from largebatch.data.changes import difference
 from largebatch.data.index import index_of, load_file, make, open_content
@@ -42,6 +41,7 @@ from largebatch.data.mapped import pack
 from largebatch.data.packing import pack_folder
 from largebatch.data.pipeline import open_pipeline
 from largebatch.data.scan import scan
+from largebatch.distributed.serial import Serial
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.vision import require_torchvision

@@ -28,12 +28,12 @@ import torch
 from input_pipeline import AREA, dali_reader, requests, view
 from measuring import Step, paired_ratio, spread, take_turns, write
 
-from largebatch.backends.serial import Serial
 from largebatch.cli import main as largebatch
 from largebatch.contracts import Request
 from largebatch.data import cached, dali, on_device
 from largebatch.data.index import load_or_read
-from largebatch.workers import available_cores
+from largebatch.distributed.environment import available_cores
+from largebatch.distributed.serial import Serial
 
 SMALL_AREA = (0.6, 1.0)
 TARGET = 200_000

@@ -30,11 +30,11 @@ from index import imagenet
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Request, View
 from largebatch.data import cached, dali, torchvision, train_request
 from largebatch.data.index import Index, index_of, load_or_read
 from largebatch.data.order import sample_ids
+from largebatch.distributed.serial import Serial
 from largebatch.vision import require_torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -26,9 +26,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD
 
-from largebatch.backends.reducer import Reducer
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batch
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
 from largebatch.loss import cross_entropy
 from largebatch.models import build
 from largebatch.norm import Spans, with_span

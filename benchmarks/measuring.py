@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import available_cores
+from largebatch.distributed.serial import Serial
 from largebatch.summary import source_commit, versions
-from largebatch.workers import available_cores
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 2000

@@ -34,7 +34,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.norm import with_span
 from largebatch.polish import polish
@@ -162,7 +162,7 @@ def share(batches: Pairs, rank: int) -> Pairs:
 
 def polish_share(number: int, batch: int) -> Arrays:
     """Polish as one of two workers; tensors would go through memory that ends with the worker."""
-    from largebatch.backends.torch_distributed import TorchDistributed
+    from largebatch.distributed.torch_distributed import TorchDistributed
 
     torch.set_num_threads(1)
     backend = TorchDistributed()

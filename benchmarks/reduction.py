@@ -35,10 +35,10 @@ from measuring import Step, paired_ratio, spread, take_turns, write
 from rivals import ddp, horovod_example, ours, plain
 from torch import nn
 
-from largebatch.backends.horovod import open_horovod
-from largebatch.backends.reducer import Reducer
-from largebatch.backends.torch_distributed import TorchDistributed
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.horovod import open_horovod
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.workers import start_workers
 
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from largebatch.backends.reducer import Reducer
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Reducer
 from largebatch.models import build
 
 RATE = 1e-3

@@ -9,11 +9,18 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from largebatch import recipe as recipes
-from largebatch.agreement import Facts, require_agreement, shape
-from largebatch.backends.groups import Grouping, by_bytes, constant, cubic, quadratic
-from largebatch.backends.hierarchical import in_two_levels
-from largebatch.backends.reducer import Reducer, divide
-from largebatch.contracts import Backend
+from largebatch.distributed.agreement import Facts, require_agreement, shape
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.hierarchical import in_two_levels
+from largebatch.distributed.reducer import (
+    Grouping,
+    Reducer,
+    by_bytes,
+    constant,
+    cubic,
+    divide,
+    quadratic,
+)
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from largebatch import cli_data, cli_polish, cli_recipe
 from largebatch.cli_recipe import add_command, add_set, count
+from largebatch.distributed.environment import launched_rank
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -34,7 +35,6 @@ from largebatch.errors import (
 from largebatch.folder import check_folder, default_folder
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
-from largebatch.workers import launched_rank
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 

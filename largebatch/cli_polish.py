@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.cli_recipe import Call, add_set, count
+from largebatch.distributed.environment import launched_rank
 from largebatch.errors import CheckpointError, LargebatchError
-from largebatch.workers import launched_rank
 
 if TYPE_CHECKING:
     from largebatch.compare import Comparison

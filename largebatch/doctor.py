@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from largebatch import models
-from largebatch.backends import horovod
 from largebatch.contracts import Request, View
 from largebatch.data import dali, digits, index, torchvision
+from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
 from largebatch.tracking.wandb import Wandb
 

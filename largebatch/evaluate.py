@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

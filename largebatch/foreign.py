@@ -16,11 +16,11 @@ import yaml
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.agreement import Facts, checksum
-from largebatch.backends import broadcast_bytes
 from largebatch.compare import Comparison, compare, small_rate, with_updates
-from largebatch.contracts import Backend
 from largebatch.data.index import open_content
+from largebatch.distributed.agreement import Facts, checksum
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DataError
 from largebatch.evaluate import Metrics
 from largebatch.loading import parse_recipe

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
 
 _PART = 2**17
 """Values of a part of a batch that the processor's cache still holds for the second look at it. A

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.contracts import Backend, Group, Work
+from largebatch.distributed.backend import Backend, Group, Work
 from largebatch.norm_functions import normalise
 
 M = TypeVar("M", bound=nn.Module)

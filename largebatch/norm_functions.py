@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from largebatch.contracts import Group
+from largebatch.distributed.backend import Group
 
 _GRADIENT_PART = 2**18
 """Values of a part of the gradient that the processor's cache still holds in the second of the two

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.moments import Moments, pool
 from largebatch.norm import SpanBatchNorm, by_spans

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from largebatch import checkpoint
-from largebatch.backends import broadcast_bytes
 from largebatch.build import portable
 from largebatch.checkpoint import Checkpoint
-from largebatch.contracts import Backend, Tracker
+from largebatch.contracts import Tracker
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
 from largebatch.loading import dump_recipe
 from largebatch.recipe import Recipe

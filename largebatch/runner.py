@@ -15,9 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from largebatch.agreement import Facts, require_agreement
 from largebatch.average import Average
-from largebatch.backends import Name, open_backend
 from largebatch.build import (
     build_extra,
     build_model,
@@ -28,8 +26,12 @@ from largebatch.build import (
     require_trainable,
     share_weights,
 )
-from largebatch.contracts import Backend, Tracker
+from largebatch.contracts import Tracker
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.agreement import Facts, require_agreement
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.environment import available_cores, launched_rank
 from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
@@ -43,7 +45,7 @@ from largebatch.session import Means, Session, say
 from largebatch.stages import require_resumable, run_stages
 from largebatch.steplog import StepLog
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
-from largebatch.workers import available_cores, launched_rank, start_workers, stop_requests
+from largebatch.workers import start_workers, stop_requests
 
 Decoder = Literal["dali", "torchvision"]
 
@@ -156,7 +158,7 @@ def join(options: Options, facts: Facts) -> Iterator[Backend]:
     They are left when all went well, for else they may be gone. Raises MismatchError on every
     worker unless they have the same options and packages and state the same `facts`.
     """
-    backend = open_backend(options.backend)
+    backend = connect(options.backend)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // backend.local_size))

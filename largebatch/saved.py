@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from largebatch import average, checkpoint
-from largebatch.agreement import checksum
 from largebatch.build import plainest
 from largebatch.checkpoint import Checkpoint
 from largebatch.compare import Comparison, compare, small_rate, with_updates
+from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError
 from largebatch.evaluate import Metrics
 from largebatch.finishing import Polish, Statistics

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from largebatch import checkpoint
 from largebatch.average import Average
-from largebatch.backends.reducer import Reducer
 from largebatch.checkpoint import Checkpoint
-from largebatch.contracts import Backend
 from largebatch.data.pipeline import Pipeline
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Reducer
 from largebatch.evaluate import Metrics, evaluate
 from largebatch.norm import Spans
 from largebatch.plan import Plan

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from largebatch.backends.serial import Serial
 from largebatch.data.pipeline import open_pipeline
 from largebatch.data.shown import Rows, Shown, denormalized, show
+from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.pictures import Data
 from largebatch.plan import Plan, make_plan

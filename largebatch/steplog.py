@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Backend, Work
+from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DivergedError
 from largebatch.plan import Plan
 from largebatch.train import Update

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from largebatch.backends.reducer import Reducer
 from largebatch.contracts import Batch
+from largebatch.distributed.reducer import Reducer
 from largebatch.norm import Spans
 from largebatch.schedules import Schedule
 

@@ -21,10 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from largebatch.distributed.environment import GRACE_SECONDS
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
-
-GRACE_SECONDS = 5.0
-"""How long workers have to explain a lost connection, or to leave after a crash."""
 
 LEAVE_SECONDS = 60.0
 """How long they have to finish the record of a run that ended in an orderly way."""
@@ -39,21 +37,6 @@ class _Worker:
     rank: int
     process: BaseProcess
     pipe: Connection
-
-
-def launched_rank() -> int | None:
-    """Return this process's rank if something started it as one of many workers, else None."""
-    for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return None
-
-
-def available_cores() -> int:
-    """Return how many processor cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer than the machine
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from largebatch.backends import Name, open_backend
-from largebatch.backends.reducer import Reducer
-from largebatch.contracts import Backend, Batch
+from largebatch.contracts import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.reducer import Reducer
 from largebatch.evaluate import Metrics, evaluate
 from largebatch.lars import LARS
 from largebatch.loss import cross_entropy
@@ -128,7 +129,7 @@ def evaluate_each(model: nn.Module, backend: Backend) -> Metrics:
 
 def solve_all(backend_name: Name, path: Path) -> None:
     """Solve every case this number of workers takes part in; worker 0 writes the results."""
-    backend = open_backend(backend_name)
+    backend = connect(backend_name)
     accumulation = 4 // backend.world_size
     results = {
         f"{net_kind} {kind}": solve(backend, net_kind, kind, accumulation=accumulation).state_dict()
@@ -141,7 +142,7 @@ def solve_all(backend_name: Name, path: Path) -> None:
 
 def solve_spans(backend_name: Name, path: Path, device_batch: int) -> None:
     """Solve the BatchNorm cases at this device batch and evaluate; worker 0 writes the results."""
-    backend = open_backend(backend_name)
+    backend = connect(backend_name)
     accumulation = GLOBAL_BATCH // backend.world_size // device_batch
     results = {}
     for kind in OPTIMIZERS:

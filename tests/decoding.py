@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Bytes, Request, View
 from largebatch.data import cached, dali, torchvision, train_request
 from largebatch.data.cached import Kept
 from largebatch.data.index import Index, load_or_read
+from largebatch.distributed.serial import Serial
 
 CPU = torch.device("cpu")
 

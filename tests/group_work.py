@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch.backends import open_backend
-from largebatch.backends.hierarchical import Hierarchical, in_two_levels
-from largebatch.backends.reducer import Reducer
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import connect
+from largebatch.distributed.hierarchical import Hierarchical, in_two_levels
+from largebatch.distributed.reducer import Reducer
 from largebatch.errors import BackendError, PeerLostError
 
 DIVISIONS = [
@@ -185,7 +185,7 @@ WORK = {
 def work(names: str) -> None:
     """Join the others, do some pieces of work, leave."""
     torch.set_num_threads(1)
-    backend = open_backend("auto")
+    backend = connect("auto")
     for name in names.split():
         WORK[name](backend)
     backend.barrier()
@@ -195,7 +195,7 @@ def work(names: str) -> None:
 def lose_a_peer(told: Path) -> None:
     """On torch only: worker 1 leaves in the middle, and worker 0 writes what it is told."""
     torch.set_num_threads(1)
-    backend = open_backend("auto")
+    backend = connect("auto")
     pretend_nodes(backend, size=2)
     workers = in_two_levels(backend)
     backend.barrier()

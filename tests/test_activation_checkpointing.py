@@ -14,8 +14,8 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.norm import Spans, with_span
 

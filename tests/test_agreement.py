@@ -14,9 +14,9 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import build, load_recipe, run, runner
-from largebatch.agreement import checksum, require_agreement
 from largebatch.build import share_weights
-from largebatch.contracts import Backend
+from largebatch.distributed.agreement import checksum, require_agreement
+from largebatch.distributed.backend import Backend
 from largebatch.errors import MismatchError
 from largebatch.plan import make_plan
 from largebatch.runner import Options

@@ -109,7 +109,7 @@ def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
             """
             import sys
             import torch
-            from largebatch.backends import torch_distributed
+            from largebatch.distributed.connection import torch_distributed
             from largebatch.errors import MismatchError
             from largebatch.workers import launched_rank
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from largebatch import stages
 from largebatch.average import Average
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.loading import load_recipe
 from largebatch.norm import Spans, with_span

@@ -12,9 +12,8 @@ import torch
 from fake_horovod import FakeHorovod
 from torch import Tensor, nn
 
-from largebatch.backends.devices import pick_device
-from largebatch.backends.horovod import Horovod, open_horovod
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend, pick_device
+from largebatch.distributed.horovod import Horovod, open_horovod
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 
 

@@ -19,7 +19,7 @@ pytest.importorskip(
 def horovodrun(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `script` in two workers; warnings are errors there too."""
     path = folder / "script.py"
-    path.write_text("from largebatch.backends.horovod import open_horovod\n")
+    path.write_text("from largebatch.distributed.horovod import open_horovod\n")
     with path.open("a") as file:
         file.write(textwrap.dedent(script))
     launcher = Path(sysconfig.get_path("scripts"), "horovodrun")

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Bytes, Request
 from largebatch.data import cached, clean_request, on_device, torchvision
 from largebatch.data.index import Index
 from largebatch.data.pipeline import open_pipeline
 from largebatch.data.resampling import resample, resample_small
+from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.loading import load_recipe
 from largebatch.pictures import Interpolation

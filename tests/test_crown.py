@@ -18,8 +18,8 @@ from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
 from plain import plain_pytorch
 from threads import Thread, on_threads
 
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
 from largebatch.workers import start_workers
 
 has_horovod = pytest.mark.skipif(

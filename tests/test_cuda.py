@@ -17,13 +17,12 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
-from largebatch.backends.groups import constant
-from largebatch.backends.reducer import Reducer
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batch, Batches, Request
 from largebatch.data import cached, clean_request, dali, on_device, torchvision
 from largebatch.data.index import Index, load_or_read
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.reducer import Reducer, constant
+from largebatch.distributed.serial import Serial
 from largebatch.lars import LARS
 from largebatch.norm import with_span
 from largebatch.plan import make_plan

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.evaluate import Metrics, evaluate
 from largebatch.workers import start_workers
 
@@ -46,7 +46,7 @@ def test_every_sample_counts_once_whatever_the_batch(batch: int) -> None:
 
 def share() -> Metrics:
     """Evaluate a share on this worker; with three workers the middle one has none."""
-    from largebatch.backends.torch_distributed import TorchDistributed
+    from largebatch.distributed.torch_distributed import TorchDistributed
 
     backend = TorchDistributed()
     mine = [slice(0, 20), slice(0, 0), slice(20, SAMPLES)][backend.rank]

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Request
 from largebatch.data import dali, filling, train_request
 from largebatch.data.index import Index
 from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.distributed.serial import Serial
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.recipe import Recipe

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
-from largebatch.backends.serial import Serial
 from largebatch.cli import DONE, USER, main
 from largebatch.data import digits
 from largebatch.data.index import read_folder
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.foreign import Foreign, _fit
 from largebatch.models import zoo

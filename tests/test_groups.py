@@ -15,9 +15,9 @@ from torch import nn
 
 import largebatch
 from largebatch import load_recipe
-from largebatch.backends.serial import Serial
 from largebatch.build import build_reducer
 from largebatch.cli import DONE, main
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, WorkerFailedError
 from largebatch.workers import start_workers
 

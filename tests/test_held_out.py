@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batches, Request
 from largebatch.data.index import Index
 from largebatch.data.order import divide
 from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.shown import show
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan

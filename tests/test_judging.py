@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.session import end_stage
 
 LABELS = torch.arange(10) % 5

@@ -19,12 +19,12 @@ import torch
 from decoding import augmented, has_dali, keep, needs_dali, photograph, view
 from PIL import Image
 
-from largebatch.backends import open_backend
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Backend
 from largebatch.data import cached
 from largebatch.data.index import Index, load_or_read
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import connect
+from largebatch.distributed.serial import Serial
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.workers import start_workers
@@ -147,7 +147,7 @@ def test_a_pipeline_gives_everything_back_fifty_times(
 
 def read_some() -> int:
     """Be one of several workers: open the pictures in every way and read three batches."""
-    backend = open_backend("torch")
+    backend = connect("torch")
     for way in WAYS:
         assert open_and_close(way, 4, backend) == 3
     backend.close()

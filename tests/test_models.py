@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.backends.serial import Serial
 from largebatch.build import build_model, build_optimizer, require_trainable
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
 from largebatch.loading import load_recipe

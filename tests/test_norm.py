@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from largebatch import norm_functions
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.norm import SpanBatchNorm, Spans, with_span
 from largebatch.norm_functions import normalise

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Batch, Batches, Request
 from largebatch.data import changes, dali, torchvision
 from largebatch.data.index import Index
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan

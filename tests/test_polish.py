@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError, PeerLostError
 from largebatch.norm import SpanBatchNorm, with_span
 from largebatch.polish import polish
@@ -251,7 +251,7 @@ def test_drift_measures_shift_and_variance_against_the_running_statistics() -> N
 
 def polish_shares() -> list[dict[str, list[float]]]:
     """Polish with the batches dealt out to this many workers; the last one gets none."""
-    from largebatch.backends.torch_distributed import TorchDistributed
+    from largebatch.distributed.torch_distributed import TorchDistributed
 
     backend = TorchDistributed()
     share = [batches(4, 4, 4)[:2], batches(4, 4, 4)[2:], []][backend.rank]

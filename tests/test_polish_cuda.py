@@ -10,7 +10,7 @@ import torch
 from polish_reference import assert_right, moments_of, norms
 from torch import Tensor, nn
 
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.polish import polish
 

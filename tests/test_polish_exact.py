@@ -14,8 +14,8 @@ from threads import Done, Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import moments
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.models import build
 from largebatch.norm import by_spans, with_span

@@ -10,8 +10,8 @@ from polish_reference import Pairs, assert_right, layer_by_layer, norms
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
 from largebatch.norm import with_span
 from largebatch.polish import polish
 

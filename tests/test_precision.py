@@ -16,12 +16,13 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch import load_recipe, run
-from largebatch.backends import Name, open_backend
-from largebatch.backends.reducer import Reducer
-from largebatch.backends.serial import Serial
 from largebatch.build import build_model
 from largebatch.checkpoint import load
-from largebatch.contracts import Backend, Batch
+from largebatch.contracts import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.norm import Spans, with_span
 from largebatch.steplog import StepLog
@@ -89,7 +90,7 @@ def overflow_on_worker_1_at_step_2(rank: int, step: int) -> float | None:
 
 
 def solve_on(backend_name: Name, folder: Path) -> None:
-    backend = open_backend(backend_name)
+    backend = connect(backend_name)
     torch.save(solve(backend, overflow_on_worker_1_at_step_2), folder / f"{backend.rank}.pt")
     backend.close()
 

@@ -15,10 +15,10 @@ import torch
 from decoding import Decode, both_decoders, photograph, run
 from PIL import Image
 
-from largebatch.backends.serial import Serial
 from largebatch.contracts import Bytes, Request
 from largebatch.data import cached, reading
 from largebatch.data.index import Index, Location, load_or_read
+from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 
 TIMES = 4

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from largebatch.backends.groups import Grouping, by_bytes, constant, cubic, quadratic
-from largebatch.backends.reducer import Reducer
-from largebatch.backends.serial import Serial
+from largebatch.distributed.reducer import Grouping, Reducer, by_bytes, constant, cubic, quadratic
+from largebatch.distributed.serial import Serial
 from largebatch.errors import UnusedParametersError
 
 

@@ -16,7 +16,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from torch import nn
 
-from largebatch.backends.serial import Serial
+from largebatch.distributed.serial import Serial
 from largebatch.polish import QUANTILES, polish
 from largebatch.report.canvas import HIGH, LOW
 from largebatch.report.drift import draw_drift, scale_end

@@ -9,12 +9,12 @@ import torch
 from picture_folder import fields, write_folder, write_picture
 from torch import Tensor
 
-from largebatch.backends.serial import Serial
 from largebatch.data import sharing
 from largebatch.data.building import Content
 from largebatch.data.index import Index, load_or_read, make, read_folder
 from largebatch.data.mapped import write_whole
 from largebatch.data.sharing import share_index
+from largebatch.distributed.serial import Serial
 from largebatch.workers import start_workers
 
 
@@ -160,7 +160,7 @@ def test_where_nothing_can_be_written_the_bytes_are_used(
 
 
 def _share_in_a_process(root: Path) -> None:
-    from largebatch.backends.torch_distributed import TorchDistributed
+    from largebatch.distributed.torch_distributed import TorchDistributed
 
     backend = TorchDistributed()
     content = make(root, "train")._replace(file=None) if backend.rank == 0 else None

@@ -7,10 +7,10 @@ import torch
 from PIL import Image, ImageDraw
 from real_subsets import SAMPLES, write_subset
 
-from largebatch.backends.serial import Serial
 from largebatch.cli import DONE, USER, main
 from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.shown import denormalized, show
+from largebatch.distributed.serial import Serial
 from largebatch.loading import load_recipe
 from largebatch.plan import make_plan
 from largebatch.recipe import Recipe

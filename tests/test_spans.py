@@ -24,8 +24,8 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import load_recipe, norm_functions
-from largebatch.backends.serial import Serial
-from largebatch.contracts import Group
+from largebatch.distributed.backend import Group
+from largebatch.distributed.serial import Serial
 from largebatch.norm import SpanBatchNorm, Spans, with_span
 from largebatch.polish import polish
 from largebatch.runner import run

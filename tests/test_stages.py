@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.optim import SGD
 
 from largebatch import checkpoint, run
-from largebatch.backends.serial import Serial
 from largebatch.cli import DONE, main
 from largebatch.data import digits
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.serial import Serial
 from largebatch.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("no_report")

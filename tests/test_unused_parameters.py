@@ -8,11 +8,11 @@ import torch
 from short_runs import DIGITS
 from torch import nn
 
-from largebatch.backends.reducer import Reducer
-from largebatch.backends.torch_distributed import TorchDistributed
 from largebatch.build import build_model
 from largebatch.cli import USER, main
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
 from largebatch.recipe import Recipe
 from largebatch.runner import Options, run_worker

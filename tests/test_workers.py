@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from largebatch.backends.torch_distributed import TorchDistributed
+from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import (
     BackendError,
     DataError,
@@ -15,7 +16,7 @@ from largebatch.errors import (
     PeerLostError,
     WorkerFailedError,
 )
-from largebatch.workers import launched_rank, start_workers
+from largebatch.workers import start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 

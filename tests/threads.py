@@ -19,7 +19,7 @@ class Done:
 
 
 class Thread:
-    """One worker of a largebatch.contracts.Group, with a place in a table that all can see."""
+    """One worker of a Group (distributed/backend.py), with a place in a table that all see."""
 
     def __init__(self, rank: int, table: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.world_size = rank, len(table)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.contracts import Backend, Batches, Bytes, Floats, IntArray, Request, View
+from largebatch.contracts import Batches, Bytes, Floats, IntArray, Request, View
 from largebatch.data.augment import clean_request
 from largebatch.data.filling import Part, fill_ahead
 from largebatch.data.index import Index, user_cache
@@ -35,6 +35,7 @@ from largebatch.data.mapped import whole_file
 from largebatch.data.reading import open_reader, read_ahead
 from largebatch.data.resampling import resample_small
 from largebatch.data.torchvision import Picture, pictures_of, to_pillow
+from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.pictures import Interpolation
 

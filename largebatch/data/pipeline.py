@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.contracts import Backend, Batches, IntArray, Request, View
+from largebatch.contracts import Batches, IntArray, Request, View
 from largebatch.data import (
     cached,
     clean_request,
@@ -26,11 +26,12 @@ from largebatch.data import (
 from largebatch.data.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.order import divide
 from largebatch.data.sharing import share_index
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
 from largebatch.pictures import Data
 from largebatch.plan import Plan
 from largebatch.recipe import Recipe
-from largebatch.workers import available_cores
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
 

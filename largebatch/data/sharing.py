@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from largebatch.backends import broadcast_bytes
-from largebatch.contracts import Backend
 from largebatch.data.building import Content
 from largebatch.data.index import Index, cached_at, index_of, load_file
 from largebatch.data.mapped import pack, unpack, write_whole
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import broadcast_bytes
 
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.contracts import Backend, Work
+from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import BackendError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Group
+from largebatch.distributed.backend import Group
 from largebatch.errors import MismatchError
 
 Facts = Mapping[str, object]

@@ -6,8 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from largebatch.backends.devices import pick_device
-from largebatch.backends.parts import own_part
+from largebatch.distributed.backend import own_part, pick_device
 
 
 class _Done:

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from largebatch.agreement import require_same
-from largebatch.backends.devices import pick_device
-from largebatch.backends.parts import own_part
+from largebatch.distributed.agreement import require_same
+from largebatch.distributed.backend import own_part, pick_device
+from largebatch.distributed.environment import GRACE_SECONDS
 from largebatch.errors import BackendError, MismatchError, PeerLostError
-from largebatch.workers import GRACE_SECONDS
 
 TIMEOUT = timedelta(minutes=30)
 """How long an operation waits for a worker that is alive and silent."""

@@ -17,9 +17,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from largebatch.agreement import require_agreement
-from largebatch.backends.devices import pick_device
-from largebatch.backends.parts import own_part
+from largebatch.distributed.agreement import require_agreement
+from largebatch.distributed.backend import own_part, pick_device
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 
 _INSTALL = "launch/install_horovod.sh"

@@ -1,21 +1,21 @@
-"""Communication libraries; one is chosen at run time."""
+"""Join the workers of a run: which communication library connects them is chosen at run time."""
 
 import os
 from typing import Literal
 
 import torch
 
-from largebatch.backends.horovod import open_horovod
-from largebatch.backends.serial import Serial
-from largebatch.backends.torch_distributed import TorchDistributed
-from largebatch.contracts import Backend
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.horovod import open_horovod
+from largebatch.distributed.serial import Serial
+from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import BackendError
-from largebatch.workers import launched_rank
 
 Name = Literal["auto", "serial", "torch", "horovod"]
 
 
-def open_backend(name: Name) -> Backend:
+def connect(name: Name) -> Backend:
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.

@@ -1,0 +1,112 @@
+"""What training asks of a communication library, and what every implementation of it shares.
+
+Implementations do not inherit from these classes; mypy compares the shapes where the objects are
+put together.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from largebatch.errors import BackendError
+
+
+class Work(Protocol):
+    """A collective operation under way."""
+
+    def wait(self) -> None:
+        """Block until the tensors handed in hold the result; raise PeerLostError if they cannot."""
+
+
+class Group(Protocol):
+    """Some workers that compute together. Every call is made by all of its workers alike."""
+
+    @property
+    def rank(self) -> int:
+        """This worker, 0 .. world_size - 1."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the group has."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start to replace `tensor`, in place, by its elementwise sum over the group."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return world_size x tensor.shape: every worker's tensor (all of one shape), by rank."""
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Sum a world_size x ... tensor over the group and return this worker's row of it."""
+
+
+class Backend(Group, Protocol):
+    """What training asks of a communication library: the group of all workers, and more."""
+
+    @property
+    def name(self) -> str:
+        """The word for it on the command line: serial, torch or horovod."""
+
+    @property
+    def local_rank(self) -> int:
+        """This worker among those on the same machine."""
+
+    @property
+    def local_size(self) -> int:
+        """How many workers are on this machine."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's tensors live."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace `tensor`, in place, by worker 0's."""
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Group:
+        """Divide the workers into groups, given by their ranks, and return this worker's.
+
+        Every worker is in exactly one part, in rising order; a worker's rank in its group is its
+        place there. A group belongs to the thread that uses it; another thread asks for its own.
+        """
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+
+    def close(self) -> None:
+        """Leave the group. Safe to call twice."""
+
+
+def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> list[int]:
+    """Return the part that holds `rank`; raise ValueError if the parts are no division of all.
+
+    Both libraries number the workers of a group in rising order whatever is asked for, so that is
+    the only order that is taken.
+
+    >>> own_part([[0, 2], [1, 3]], rank=3, world_size=4)
+    [1, 3]
+    """
+    if sorted(member for part in parts for member in part) != list(range(world_size)):
+        raise ValueError(
+            f"every worker, 0 to {world_size - 1}, must be in exactly one part, got {parts}"
+        )
+    if any(list(part) != sorted(part) for part in parts):
+        raise ValueError(f"the ranks in a part must rise, got {parts}")
+    return next(list(part) for part in parts if rank in part)
+
+
+def pick_device(local_rank: int, local_size: int) -> torch.device:
+    """Return this worker's own GPU, or the CPU where there is none, and make it the current one.
+
+    Raises BackendError where a machine has GPUs, but fewer than workers.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_size > torch.cuda.device_count():
+        raise BackendError(
+            f"{local_size} workers on a machine with {torch.cuda.device_count()} GPU; start as "
+            "many workers as GPUs, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

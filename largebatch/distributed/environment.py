@@ -1,0 +1,21 @@
+"""What a launcher and the machine say of this process, asked before PyTorch is there."""
+
+import os
+
+GRACE_SECONDS = 5.0
+"""How long workers have to explain a lost connection, or to leave after a crash."""
+
+
+def launched_rank() -> int | None:
+    """Return this process's rank if something started it as one of many workers, else None."""
+    for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return None
+
+
+def available_cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer than the machine
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
