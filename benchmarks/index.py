@@ -43,8 +43,8 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.data.scan import scan
 from largebatch.distributed.serial import Serial
 from largebatch.loading import load_recipe
+from largebatch.optional import require_torchvision
 from largebatch.plan import make_plan
-from largebatch.vision import require_torchvision
 
 SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
 SEED = 0

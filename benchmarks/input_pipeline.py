@@ -35,7 +35,7 @@ from largebatch.data import cached, dali, torchvision, train_request
 from largebatch.data.index import Index, index_of, load_or_read
 from largebatch.data.order import sample_ids
 from largebatch.distributed.serial import Serial
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from largebatch.lars import LARS
 from largebatch.models import build, param_groups
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 LR, MOMENTUM, DECAY, ETA = 0.1, 0.9, 5e-5, 1e-3
 

@@ -15,7 +15,8 @@ from largebatch.loading import load_recipe
 from largebatch.workers import answering
 
 if TYPE_CHECKING:
-    from largebatch.data.building import Content, Progress
+    from largebatch.data.building import Content
+    from largebatch.storage import Progress
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 GREY = ([0.305] * 3, [0.376] * 3)
 """Mean and standard deviation of digits_96.yaml."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from largebatch import load_recipe
+from largebatch.optional import require_torchvision
 from largebatch.recipe import Recipe
-from largebatch.vision import require_torchvision
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 CLEAN = "clean: {steps: 2}"

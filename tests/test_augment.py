@@ -18,7 +18,7 @@ from largebatch.data.augment import (
 )
 from largebatch.data.index import Index
 from largebatch.data.order import sample_ids
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 INCEPTION: Any = {"area": (0.08, 1.0), "aspect": (3 / 4, 4 / 3)}
 

@@ -22,9 +22,9 @@ from largebatch.data.resampling import resample, resample_small
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.loading import load_recipe
+from largebatch.optional import require_torchvision
 from largebatch.pictures import Interpolation
 from largebatch.plan import make_plan
-from largebatch.vision import require_torchvision
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"

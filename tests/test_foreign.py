@@ -19,7 +19,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.foreign import Foreign, _fit
 from largebatch.models import zoo
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 from largebatch.weights import read
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])

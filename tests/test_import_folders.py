@@ -12,7 +12,7 @@ from picture_folder import fields, write_folder, write_picture
 
 from largebatch.data.index import read_folder
 from largebatch.errors import DataError
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 require_torchvision()
 from torchvision.datasets import ImageFolder  # noqa: E402 -- once it can be imported

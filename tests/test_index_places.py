@@ -6,8 +6,8 @@ from picture_folder import fields, write_folder, write_picture
 
 from largebatch.data import index as module
 from largebatch.data.index import kept, load_or_read, make, read_folder, refresh
-from largebatch.data.mapped import write_whole
 from largebatch.errors import DataError
+from largebatch.storage import write_whole
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from largebatch.data.mapped import Arrays, open_mapped, pack, unpack, write_whole
+from largebatch.data.mapped import Arrays, open_mapped, pack, unpack
+from largebatch.storage import write_whole
 
 ARRAYS: Arrays = {
     "numbers": np.arange(7, dtype=np.int64),

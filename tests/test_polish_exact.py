@@ -19,8 +19,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.models import build
 from largebatch.norm import by_spans, with_span
+from largebatch.optional import require_torchvision
 from largebatch.polish import polish
-from largebatch.vision import require_torchvision
 
 CPU = Serial(torch.device("cpu"))
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-6}

@@ -12,9 +12,9 @@ from torch import Tensor
 from largebatch.data import sharing
 from largebatch.data.building import Content
 from largebatch.data.index import Index, load_or_read, make, read_folder
-from largebatch.data.mapped import write_whole
 from largebatch.data.sharing import share_index
 from largebatch.distributed.serial import Serial
+from largebatch.storage import write_whole
 from largebatch.workers import start_workers
 
 

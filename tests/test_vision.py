@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from largebatch.errors import MissingPackageError
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 IMPORT_TWICE = """
 import torch

@@ -5,14 +5,13 @@ Threads, because they mostly wait for the storage; Python's lock lets them read 
 headers a second, so a million pictures take less than a minute on any number of cores.
 """
 
-import errno
 import hashlib
 import json
 import os
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -26,32 +25,10 @@ from largebatch.data.mapped import Arrays, Header
 from largebatch.data.scan import ClassFolder, Shard, Source
 from largebatch.data.shards import Unusable, read_shard
 from largebatch.errors import DataError
+from largebatch.storage import OF_THE_FILE, PART, PAUSES, THREADS, Progress
 
 FORMAT = 3
 """Of a kept index; one of another format is not used."""
-
-THREADS = 16
-"""More than cores: over a network a thread waits most of the time."""
-
-PART = 256
-"""Pictures that a thread takes at a time."""
-
-PAUSES = (0.1, 1.0, 5.0)
-"""Seconds before each further attempt at a read that failed, here and in a run."""
-
-OF_THE_FILE = (
-    errno.EACCES,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ENXIO,
-    errno.EPERM,
-)
-"""Errors that are the same next time: who may read a file, where a link leads, what it is."""
-
-Progress = Callable[[int, int], None]
-"""Told how many of how many files are done, after every few."""
 
 
 class Bad(NamedTuple):

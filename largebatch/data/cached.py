@@ -30,14 +30,14 @@ from torch import Tensor
 from largebatch.contracts import Batches, Bytes, Floats, IntArray, Request, View
 from largebatch.data.augment import clean_request
 from largebatch.data.filling import Part, fill_ahead
-from largebatch.data.index import Index, user_cache
-from largebatch.data.mapped import whole_file
+from largebatch.data.index import Index
 from largebatch.data.reading import open_reader, read_ahead
 from largebatch.data.resampling import resample_small
 from largebatch.data.torchvision import Picture, pictures_of, to_pillow
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.pictures import Interpolation
+from largebatch.storage import user_cache, whole_file
 
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 

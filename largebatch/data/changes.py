@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.data.building import PART, THREADS, Content, Paths, paths
+from largebatch.data.building import Content, Paths, paths
 from largebatch.data.scan import CLASSES, layout, listed, read_classes, scan_class
+from largebatch.storage import PART, THREADS
 
 MOST = 20_000
 """Files of unchanged folders whose length and time are compared, unless all are to be."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data.index import user_cache
 from largebatch.errors import DataError, MissingPackageError
+from largebatch.storage import user_cache
 
 FULL_SCALE = 16
 """The value of white in scikit-learn's copy."""

@@ -16,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.contracts import IntArray
-from largebatch.data.building import FORMAT, Bad, Content, Progress, build, paths
+from largebatch.data.building import FORMAT, Bad, Content, build, paths
 from largebatch.data.changes import difference
-from largebatch.data.mapped import open_mapped, pack, write_whole
+from largebatch.data.mapped import open_mapped, pack
 from largebatch.data.scan import SHOWN, listed, scan
 from largebatch.errors import DataError
+from largebatch.storage import Progress, user_cache, write_whole
 
 
 class Location(NamedTuple):
@@ -97,11 +98,6 @@ class BadPicturesError(DataError):
             f"remove them, or leave them out with: largebatch data index {root} --drop-bad\n  "
             + "\n  ".join(lines + ["..."] * (len(self.bad) > SHOWN))
         )
-
-
-def user_cache() -> Path:
-    """Return the folder where this package keeps what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
 
 
 def cached_at(root: Path, name: str) -> Path:

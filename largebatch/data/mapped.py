@@ -10,14 +10,11 @@ import functools
 import json
 import math
 import mmap
-import os
 import struct
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,27 +80,3 @@ def open_mapped(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
         if struct.pack("<Q", checksum) != expected:
             raise ValueError("this is no file of arrays, or a damaged one")
         return unpack(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, and its folder, so that the file is there whole or not at all."""
-    with whole_file(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to, which is at `path` when the block ends, or nowhere if it fails.
-
-    It is on the disk before it has its name, so after a loss of power too it is whole or not there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

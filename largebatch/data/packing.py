@@ -5,21 +5,18 @@ folder they come from, and a run on either sees the same pictures in the same or
 shards from front to back without this package's index should shuffle: they are sorted by class.)
 """
 
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from largebatch.data.building import THREADS, Progress
 from largebatch.data.index import Index, check_same_classes, load_or_read
 from largebatch.data.reading import read
 from largebatch.data.scan import CLASSES
 from largebatch.data.shards import ShardWriter
 from largebatch.errors import DataError
+from largebatch.storage import THREADS, Progress, new_folder
 
 PART = 256
 """Samples that are prepared at a time, in several threads."""
@@ -90,29 +87,6 @@ def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample]:
         yield from data_set.samples(split)
     except OSError as error:
         raise DataError(f"the pictures of {split} cannot be read ({error})") from error
-
-
-def require_new(out: Path) -> None:
-    """Raise DataError if there is something already where a folder is to be made."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"{out}: there is something already; remove it or choose another place")
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill that becomes `out` if all goes well and disappears if not."""
-    require_new(out)
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)
-    except OSError as error:
-        raise DataError(
-            f"{out}: cannot be written ({error.strerror}); make room or choose another place"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:

@@ -20,10 +20,10 @@ from queue import SimpleQueue
 import numpy as np
 
 from largebatch.contracts import Bytes, Request
-from largebatch.data.building import PAUSES
 from largebatch.data.changes import changed
 from largebatch.data.index import Index, Location
 from largebatch.errors import DataError
+from largebatch.storage import PAUSES
 
 THREADS = 8
 """How many reads are under way at once, at most; they wait for the disk, not for the processor."""

@@ -15,9 +15,10 @@ import torch
 
 from largebatch.data.building import Content
 from largebatch.data.index import Index, cached_at, index_of, load_file
-from largebatch.data.mapped import pack, unpack, write_whole
+from largebatch.data.mapped import pack, unpack
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
+from largebatch.storage import write_whole
 
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:

@@ -17,7 +17,7 @@ from largebatch.data.filling import Part, fill_ahead
 from largebatch.data.index import Index, Location
 from largebatch.data.reading import Reading, name_of, open_reader, read_ahead
 from largebatch.errors import DataError
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 
 class Picture(NamedTuple):

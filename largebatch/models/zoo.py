@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from largebatch.errors import MissingPackageError, RecipeError
-from largebatch.vision import require_torchvision
+from largebatch.optional import require_torchvision
 
 TORCHVISION = "torchvision/"
 """What the name of one of torchvision's models begins with."""

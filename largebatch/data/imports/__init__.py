@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from largebatch.data.building import Progress
 from largebatch.data.imports import cifar10, fashion_mnist, image_folder
-from largebatch.data.packing import DataSet, require_new, write_shards
+from largebatch.data.packing import DataSet, write_shards
+from largebatch.storage import Progress, require_new
 
 
 def import_data(
