@@ -42,9 +42,9 @@ from largebatch.data.packing import pack_folder
 from largebatch.data.pipeline import open_pipeline
 from largebatch.data.scan import scan
 from largebatch.distributed.serial import Serial
-from largebatch.loading import load_recipe
 from largebatch.optional import require_torchvision
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 
 SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
 SEED = 0

@@ -15,11 +15,10 @@ from typing import Any
 
 from largebatch import checkpoint, load_recipe, run
 from largebatch.errors import DivergedError
-from largebatch.finishing import Affine, Polish, Statistics
-from largebatch.loading import dump_recipe
-from largebatch.plan import make_plan
-from largebatch.recipe import Recipe
-from largebatch.section import Span
+from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Affine, Polish, Span, Statistics
 
 Arms = dict[str, dict[str, float | None]]
 """Top-1 and loss that each arm reached."""

@@ -10,8 +10,8 @@ planned without them.
 from typing import TYPE_CHECKING, Any
 
 from largebatch.errors import LargebatchError
-from largebatch.loading import load_recipe
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from largebatch.runner import run

@@ -8,7 +8,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from largebatch import recipe as recipes
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.hierarchical import in_two_levels
@@ -25,9 +24,10 @@ from largebatch.errors import RecipeError
 from largebatch.lars import LARS
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.norm import SpanBatchNorm, with_span
-from largebatch.plan import Plan
-from largebatch.recipe import Recipe
-from largebatch.schedules import cosine
+from largebatch.recipe import recipe as recipes
+from largebatch.recipe.plan import Plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.functions import cosine
 from largebatch.session import Means
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -172,20 +172,6 @@ def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
         init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
         growth_interval=max(1, min(2000, plan.steps // 20)),
     )
-
-
-def portable(recipe: Recipe) -> Recipe:
-    """Return the recipe without what only makes the training machine fast."""
-    optimizer = recipe.optimizer
-    if isinstance(optimizer, recipes.LARS):
-        optimizer = optimizer.model_copy(update={"kernels": "torch"})
-    reduction = recipe.reduction.model_copy(update={"hierarchical": False})
-    return recipe.model_copy(update={"optimizer": optimizer, "reduction": reduction})
-
-
-def plainest(recipe: Recipe) -> Recipe:
-    """Return the recipe for what any machine can measure, whatever the training machine had."""
-    return portable(recipe).model_copy(update={"reduction": recipes.Reduction()})
 
 
 def describe_groups(recipe: Recipe) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from largebatch.errors import CheckpointError, RecipeError
-from largebatch.loading import dump_recipe, parse_recipe
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import dump_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
 
 FORMAT = 2
 KEEP = 2

@@ -33,8 +33,8 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.folder import check_folder, default_folder
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from largebatch.errors import LargebatchError
-from largebatch.explain import explain
-from largebatch.finishing import Polish
-from largebatch.loading import load_recipe
-from largebatch.plan import Plan, describe_spans, make_plan
-from largebatch.rates import build_schedule, follow
-from largebatch.recipe import Recipe
+from largebatch.recipe.explain import explain
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import Plan, describe_spans, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Polish
+from largebatch.schedules.build import build_schedule, follow
 
 Call = Callable[[argparse.Namespace], int]
 

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from largebatch.build import build_extra
 from largebatch.errors import DivergedError, LargebatchError
-from largebatch.finishing import Affine
-from largebatch.recipe import Recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Affine
 from largebatch.session import Session, measure
 from largebatch.stages import make_updates, measure_statistics, say_unsettled
 from largebatch.summary import source_commit, versions

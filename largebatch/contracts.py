@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from largebatch.pictures import Interpolation
-from largebatch.section import Triple
+from largebatch.recipe.sections import Interpolation, Triple
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

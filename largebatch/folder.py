@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from largebatch.errors import CheckpointError
-from largebatch.recipe import Recipe
+from largebatch.recipe.recipe import Recipe
 
 
 def default_folder(recipe: Recipe) -> Path:

@@ -23,9 +23,9 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DataError
 from largebatch.evaluate import Metrics
-from largebatch.loading import parse_recipe
 from largebatch.models import zoo
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.runner import Options, build_session, join
 from largebatch.saved import with_statistics
 from largebatch.session import Session, measure

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from largebatch import checkpoint
-from largebatch.build import portable
 from largebatch.checkpoint import Checkpoint
 from largebatch.contracts import Tracker
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
-from largebatch.loading import dump_recipe
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.recipe import Recipe, portable
 from largebatch.session import Session
 from largebatch.tracking.console import Console
 from largebatch.tracking.jsonl import JsonLines

@@ -22,7 +22,6 @@ from largebatch.build import (
     build_optimizer,
     build_reducer,
     build_scaler,
-    plainest,
     require_trainable,
     share_weights,
 )
@@ -36,11 +35,11 @@ from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
 from largebatch.norm import Spans
-from largebatch.plan import Plan, make_plan, measuring_plan
-from largebatch.rates import build_schedule
-from largebatch.recipe import Recipe
+from largebatch.recipe.plan import Plan, make_plan, measuring_plan
+from largebatch.recipe.recipe import Recipe, plainest
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
+from largebatch.schedules.build import build_schedule
 from largebatch.session import Means, Session, say
 from largebatch.stages import require_resumable, run_stages
 from largebatch.steplog import StepLog

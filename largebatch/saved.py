@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from largebatch import average, checkpoint
-from largebatch.build import plainest
 from largebatch.checkpoint import Checkpoint
 from largebatch.compare import Comparison, compare, small_rate, with_updates
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError
 from largebatch.evaluate import Metrics
-from largebatch.finishing import Polish, Statistics
 from largebatch.folder import check_folder
-from largebatch.plan import Plan
-from largebatch.recipe import Recipe
+from largebatch.recipe.plan import Plan
+from largebatch.recipe.recipe import Recipe, plainest
+from largebatch.recipe.sections import Polish, Statistics
 from largebatch.runner import Options, carry_out, open_session
 from largebatch.session import end_stage, measure
 from largebatch.stages import polish_statistics

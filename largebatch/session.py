@@ -23,9 +23,9 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.evaluate import Metrics, evaluate
 from largebatch.norm import Spans
-from largebatch.plan import Plan
-from largebatch.recipe import Recipe
-from largebatch.schedules import Schedule
+from largebatch.recipe.plan import Plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.functions import Schedule
 from largebatch.steplog import Emit, StepLog
 from largebatch.train import Criterion
 

@@ -15,9 +15,9 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.data.shown import Rows, Shown, denormalized, show
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.pictures import Data
-from largebatch.plan import Plan, make_plan
-from largebatch.recipe import Recipe
+from largebatch.recipe.plan import Plan, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Data
 from largebatch.report.canvas import COLOURS, INK, MUTED, PAPER
 
 SMALLEST = 112

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from largebatch.checkpoint import Checkpoint
 from largebatch.errors import CheckpointError, DivergedError
-from largebatch.plan import Plan
 from largebatch.polish import QUANTILES, Drift, polish
+from largebatch.recipe.plan import Plan
 from largebatch.session import Session, end_stage, measure
 from largebatch.train import step_seeds, train
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DivergedError
-from largebatch.plan import Plan
+from largebatch.recipe.plan import Plan
 from largebatch.train import Update
 
 Emit = Callable[[dict[str, Any]], None]

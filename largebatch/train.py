@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from largebatch.contracts import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.norm import Spans
-from largebatch.schedules import Schedule
+from largebatch.schedules.functions import Schedule
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits N x K, labels N) -> the sum of the loss over the samples, 0-d."""

@@ -25,7 +25,7 @@ from largebatch.lars import LARS
 from largebatch.loss import cross_entropy
 from largebatch.models import param_groups
 from largebatch.norm import Spans, with_span
-from largebatch.plan import Plan
+from largebatch.recipe.plan import Plan
 from largebatch.train import step_seeds, train
 
 STEPS = 5

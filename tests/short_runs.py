@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe
 from largebatch.optional import require_torchvision
-from largebatch.recipe import Recipe
+from largebatch.recipe.recipe import Recipe
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 CLEAN = "clean: {steps: 2}"

@@ -18,7 +18,7 @@ from largebatch.build import share_weights
 from largebatch.distributed.agreement import checksum, require_agreement
 from largebatch.distributed.backend import Backend
 from largebatch.errors import MismatchError
-from largebatch.plan import make_plan
+from largebatch.recipe.plan import make_plan
 from largebatch.runner import Options
 from largebatch.summary import versions
 

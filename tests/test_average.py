@@ -13,9 +13,9 @@ from largebatch import stages
 from largebatch.average import Average
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.loading import load_recipe
 from largebatch.norm import Spans, with_span
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 from largebatch.stages import make_updates
 from largebatch.train import Update
 

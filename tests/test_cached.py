@@ -21,10 +21,10 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.data.resampling import resample, resample_small
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
-from largebatch.loading import load_recipe
 from largebatch.optional import require_torchvision
-from largebatch.pictures import Interpolation
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.sections import Interpolation
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"

@@ -6,7 +6,7 @@ import torch
 from largebatch import checkpoint
 from largebatch.checkpoint import Checkpoint
 from largebatch.errors import CheckpointError
-from largebatch.loading import load_recipe
+from largebatch.recipe.loading import load_recipe
 
 RECIPE = load_recipe(Path(__file__).parent.parent / "recipes" / "digits_96.yaml")
 

@@ -13,7 +13,7 @@ from PIL import Image
 from largebatch.checkpoint import load, save
 from largebatch.cli import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
-from largebatch.loading import load_recipe
+from largebatch.recipe.loading import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = str(RECIPES / "digits_96.yaml")

@@ -25,7 +25,7 @@ from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
 from largebatch.lars import LARS
 from largebatch.norm import with_span
-from largebatch.plan import make_plan
+from largebatch.recipe.plan import make_plan
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from largebatch.cli import _parser
-from largebatch.finishing import Affine, Polish, Statistics
-from largebatch.loading import load_recipe
-from largebatch.section import Span
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.sections import Affine, Polish, Span, Statistics
 
 ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"

@@ -12,13 +12,13 @@ from PIL import Image
 
 from largebatch.cli import DONE, USER, main
 from largebatch.errors import RecipeError
-from largebatch.explain import explain
-from largebatch.loading import load_recipe, sections_of
-from largebatch.rates import follow
-from largebatch.recipe import Recipe
+from largebatch.recipe.explain import explain
+from largebatch.recipe.loading import load_recipe, sections_of
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Section
 from largebatch.report.canvas import COLOURS, MUTED
 from largebatch.report.rates import draw_rates
-from largebatch.section import Section
+from largebatch.schedules.build import follow
 
 DIGITS = str(Path(__file__).parent.parent / "recipes" / "digits_96.yaml")
 DELL = "schedule={peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 5}, {epochs: 9}]}}"

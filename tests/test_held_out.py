@@ -22,9 +22,9 @@ from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.shown import show
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))

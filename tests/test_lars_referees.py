@@ -13,7 +13,7 @@ from torch import nn
 from largebatch.lars import LARS
 from largebatch.models import build, param_groups
 from largebatch.optional import require_torchvision
-from largebatch.schedules import Schedule, polynomial, warmup
+from largebatch.schedules.functions import Schedule, polynomial, warmup
 
 STEPS, MOMENTUM, DECAY, ETA = 200, 0.9, 5e-3, 1e-2
 RATE: Schedule = warmup(polynomial(peak=2.0, steps=160, power=2.0, end=1e-3), steps=40)

@@ -25,8 +25,8 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 from largebatch.workers import start_workers
 
 CPU = torch.device("cpu")

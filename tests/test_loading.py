@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from largebatch.errors import RecipeError
-from largebatch.loading import dump_recipe, load_recipe, parse_recipe
-from largebatch.recipe import LARS
+from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from largebatch.recipe.recipe import LARS
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"

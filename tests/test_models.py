@@ -10,10 +10,10 @@ from largebatch.build import build_model, build_optimizer, require_trainable
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.lars import LARS
-from largebatch.loading import load_recipe
 from largebatch.models import build, classifier, param_groups
 from largebatch.norm import SpanBatchNorm
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 CPU = Serial(torch.device("cpu"))

@@ -4,7 +4,7 @@ import pytest
 
 from largebatch.cli import main
 from largebatch.errors import RecipeError
-from largebatch.loading import load_recipe
+from largebatch.recipe.loading import load_recipe
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 

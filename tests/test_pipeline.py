@@ -13,8 +13,8 @@ from largebatch.data.index import Index
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from largebatch.errors import PlanError, RecipeError
-from largebatch.loading import load_recipe
-from largebatch.plan import describe_spans, make_plan, measuring_plan
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import describe_spans, make_plan, measuring_plan
+from largebatch.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 

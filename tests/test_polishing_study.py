@@ -12,8 +12,7 @@ from scipy.stats import ttest_1samp
 
 from largebatch import checkpoint, load_recipe, run
 from largebatch.data.index import Index
-from largebatch.finishing import Affine, Polish, Statistics
-from largebatch.section import Span
+from largebatch.recipe.sections import Affine, Polish, Span, Statistics
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from largebatch.errors import RecipeError
-from largebatch.loading import dump_recipe, load_recipe, parse_recipe
-from largebatch.rates import build_schedule, follow
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.build import build_schedule, follow
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 DIGITS = FOLDER / "digits_96.yaml"  # 14.97 steps an epoch, 75 steps of warm-up, 599 steps

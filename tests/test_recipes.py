@@ -9,9 +9,9 @@ import pytest
 from real_subsets import CLASSES, SAMPLES, TRAIN, write_subset
 
 from largebatch import load_recipe, run
-from largebatch.plan import make_plan
-from largebatch.rates import build_schedule
-from largebatch.recipe import Recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.build import build_schedule
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ALL = sorted(path.stem for path in RECIPES.glob("**/*.yaml"))

@@ -11,8 +11,8 @@ import pytest
 from fake_runs import FakeRun
 
 from largebatch.errors import CheckpointError
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 from largebatch.report import write_report
 from largebatch.report.headline import subtitle
 from largebatch.report.reading import read_run

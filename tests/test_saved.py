@@ -30,8 +30,8 @@ from largebatch import run
 from largebatch.cli import DONE, USER, main
 from largebatch.data import digits
 from largebatch.errors import CheckpointError
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 from largebatch.saved import _load, _stage
 from largebatch.stages import make_updates
 

@@ -11,29 +11,37 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from largebatch import schedules
-from largebatch.schedules import Schedule, constant, cosine, multistep, polynomial, skip, warmup
+from largebatch.schedules import functions
+from largebatch.schedules.functions import (
+    Schedule,
+    constant,
+    cosine,
+    multistep,
+    polynomial,
+    skip,
+    warmup,
+)
 
 DECAY = polynomial(peak=8.0, steps=4, power=2.0)
 
 # LRBench's names: (larger of k0 and k1, smaller, l, gamma, p) -> ours.
 OURS: dict[str, Callable[[float, float, int, float, float], Schedule]] = {
     "fix": lambda peak, low, n, gamma, p: constant(peak=peak),
-    "step": lambda peak, low, n, gamma, p: schedules.step(peak=peak, steps=n, gamma=gamma),
-    "exp": lambda peak, low, n, gamma, p: schedules.exponential(peak=peak, gamma=gamma),
-    "inv": lambda peak, low, n, gamma, p: schedules.inverse(peak=peak, gamma=gamma, power=p),
+    "step": lambda peak, low, n, gamma, p: functions.step(peak=peak, steps=n, gamma=gamma),
+    "exp": lambda peak, low, n, gamma, p: functions.exponential(peak=peak, gamma=gamma),
+    "inv": lambda peak, low, n, gamma, p: functions.inverse(peak=peak, gamma=gamma, power=p),
     "poly": lambda peak, low, n, gamma, p: polynomial(peak=peak, steps=n, power=p),
-    "tri": lambda peak, low, n, gamma, p: schedules.triangular(peak=peak, low=low, steps=n),
-    "tri2": lambda peak, low, n, gamma, p: schedules.triangular2(peak=peak, low=low, steps=n),
-    "triexp": lambda peak, low, n, gamma, p: schedules.triangular_exp(
+    "tri": lambda peak, low, n, gamma, p: functions.triangular(peak=peak, low=low, steps=n),
+    "tri2": lambda peak, low, n, gamma, p: functions.triangular2(peak=peak, low=low, steps=n),
+    "triexp": lambda peak, low, n, gamma, p: functions.triangular_exp(
         peak=peak, low=low, steps=n, gamma=gamma
     ),
-    "sin": lambda peak, low, n, gamma, p: schedules.sine(peak=peak, low=low, steps=n),
-    "sin2": lambda peak, low, n, gamma, p: schedules.sine2(peak=peak, low=low, steps=n),
-    "sinexp": lambda peak, low, n, gamma, p: schedules.sine_exp(
+    "sin": lambda peak, low, n, gamma, p: functions.sine(peak=peak, low=low, steps=n),
+    "sin2": lambda peak, low, n, gamma, p: functions.sine2(peak=peak, low=low, steps=n),
+    "sinexp": lambda peak, low, n, gamma, p: functions.sine_exp(
         peak=peak, low=low, steps=n, gamma=gamma
     ),
-    "cos": lambda peak, low, n, gamma, p: schedules.cosine_cycles(peak=peak, low=low, steps=n),
+    "cos": lambda peak, low, n, gamma, p: functions.cosine_cycles(peak=peak, low=low, steps=n),
 }
 
 every_policy = pytest.mark.parametrize("name", OURS)
@@ -155,7 +163,7 @@ def test_pieces_follow_each_other_and_count_from_their_own_start(
 ) -> None:
     ends = np.cumsum([len(rates) for rates in lists]).tolist()
     lists[-1] += [lists[-1][-1]] * more
-    ours = schedules.piecewise([rates.__getitem__ for rates in lists], boundaries=ends[:-1])
+    ours = functions.piecewise([rates.__getitem__ for rates in lists], boundaries=ends[:-1])
     expected = [rate for rates in lists for rate in rates]
     assert [ours(step) for step in range(len(expected))] == expected
 
@@ -212,7 +220,7 @@ def test_mlperfs_formula_counts_from_one() -> None:
         pytest.param(lambda: polynomial(peak=1.0, steps=0, power=1.0), "at least 1, got 0", id="0"),
         pytest.param(lambda: cosine(peak=1.0, steps=-1), "at least 1, got -1", id="negative"),
         pytest.param(
-            lambda: schedules.triangular2(peak=1.0, low=0.0, steps=-1), "got -1", id="cycle"
+            lambda: functions.triangular2(peak=1.0, low=0.0, steps=-1), "got -1", id="cycle"
         ),
         pytest.param(
             lambda: multistep(peak=1.0, boundaries=[3, 3], gamma=0.1), "increase", id="boundaries"
@@ -221,26 +229,26 @@ def test_mlperfs_formula_counts_from_one() -> None:
             lambda: multistep(peak=1.0, boundaries=[0, 3], gamma=0.1), "above 0", id="at once"
         ),
         pytest.param(
-            lambda: schedules.piecewise([DECAY, DECAY], boundaries=[1, 2]),
+            lambda: functions.piecewise([DECAY, DECAY], boundaries=[1, 2]),
             r"2 pieces need 1 boundaries, got \[1, 2\]",
             id="pieces",
         ),
         pytest.param(
-            lambda: schedules.sine(peak=0.1, low=0.2, steps=1),
+            lambda: functions.sine(peak=0.1, low=0.2, steps=1),
             r"\(0.2\) must not exceed the peak \(0.1\)",
             id="upside down",
         ),
         pytest.param(lambda: cosine(peak=0.1, end=0.2, steps=1), "must not exceed", id="rising"),
         pytest.param(
-            lambda: schedules.exponential(peak=1.0, gamma=1.1),
+            lambda: functions.exponential(peak=1.0, gamma=1.1),
             "above 0 and at most 1, got 1.1",
             id="growing",
         ),
         pytest.param(
-            lambda: schedules.step(peak=1.0, gamma=0.0, steps=1), "at most 1, got 0", id="gamma 0"
+            lambda: functions.step(peak=1.0, gamma=0.0, steps=1), "at most 1, got 0", id="gamma 0"
         ),
         pytest.param(
-            lambda: schedules.inverse(peak=1.0, gamma=0.1, power=0.0), "power .* got 0", id="power"
+            lambda: functions.inverse(peak=1.0, gamma=0.1, power=0.0), "power .* got 0", id="power"
         ),
     ],
 )
@@ -257,7 +265,7 @@ NO_LENGTH = (-3, 0, NAN, INF)
 WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "constant": (constant, {"peak": 1.0}, {"peak": NO_RATE}),
     "step": (
-        schedules.step,
+        functions.step,
         {"peak": 1.0, "steps": 3, "gamma": 0.5},
         {"peak": NO_RATE, "steps": NO_LENGTH, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
     ),
@@ -271,12 +279,12 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
         },
     ),
     "exponential": (
-        schedules.exponential,
+        functions.exponential,
         {"peak": 1.0, "gamma": 0.5},
         {"peak": NO_RATE, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
     ),
     "inverse": (
-        schedules.inverse,
+        functions.inverse,
         {"peak": 1.0, "gamma": 0.5, "power": 2.0},
         {"peak": NO_RATE, "gamma": (-0.5, 0.0, NAN, INF), "power": (-1.0, 0.0, NAN, INF)},
     ),
@@ -297,7 +305,7 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
     ),
     **{
         name: (
-            getattr(schedules, name),
+            getattr(functions, name),
             {"peak": 1.0, "low": 0.1, "steps": 3},
             {"peak": NO_RATE, "low": (*NO_RATE, 2.0), "steps": NO_LENGTH},
         )
@@ -305,7 +313,7 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
     },
     **{
         name: (
-            getattr(schedules, name),
+            getattr(functions, name),
             {"peak": 1.0, "low": 0.1, "steps": 3, "gamma": 0.5},
             {
                 "peak": NO_RATE,
@@ -317,7 +325,7 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
         for name in ("triangular_exp", "sine_exp")
     },
     "piecewise": (
-        partial(schedules.piecewise, [DECAY, DECAY]),
+        partial(functions.piecewise, [DECAY, DECAY]),
         {"boundaries": [3]},
         {"boundaries": ([-3], [0], [NAN], [INF])},
     ),
@@ -331,7 +339,7 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
 
 
 def test_every_schedule_is_asked_for_what_it_refuses() -> None:
-    public = {name for name, value in vars(schedules).items() if inspect.isfunction(value)}
+    public = {name for name, value in vars(functions).items() if inspect.isfunction(value)}
     assert {name for name in public if not name.startswith("_")} == set(WRONG)
 
 

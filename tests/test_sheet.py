@@ -11,9 +11,9 @@ from largebatch.cli import DONE, USER, main
 from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.shown import denormalized, show
 from largebatch.distributed.serial import Serial
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
-from largebatch.recipe import Recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 from largebatch.sheet import draw_sheet
 
 Pixels = npt.NDArray[np.uint8]

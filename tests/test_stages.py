@@ -35,7 +35,7 @@ from largebatch.cli import DONE, main
 from largebatch.data import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
-from largebatch.plan import make_plan
+from largebatch.recipe.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("no_report")
 

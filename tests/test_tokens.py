@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from largebatch.contracts import IntArray
 from largebatch.data.tokens import FILES, Windows, read_corpus, windows
 from largebatch.errors import DataError
-from largebatch.loading import load_recipe
-from largebatch.plan import make_plan
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 

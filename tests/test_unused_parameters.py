@@ -14,7 +14,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
-from largebatch.recipe import Recipe
+from largebatch.recipe.recipe import Recipe
 from largebatch.runner import Options, run_worker
 from largebatch.summary import Summary
 from largebatch.workers import start_workers

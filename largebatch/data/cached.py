@@ -36,7 +36,7 @@ from largebatch.data.resampling import resample_small
 from largebatch.data.torchvision import Picture, pictures_of, to_pillow
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.pictures import Interpolation
+from largebatch.recipe.sections import Interpolation
 from largebatch.storage import user_cache, whole_file
 
 Pixels = TypeVar("Pixels", Bytes, Tensor)

@@ -29,9 +29,9 @@ from largebatch.data.sharing import share_index
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
-from largebatch.pictures import Data
-from largebatch.plan import Plan
-from largebatch.recipe import Recipe
+from largebatch.recipe.plan import Plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Data
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from largebatch.contracts import BoolArray, Bytes, Floats, IntArray
-from largebatch.pictures import Interpolation
+from largebatch.recipe.sections import Interpolation
 
 
 def resample(

@@ -18,7 +18,7 @@ from torch import Tensor
 from largebatch.contracts import Batches, IntArray, Request
 from largebatch.data.augment import training_samples
 from largebatch.data.pipeline import Pipeline
-from largebatch.pictures import Data
+from largebatch.recipe.sections import Data
 
 CLASSES = 10
 """How many classes are shown, if there are as many."""

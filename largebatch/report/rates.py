@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.errors import LargebatchError
-from largebatch.rates import Course
 from largebatch.report.canvas import COLOURS, MARGIN, MUTED, save_png
 from largebatch.report.figures import name_axes, name_line
+from largebatch.schedules.build import Course
 
 if TYPE_CHECKING:
     from largebatch.report.canvas import Axes, Figure

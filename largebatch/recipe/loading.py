@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from largebatch.errors import RecipeError
-from largebatch.recipe import Recipe
-from largebatch.section import Section
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Section
 
 _NUMBER = re.compile(
     r"""^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe import Recipe
-from largebatch.section import Span
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Span
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import RecipeError
-from largebatch.loading import kinds_of, sections_of
-from largebatch.recipe import Recipe
-from largebatch.section import Section
+from largebatch.recipe.loading import kinds_of, sections_of
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Section
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _WIDTH = 100

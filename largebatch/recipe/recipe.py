@@ -10,10 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from largebatch.finishing import Polish
-from largebatch.pictures import Data
-from largebatch.policy import Schedule
-from largebatch.section import Momentum, Section, Span
+from largebatch.recipe.schedule import Schedule
+from largebatch.recipe.sections import Data, Momentum, Polish, Section, Span
 
 
 class Model(Section):
@@ -240,3 +238,17 @@ class Recipe(Section):
                 f"{self.data.classes} classes the least likely"
             )
         return self
+
+
+def portable(recipe: Recipe) -> Recipe:
+    """Return the recipe without what only makes the training machine fast."""
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, LARS):
+        optimizer = optimizer.model_copy(update={"kernels": "torch"})
+    reduction = recipe.reduction.model_copy(update={"hierarchical": False})
+    return recipe.model_copy(update={"optimizer": optimizer, "reduction": reduction})
+
+
+def plainest(recipe: Recipe) -> Recipe:
+    """Return the recipe for what any machine can measure, whatever the training machine had."""
+    return portable(recipe).model_copy(update={"reduction": Reduction()})

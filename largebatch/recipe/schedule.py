@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from largebatch.section import Fraction, Section, Span
+from largebatch.recipe.sections import Fraction, Section, Span
 
 
 class Constant(Section):

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import assert_never
 
-from largebatch import policy, schedules
 from largebatch.errors import RecipeError
-from largebatch.plan import converter, make_plan
-from largebatch.recipe import Recipe
-from largebatch.schedules import Schedule
-from largebatch.section import Span
+from largebatch.recipe import schedule
+from largebatch.recipe.plan import converter, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Span
+from largebatch.schedules import functions
+from largebatch.schedules.functions import Schedule
 
 FEW = 8
 """So many stretches of equal rates can be told one by one."""
@@ -40,8 +41,8 @@ def build_schedule(recipe: Recipe) -> Schedule:
             f"{section.decay.kind} begins ({after(0):g}), since the warm-up rises to it; without a "
             "warm-up, give warmup: null"
         )
-    ramp = schedules.warmup(after, steps=plan.warmup_steps, start=section.start_lr)
-    return schedules.skip(ramp, steps=section.first_step)
+    ramp = functions.warmup(after, steps=plan.warmup_steps, start=section.start_lr)
+    return functions.skip(ramp, steps=section.first_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +66,11 @@ class _Stretch:
             )
         return length
 
-    def fall(self, fall: policy.Fall) -> int:
+    def fall(self, fall: schedule.Fall) -> int:
         """Return how many steps a fall takes."""
         return self.length("over", fall.over, limit=self.steps) if fall.over else self.steps
 
-    def rise(self, cycle: policy.HalfCycle) -> int:
+    def rise(self, cycle: schedule.HalfCycle) -> int:
         """Return how many steps a cycle rises: the last step is at the peak, or an earlier one."""
         return self.length("half_cycle", cycle.half_cycle, limit=self.steps - 1)
 
@@ -87,49 +88,49 @@ class _Stretch:
 
 
 def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
-    decay: policy.Simple | policy.Piecewise, peak: float, stretch: _Stretch
+    decay: schedule.Simple | schedule.Piecewise, peak: float, stretch: _Stretch
 ) -> Schedule:
     match decay:
-        case policy.Constant():
-            return schedules.constant(peak=peak)
-        case policy.Staircase(every=every, gamma=gamma):
+        case schedule.Constant():
+            return functions.constant(peak=peak)
+        case schedule.Staircase(every=every, gamma=gamma):
             stairs = stretch.length("every", every, limit=stretch.steps - 1)
-            return schedules.step(peak=peak, steps=stairs, gamma=gamma)
-        case policy.Steps(at=at, gamma=gamma):
-            return schedules.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
-        case policy.Exponential(gamma=gamma):
-            return schedules.exponential(peak=peak, gamma=gamma)
-        case policy.Inverse(gamma=gamma, power=power):
-            return schedules.inverse(peak=peak, gamma=gamma, power=power)
-        case policy.Polynomial(power=power, end_lr=end):
+            return functions.step(peak=peak, steps=stairs, gamma=gamma)
+        case schedule.Steps(at=at, gamma=gamma):
+            return functions.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
+        case schedule.Exponential(gamma=gamma):
+            return functions.exponential(peak=peak, gamma=gamma)
+        case schedule.Inverse(gamma=gamma, power=power):
+            return functions.inverse(peak=peak, gamma=gamma, power=power)
+        case schedule.Polynomial(power=power, end_lr=end):
             fall = stretch.fall(decay)
-            return schedules.polynomial(peak=peak, steps=fall, power=power, end=end)
-        case policy.Cosine(end_lr=end):
-            return schedules.cosine(peak=peak, steps=stretch.fall(decay), end=end)
-        case policy.Triangle(low_lr=low):
-            return schedules.triangular(peak=peak, low=low, steps=stretch.rise(decay))
-        case policy.Triangle2(low_lr=low):
-            return schedules.triangular2(peak=peak, low=low, steps=stretch.rise(decay))
-        case policy.TriangleExp(low_lr=low, gamma=gamma):
+            return functions.polynomial(peak=peak, steps=fall, power=power, end=end)
+        case schedule.Cosine(end_lr=end):
+            return functions.cosine(peak=peak, steps=stretch.fall(decay), end=end)
+        case schedule.Triangle(low_lr=low):
+            return functions.triangular(peak=peak, low=low, steps=stretch.rise(decay))
+        case schedule.Triangle2(low_lr=low):
+            return functions.triangular2(peak=peak, low=low, steps=stretch.rise(decay))
+        case schedule.TriangleExp(low_lr=low, gamma=gamma):
             rise = stretch.rise(decay)
-            return schedules.triangular_exp(peak=peak, low=low, steps=rise, gamma=gamma)
-        case policy.Sine(low_lr=low):
-            return schedules.sine(peak=peak, low=low, steps=stretch.rise(decay))
-        case policy.Sine2(low_lr=low):
-            return schedules.sine2(peak=peak, low=low, steps=stretch.rise(decay))
-        case policy.SineExp(low_lr=low, gamma=gamma):
+            return functions.triangular_exp(peak=peak, low=low, steps=rise, gamma=gamma)
+        case schedule.Sine(low_lr=low):
+            return functions.sine(peak=peak, low=low, steps=stretch.rise(decay))
+        case schedule.Sine2(low_lr=low):
+            return functions.sine2(peak=peak, low=low, steps=stretch.rise(decay))
+        case schedule.SineExp(low_lr=low, gamma=gamma):
             rise = stretch.rise(decay)
-            return schedules.sine_exp(peak=peak, low=low, steps=rise, gamma=gamma)
-        case policy.CosineCycles(low_lr=low, cycle=cycle):
+            return functions.sine_exp(peak=peak, low=low, steps=rise, gamma=gamma)
+        case schedule.CosineCycles(low_lr=low, cycle=cycle):
             whole = stretch.length("cycle", cycle, limit=2 * (stretch.steps - 1))
-            return schedules.cosine_cycles(peak=peak, low=low, steps=whole)
-        case policy.Piecewise(pieces=pieces):
+            return functions.cosine_cycles(peak=peak, low=low, steps=whole)
+        case schedule.Piecewise(pieces=pieces):
             return _join(pieces, stretch)
         case _:
             assert_never(decay)
 
 
-def _join(pieces: tuple[policy.Piece, ...], stretch: _Stretch) -> Schedule:
+def _join(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> Schedule:
     boundaries = _boundaries(pieces, stretch)
     parts = []
     for place, (start, end) in enumerate(pairwise([0, *boundaries, stretch.steps])):
@@ -142,10 +143,10 @@ def _join(pieces: tuple[policy.Piece, ...], stretch: _Stretch) -> Schedule:
             )
         part = replace(stretch, key=f"{key}.decay", before=0, steps=end - start)
         parts.append(_build(pieces[place].decay, pieces[place].peak_lr, part))
-    return schedules.piecewise(parts, boundaries=boundaries)
+    return functions.piecewise(parts, boundaries=boundaries)
 
 
-def _boundaries(pieces: tuple[policy.Piece, ...], stretch: _Stretch) -> list[int]:
+def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[int]:
     """Add the lengths up before they are rounded, so that epochs do not drift."""
     boundaries = []
     epochs, steps = 0.0, 0

@@ -1,0 +1,7 @@
+"""The experiment as data: what a recipe may say, how it is read, checked, planned and explained.
+
+Nothing here imports PyTorch.
+"""
+
+from largebatch.recipe.loading import load_recipe as load_recipe
+from largebatch.recipe.recipe import Recipe as Recipe
