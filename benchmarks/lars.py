@@ -3,7 +3,7 @@
     python benchmarks/lars.py [--rounds 100] [--threads 2]
 
     plain    the formula, tensor by tensor, in torch's ordinary operations
-    ours     largebatch.lars.LARS, as a recipe uses it; on CUDA also with apex, if it is installed
+    ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, if it is installed
     timm     timm.optim.lars.Lars
     sgd      torch.optim.SGD(fused=True): no norms, so the least an update can cost
 
@@ -23,8 +23,8 @@ from measuring import WARM_UP, Step, paired_ratio, spread, take_turns, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from largebatch.lars import LARS
 from largebatch.models import build, param_groups
+from largebatch.optim.lars import LARS
 from largebatch.optional import require_torchvision
 
 LR, MOMENTUM, DECAY, ETA = 0.1, 0.9, 5e-5, 1e-3

@@ -31,7 +31,7 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.loss import cross_entropy
 from largebatch.models import build
-from largebatch.norm import Spans, with_span
+from largebatch.models.batchnorm import Spans, with_span
 from largebatch.train import step_seeds, train
 
 RATE = 1e-3

@@ -19,7 +19,7 @@ from measuring import paired_ratio, spread, write
 from torch import Tensor, nn
 
 from largebatch.models import build
-from largebatch.norm import with_span
+from largebatch.models.batchnorm import with_span
 
 TARGET = 1.10
 

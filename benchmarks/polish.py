@@ -36,8 +36,8 @@ from torch.optim.swa_utils import update_bn
 
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
-from largebatch.norm import with_span
-from largebatch.polish import polish
+from largebatch.models.batchnorm import with_span
+from largebatch.polish.statistics import polish
 from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))

@@ -21,9 +21,9 @@ from largebatch.distributed.reducer import (
     quadratic,
 )
 from largebatch.errors import RecipeError
-from largebatch.lars import LARS
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
-from largebatch.norm import SpanBatchNorm, with_span
+from largebatch.models.batchnorm import SpanBatchNorm, with_span
+from largebatch.optim.lars import LARS
 from largebatch.recipe import recipe as recipes
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe

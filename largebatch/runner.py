@@ -34,7 +34,7 @@ from largebatch.distributed.environment import available_cores, launched_rank
 from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
 from largebatch.loss import cross_entropy
-from largebatch.norm import Spans
+from largebatch.models.batchnorm import Spans
 from largebatch.recipe.plan import Plan, make_plan, measuring_plan
 from largebatch.recipe.recipe import Recipe, plainest
 from largebatch.record import open_folder, read_state

@@ -22,7 +22,7 @@ from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.evaluate import Metrics, evaluate
-from largebatch.norm import Spans
+from largebatch.models.batchnorm import Spans
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.functions import Schedule

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from largebatch.checkpoint import Checkpoint
 from largebatch.errors import CheckpointError, DivergedError
-from largebatch.polish import QUANTILES, Drift, polish
+from largebatch.polish.statistics import QUANTILES, Drift, polish
 from largebatch.recipe.plan import Plan
 from largebatch.session import Session, end_stage, measure
 from largebatch.train import step_seeds, train

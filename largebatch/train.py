@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from largebatch.contracts import Batch
 from largebatch.distributed.reducer import Reducer
-from largebatch.norm import Spans
+from largebatch.models.batchnorm import Spans
 from largebatch.schedules.functions import Schedule
 
 Criterion = Callable[[Tensor, Tensor], Tensor]

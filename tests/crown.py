@@ -21,10 +21,10 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.reducer import Reducer
 from largebatch.evaluate import Metrics, evaluate
-from largebatch.lars import LARS
 from largebatch.loss import cross_entropy
 from largebatch.models import param_groups
-from largebatch.norm import Spans, with_span
+from largebatch.models.batchnorm import Spans, with_span
+from largebatch.optim.lars import LARS
 from largebatch.recipe.plan import Plan
 from largebatch.train import step_seeds, train
 

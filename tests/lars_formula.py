@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch.kernels import apex, batched, fused
-from largebatch.lars import LARS, Convention
+from largebatch.optim.kernels import apex, batched, fused
+from largebatch.optim.lars import LARS, Convention
 
 Array = npt.NDArray[np.float64]
 Path = Callable[[str], None]

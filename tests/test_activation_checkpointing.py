@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
-from largebatch.norm import Spans, with_span
+from largebatch.models.batchnorm import Spans, with_span
 
 CPU = Serial(torch.device("cpu"))
 Forward = Callable[[nn.Module, Tensor], Tensor]

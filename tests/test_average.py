@@ -13,7 +13,7 @@ from largebatch import stages
 from largebatch.average import Average
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.norm import Spans, with_span
+from largebatch.models.batchnorm import Spans, with_span
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.stages import make_updates

@@ -23,8 +23,8 @@ from largebatch.data.index import Index, load_or_read
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
-from largebatch.lars import LARS
-from largebatch.norm import with_span
+from largebatch.models.batchnorm import with_span
+from largebatch.optim.lars import LARS
 from largebatch.recipe.plan import make_plan
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.lars import LARS, Convention
+from largebatch.optim.lars import LARS, Convention
 
 CONVENTIONS: list[Convention] = ["reference", "scaled-momentum", "outside", "fujitsu"]
 every_convention = pytest.mark.parametrize("convention", CONVENTIONS)

@@ -24,8 +24,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from largebatch.kernels import apex, batched, fused
-from largebatch.lars import LARS, Convention, Kernels
+from largebatch.optim.kernels import apex, batched, fused
+from largebatch.optim.lars import LARS, Convention, Kernels
 
 __all__ = ["choose_path"]  # the fixture `path`
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from largebatch.lars import LARS
 from largebatch.models import build, param_groups
+from largebatch.optim.lars import LARS
 from largebatch.optional import require_torchvision
 from largebatch.schedules.functions import Schedule, polynomial, warmup
 

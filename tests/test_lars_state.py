@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from largebatch.errors import MissingPackageError
-from largebatch.lars import LARS
+from largebatch.optim.lars import LARS
 
 __all__ = ["choose_path"]  # the fixture `path`
 

@@ -9,9 +9,9 @@ from torch import nn
 from largebatch.build import build_model, build_optimizer, require_trainable
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.lars import LARS
 from largebatch.models import build, classifier, param_groups
-from largebatch.norm import SpanBatchNorm
+from largebatch.models.batchnorm import SpanBatchNorm
+from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 

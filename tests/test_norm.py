@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch import norm_functions
 from largebatch.distributed.serial import Serial
-from largebatch.models import build
-from largebatch.norm import SpanBatchNorm, Spans, with_span
-from largebatch.norm_functions import normalise
+from largebatch.models import batchnorm_functional, build
+from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
+from largebatch.models.batchnorm_functional import normalise
 
 CPU = Serial(torch.device("cpu"))
 
@@ -51,7 +50,7 @@ def test_each_group_is_normalised_as_batchnorm_would(
 def test_layout_and_parts_of_the_backward_pass_change_nothing(
     monkeypatch: pytest.MonkeyPatch, cached: int, layout: torch.memory_format
 ) -> None:
-    monkeypatch.setattr(norm_functions, "_GRADIENT_PART", cached)
+    monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
     norm = nn.BatchNorm2d(5).double()
     nn.init.uniform_(norm.weight)
     ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 4)

@@ -8,9 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError, PeerLostError
-from largebatch.norm import SpanBatchNorm, with_span
+from largebatch.models.batchnorm import SpanBatchNorm, with_span
 from largebatch.optional import require_torchvision
-from largebatch.polish import polish
+from largebatch.polish.statistics import polish
 from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))

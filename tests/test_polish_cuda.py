@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
-from largebatch.polish import polish
+from largebatch.polish.statistics import polish
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"

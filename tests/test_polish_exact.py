@@ -13,14 +13,14 @@ from polish_reference import Moments, Pairs, assert_right, moments_of, norms, on
 from threads import Done, Thread, on_threads
 from torch import Tensor, nn
 
-from largebatch import moments
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.models import build
-from largebatch.norm import by_spans, with_span
+from largebatch.models.batchnorm import by_spans, with_span
 from largebatch.optional import require_torchvision
-from largebatch.polish import polish
+from largebatch.polish import moments
+from largebatch.polish.statistics import polish
 
 CPU = Serial(torch.device("cpu"))
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-6}
@@ -132,7 +132,7 @@ def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             del together
             return by_spans(images, model, together=True)
 
-        monkeypatch.setattr("largebatch.polish.by_spans", as_on_gpu)
+        monkeypatch.setattr("largebatch.polish.statistics.by_spans", as_on_gpu)
 
 
 @pytest.mark.usefixtures("spans")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
-from largebatch.norm import with_span
-from largebatch.polish import polish
+from largebatch.models.batchnorm import with_span
+from largebatch.polish.statistics import polish
 
 CPU = Serial(torch.device("cpu"))
 ORDER = ["0", "2.one.1", "2.one.4", "2.other.1", "4"]

@@ -24,7 +24,7 @@ from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
-from largebatch.norm import Spans, with_span
+from largebatch.models.batchnorm import Spans, with_span
 from largebatch.steplog import StepLog
 from largebatch.train import Update, train
 from largebatch.workers import start_workers

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from largebatch.distributed.serial import Serial
-from largebatch.polish import QUANTILES, polish
+from largebatch.polish.statistics import QUANTILES, polish
 from largebatch.report.canvas import HIGH, LOW
 from largebatch.report.drift import draw_drift, scale_end
 from largebatch.report.page import make_page

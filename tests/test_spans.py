@@ -23,11 +23,12 @@ from plain import plain_pytorch
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
-from largebatch import load_recipe, norm_functions
+from largebatch import load_recipe
 from largebatch.distributed.backend import Group
 from largebatch.distributed.serial import Serial
-from largebatch.norm import SpanBatchNorm, Spans, with_span
-from largebatch.polish import polish
+from largebatch.models import batchnorm_functional
+from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
+from largebatch.polish.statistics import polish
 from largebatch.runner import run
 from largebatch.workers import start_workers
 
@@ -94,7 +95,7 @@ def test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole(
     workers: int,
     cached: int,
 ) -> None:
-    monkeypatch.setattr(norm_functions, "_GRADIENT_PART", cached)
+    monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
     norm = copy.deepcopy(norm).double()
     for parameter in norm.parameters():
         nn.init.uniform_(parameter)

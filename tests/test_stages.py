@@ -272,7 +272,7 @@ def test_statistics_that_never_settle_are_told_in_every_place(
     assert settled.stages[-1]["note"] is None
     assert log(tmp_path / "settled", "drift")[0]["settled"] is True
     assert "settled" not in capsys.readouterr().out
-    monkeypatch.setattr("largebatch.polish._SPARE_PASSES", -11)  # two passes
+    monkeypatch.setattr("largebatch.polish.statistics._SPARE_PASSES", -11)  # two passes
     note = run(recipe, out=tmp_path / "run").stages[-1]["note"]
     assert note.startswith("the statistics have not settled in 2 passes: the last one moved them")
     assert log(tmp_path / "run", "drift")[0]["settled"] is False

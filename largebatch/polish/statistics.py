@@ -30,8 +30,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.moments import Moments, pool
-from largebatch.norm import SpanBatchNorm, by_spans
+from largebatch.models.batchnorm import SpanBatchNorm, by_spans
+from largebatch.polish.moments import Moments, pool
 
 Data = Iterable[tuple[Tensor, Tensor]]
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from largebatch.kernels import Rule, Tensors, momentum_step, with_decay
+from largebatch.optim.kernels import Rule, Tensors, momentum_step, with_decay
 
 ROW = 512
 """Elements summed in one go. torch adds the squares of a float32 tensor in a few float32 sums: the

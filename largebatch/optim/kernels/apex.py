@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from largebatch.errors import MissingPackageError
-from largebatch.kernels import Rule, Tensors
-from largebatch.kernels.batched import trust_ratios
+from largebatch.optim.kernels import Rule, Tensors
+from largebatch.optim.kernels.batched import trust_ratios
 
 CHUNK = 65536
 """Elements that one block of threads works on, as in apex's own optimizers."""

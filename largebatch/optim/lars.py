@@ -28,7 +28,7 @@ Lengths are right wherever weights and gradients are normal numbers of float32, 
 of those beyond 1e19 or below 1e-19 are not. The ratio has to be one too: |w| and |g| may be some 35
 orders of magnitude apart.
 
-The arithmetic is done by `largebatch/kernels`; what is here chooses one and keeps what it works on.
+The arithmetic is done by `kernels`; what is here chooses one and keeps what it works on.
 """
 
 import math
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from largebatch.kernels import Rule, Update, apex, batched, fused
+from largebatch.optim.kernels import Rule, Update, apex, batched, fused
 
 Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
 Kernels = Literal["torch", "apex"]

@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from largebatch.kernels import Rule, Tensors, momentum_step, with_decay
+from largebatch.optim.kernels import Rule, Tensors, momentum_step, with_decay
 
 ROW = 1024
 """Elements in a row of the scratch buffer; a row belongs to one tensor."""

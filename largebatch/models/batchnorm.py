@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend, Group, Work
-from largebatch.norm_functions import normalise
+from largebatch.models.batchnorm_functional import normalise
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,0 +1,9 @@
+"""Final Polishing: BatchNorm statistics, measured exactly on clean training data.
+
+`statistics` has the pass over the data, `moments` the exact sums that it pools over batches and
+workers.
+"""
+
+from largebatch.polish.statistics import Drift as Drift
+from largebatch.polish.statistics import LayerDrift as LayerDrift
+from largebatch.polish.statistics import polish as polish
