@@ -34,13 +34,12 @@ import torch
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
-from largebatch.data.building import FORMAT, Content, build
-from largebatch.data.changes import difference
-from largebatch.data.index import index_of, load_file, make, open_content
-from largebatch.data.mapped import pack
-from largebatch.data.packing import pack_folder
+from largebatch.data.datasets.packing import pack_folder
+from largebatch.data.index.build import build
+from largebatch.data.index.file import FORMAT, Content, pack
+from largebatch.data.index.folder import difference, scan
+from largebatch.data.index.index import index_of, load_file, make, open_content
 from largebatch.data.pipeline import open_pipeline
-from largebatch.data.scan import scan
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 from largebatch.recipe.loading import load_recipe

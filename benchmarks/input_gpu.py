@@ -29,9 +29,9 @@ from input_pipeline import AREA, dali_reader, requests, view
 from measuring import Step, paired_ratio, spread, take_turns, write
 
 from largebatch.cli import main as largebatch
-from largebatch.contracts import Request
-from largebatch.data import cached, dali, on_device
-from largebatch.data.index import load_or_read
+from largebatch.data.decoders import cached, dali, pixel_cache
+from largebatch.data.index.index import load_or_read
+from largebatch.data.types import Request
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
 
@@ -47,13 +47,13 @@ def step(batches: Iterator[object]) -> Step:
 def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure the training pictures of CIFAR-10, shards in `folder`."""
     index, backend = load_or_read(folder, "train"), Serial(args.device)
-    kept = cached.keep(index, backend=backend, threads=args.threads)
+    kept = pixel_cache.keep(index, backend=backend, threads=args.threads)
     small = view(32)
 
     def asked() -> Iterator[Request]:
         return requests(index, batch, SMALL_AREA)
 
-    kept_there = on_device.decode(on_device.upload(kept, args.device), asked(), small)
+    kept_there = cached.decode_on_device(cached.upload(kept, args.device), asked(), small)
     in_memory = cached.decode(kept, asked(), small, device=args.device, threads=args.threads)
     rivals = {"cache: device": step(kept_there), "cache: memory": step(in_memory)}
     times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=backend)

@@ -30,10 +30,11 @@ from index import imagenet
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
-from largebatch.contracts import Batches, Request, View
-from largebatch.data import cached, dali, torchvision, train_request
-from largebatch.data.index import Index, index_of, load_or_read
+from largebatch.data.augment import train_request
+from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
+from largebatch.data.index.index import Index, index_of, load_or_read
 from largebatch.data.order import sample_ids
+from largebatch.data.types import Batches, Request, View
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 
@@ -215,7 +216,7 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     index = load_or_read(folder, "train")
     batch, small = 256, view(32)
     begun = time.perf_counter()
-    kept = cached.keep(index, backend=Serial(CPU), threads=args.threads)
+    kept = pixel_cache.keep(index, backend=Serial(CPU), threads=args.threads)
     filling = time.perf_counter() - begun
 
     def decoding(decode: Callable[..., Batches]) -> Rival:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD
 
-from largebatch.contracts import Batch
+from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.loss import cross_entropy

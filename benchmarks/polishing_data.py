@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.contracts import IntArray
-from largebatch.data.imports import import_data
-from largebatch.data.index import Index, load_or_read
-from largebatch.data.packing import DataSet, Sample, write_shards
-from largebatch.data.reading import read
+from largebatch.data.datasets import import_data
+from largebatch.data.datasets.packing import DataSet, Sample, write_shards
+from largebatch.data.decoders.reader import read
+from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.types import IntArray
 
 SETS = {"fashion_mnist": "fashion-mnist", "cifar10": "cifar10"}
 """Folders in LARGEBATCH_DATA, and what `largebatch data import` calls them."""

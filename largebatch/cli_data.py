@@ -15,7 +15,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.workers import answering
 
 if TYPE_CHECKING:
-    from largebatch.data.building import Content
+    from largebatch.data.index.file import Content
     from largebatch.storage import Progress
 
 SPLITS = ("train", "val")
@@ -65,7 +65,7 @@ def _index(args: argparse.Namespace) -> int:
 
 def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
     """Make the indexes of a folder unless they are there, check them and say what they hold."""
-    from largebatch.data.index import BadPicturesError, check_same_classes, index_of, refresh
+    from largebatch.data.index.index import BadPicturesError, check_same_classes, index_of, refresh
 
     contents, bad = [], 0
     for split in SPLITS:
@@ -103,7 +103,7 @@ def _describe(content: "Content") -> str:
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from largebatch.data.packing import pack_folder
+    from largebatch.data.datasets.packing import pack_folder
 
     with _progress("packing") as progress:
         pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
@@ -112,7 +112,7 @@ def _pack(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from largebatch.data.imports import import_data
+    from largebatch.data.datasets import import_data
 
     with _progress("importing") as progress:
         import_data(

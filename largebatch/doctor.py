@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from largebatch import models
-from largebatch.contracts import Request, View
-from largebatch.data import dali, digits, index, torchvision
+from largebatch.data.datasets import digits
+from largebatch.data.decoders import dali, torchvision
+from largebatch.data.index import index
+from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
 from largebatch.tracking.wandb import Wandb

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.compare import Comparison, compare, small_rate, with_updates
-from largebatch.data.index import open_content
+from largebatch.data.index.index import open_content
 from largebatch.distributed.agreement import Facts, checksum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes

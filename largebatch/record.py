@@ -7,7 +7,6 @@ from typing import Any
 
 from largebatch import checkpoint
 from largebatch.checkpoint import Checkpoint
-from largebatch.contracts import Tracker
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
@@ -15,6 +14,7 @@ from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe, portable
 from largebatch.session import Session
 from largebatch.tracking.console import Console
+from largebatch.tracking.events import Tracker
 from largebatch.tracking.jsonl import JsonLines
 from largebatch.tracking.wandb import Wandb
 

@@ -25,7 +25,6 @@ from largebatch.build import (
     require_trainable,
     share_weights,
 )
-from largebatch.contracts import Tracker
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement
 from largebatch.distributed.backend import Backend
@@ -44,6 +43,7 @@ from largebatch.session import Means, Session, say
 from largebatch.stages import require_resumable, run_stages
 from largebatch.steplog import StepLog
 from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
+from largebatch.tracking.events import Tracker
 from largebatch.workers import start_workers, stop_requests
 
 Decoder = Literal["dali", "torchvision"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from largebatch.contracts import Batch
+from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.schedules.functions import Schedule

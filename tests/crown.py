@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from largebatch.contracts import Batch
+from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.reducer import Reducer

@@ -11,10 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from largebatch.contracts import Batches, Bytes, Request, View
-from largebatch.data import cached, dali, torchvision, train_request
-from largebatch.data.cached import Kept
-from largebatch.data.index import Index, load_or_read
+from largebatch.data.augment import train_request
+from largebatch.data.decoders import dali, pixel_cache, torchvision
+from largebatch.data.decoders.pixel_cache import Kept
+from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.types import Batches, Bytes, Request, View
 from largebatch.distributed.serial import Serial
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def run(
 
 
 def keep(index: Index) -> Kept[Bytes]:
-    return cached.keep(index, backend=Serial(CPU), threads=2)
+    return pixel_cache.keep(index, backend=Serial(CPU), threads=2)
 
 
 def augmented(index: Index, size: int, number: int) -> list[Request]:

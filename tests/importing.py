@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.data.imports import import_data
-from largebatch.data.index import read_folder
+from largebatch.data.datasets import import_data
+from largebatch.data.index.index import read_folder
 
 
 def imported(source: Path, out: Path) -> Path:

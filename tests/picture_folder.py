@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from largebatch.data.index import Index
+from largebatch.data.index.index import Index
 
 
 def write_picture(path: Path, *, height: int = 4, width: int = 6, mode: str = "RGB") -> None:

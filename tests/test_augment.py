@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from largebatch.contracts import IntArray
 from largebatch.data.augment import (
     center_boxes,
     clean_request,
@@ -16,8 +15,9 @@ from largebatch.data.augment import (
     train_request,
     whole_boxes,
 )
-from largebatch.data.index import Index
+from largebatch.data.index.index import Index
 from largebatch.data.order import sample_ids
+from largebatch.data.types import IntArray
 from largebatch.optional import require_torchvision
 
 INCEPTION: Any = {"area": (0.08, 1.0), "aspect": (3 / 4, 4 / 3)}

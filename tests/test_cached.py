@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from largebatch.contracts import Batches, Bytes, Request
-from largebatch.data import cached, clean_request, on_device, torchvision
-from largebatch.data.index import Index
+from largebatch.data.augment import clean_request
+from largebatch.data.decoders import cached, torchvision
+from largebatch.data.decoders.resample import resample, resample_small
+from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_pipeline
-from largebatch.data.resampling import resample, resample_small
+from largebatch.data.types import Batches, Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
@@ -43,7 +44,7 @@ def folder(
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:
     if way == "device":
-        return on_device.decode(on_device.upload(keep(index), CPU), requests, view(**changes))
+        return cached.decode_on_device(cached.upload(keep(index), CPU), requests, view(**changes))
     return cached.decode(keep(index), requests, view(**changes), device=CPU, threads=2)
 
 
@@ -151,7 +152,7 @@ def test_a_device_resizes_a_few_pictures_at_a_time(
 ) -> None:
     requests = augmented(folder, 11, 2)
     whole = [batch.images for batch in kept_batches("device", folder, requests)]
-    monkeypatch.setattr(on_device, "AT_ONCE", 40_000)
+    monkeypatch.setattr(cached, "AT_ONCE", 40_000)
     for a, b in zip(whole, kept_batches("device", folder, requests), strict=True):
         assert torch.equal(a, b.images)
 
@@ -161,7 +162,7 @@ def test_on_a_cpu_the_device_is_memory(
     clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(on_device, "upload", None)  # would fail if it were called
+    monkeypatch.setattr(cached, "upload", None)  # would fail if it were called
     both = []
     for way in ("memory", "device"):
         recipe = load_recipe(DIGITS, [f"data.cache={way}"])
@@ -182,4 +183,4 @@ def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "from_numpy", lambda _: Full())
         with pytest.raises(DataError, match="do not fit on cpu; use data.cache: memory"):
-            on_device.upload(pictures, CPU)
+            cached.upload(pictures, CPU)

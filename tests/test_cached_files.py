@@ -19,8 +19,8 @@ import pytest
 from decoding import keep, png_folder
 from PIL import Image
 
-from largebatch.data import cached, torchvision
-from largebatch.data.index import Index, load_or_read
+from largebatch.data.decoders import pixel_cache, torchvision
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.errors import DataError
 
 
@@ -34,7 +34,7 @@ def test_pictures_are_decoded_once_for_all_runs(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = keep(folder)
-    monkeypatch.setattr(cached, "to_pillow", None)  # would fail if it were called
+    monkeypatch.setattr(pixel_cache, "to_pillow", None)  # would fail if it were called
     assert np.array_equal(keep(folder).pixels, first.pixels)
     for sample in range(13):
         box = [0, 0, int(folder.heights[sample]), int(folder.widths[sample])]
@@ -49,7 +49,7 @@ def test_one_worker_of_each_folder_writes(
     """Two machines of two workers, whose folders for caches are one or two."""
     barrier = threading.Barrier(4, timeout=120)
     written = []
-    real, local = cached._write, threading.local()
+    real, local = pixel_cache._write, threading.local()
 
     def count(path: Path, index: Index, threads: int) -> None:
         written.append(local.rank)
@@ -61,10 +61,10 @@ def test_one_worker_of_each_folder_writes(
     def work(rank: int) -> int:
         local.rank = rank
         worker: Any = SimpleNamespace(rank=rank, local_rank=rank % 2, barrier=barrier.wait)
-        return len(cached.keep(folder, backend=worker, threads=1).pixels)
+        return len(pixel_cache.keep(folder, backend=worker, threads=1).pixels)
 
-    monkeypatch.setattr(cached, "_write", count)
-    monkeypatch.setattr(cached, "_place", place)
+    monkeypatch.setattr(pixel_cache, "_write", count)
+    monkeypatch.setattr(pixel_cache, "_place", place)
     with ThreadPoolExecutor(4) as pool:
         assert min(pool.map(work, range(4))) > 0
     assert sorted(written) == ([0] if shared else [0, 2])
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_made_anew(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cached, "AT_ONCE", at_once)
+    monkeypatch.setattr(pixel_cache, "AT_ONCE", at_once)
     expected = keep(folder).pixels.copy()
     (file,) = kept_files(tmp_path)
     whole = file.read_bytes()
@@ -119,7 +119,7 @@ def test_a_file_under_the_name_of_another_is_made_anew(
     """Of as many pixels, whole, and with a checksum that is right under its own name."""
     expected = keep(folder).pixels.copy()
     (file,) = kept_files(tmp_path)
-    monkeypatch.setattr(cached, "_decode_all", lambda *_: iter([255 - expected]))
+    monkeypatch.setattr(pixel_cache, "_decode_all", lambda *_: iter([255 - expected]))
     keep(replace(folder, digest="another"))
     monkeypatch.undo()
     file.with_name(file.name.replace(folder.digest, "another")).replace(file)
@@ -130,7 +130,7 @@ def test_a_file_under_the_name_of_another_is_made_anew(
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [
-        pytest.param(cached, "FORMAT", 1000, id="another format"),
+        pytest.param(pixel_cache, "FORMAT", 1000, id="another format"),
         pytest.param(PIL, "__version__", "0.1", id="another Pillow"),
     ],
 )
@@ -174,15 +174,15 @@ def test_only_a_part_of_the_pictures_is_in_memory_while_they_are_written(
     (tmp_path / "train/a").mkdir(parents=True)
     for number in range(200):
         Image.new("RGB", (3, 3), (number, 0, 0)).save(tmp_path / f"train/a/{number:03d}.png")
-    monkeypatch.setattr(cached, "EACH", 1)
+    monkeypatch.setattr(pixel_cache, "EACH", 1)
     decoded, decode_one = [], torchvision.to_pillow
 
     def count(picture: Any) -> Image.Image:  # noqa: ANN401 -- the decoder's own type
         decoded.append(picture)
         return decode_one(picture)
 
-    monkeypatch.setattr(cached, "to_pillow", count)
-    pictures = cached._decode_all(load_or_read(tmp_path, "train"), threads=2)
+    monkeypatch.setattr(pixel_cache, "to_pillow", count)
+    pictures = pixel_cache._decode_all(load_or_read(tmp_path, "train"), threads=2)
     assert [int(pixels[0, 0, 0]) for pixels in islice(pictures, 40)] == list(range(40))
     assert 40 <= len(decoded) <= 60
     assert [int(pixels[0, 0, 0]) for pixels in pictures] == list(range(40, 200))
@@ -211,9 +211,9 @@ def test_what_was_long_not_used_is_removed_when_another_is_made(
 
 def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     total = int((3 * folder.heights * folder.widths).sum())
-    monkeypatch.setattr(cached, "LIMIT", total)
+    monkeypatch.setattr(pixel_cache, "LIMIT", total)
     keep(folder)
-    monkeypatch.setattr(cached, "LIMIT", total - 1)
+    monkeypatch.setattr(pixel_cache, "LIMIT", total - 1)
     with pytest.raises(DataError, match="13 decoded pictures are .* keeps at most"):
         keep(folder)
 
@@ -261,5 +261,5 @@ def test_a_cache_that_can_only_be_read_is_used(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "utime", refuse)
-    monkeypatch.setattr(cached, "_write", None)  # would fail if it were called
+    monkeypatch.setattr(pixel_cache, "_write", None)  # would fail if it were called
     assert np.array_equal(keep(folder).pixels, expected)

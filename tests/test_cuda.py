@@ -17,10 +17,11 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
-from largebatch.contracts import Batch, Batches, Request
-from largebatch.data import cached, clean_request, dali, on_device, torchvision
-from largebatch.data.index import Index, load_or_read
+from largebatch.data.augment import clean_request
+from largebatch.data.decoders import cached, dali, torchvision
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_pipeline
+from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import with_span
@@ -239,7 +240,7 @@ def test_kept_pictures_are_resized_on_the_gpu_as_on_the_cpu(
 def kept_on(
     device: torch.device, index: Index, requests: list[Request], **changes: object
 ) -> Batches:
-    return on_device.decode(on_device.upload(keep(index), device), requests, view(**changes))
+    return cached.decode_on_device(cached.upload(keep(index), device), requests, view(**changes))
 
 
 def opened(way: str, index: Index, requests: list[Request]) -> Batches:

@@ -30,10 +30,11 @@ from decoding import (
 from PIL import Image
 from torch import Tensor
 
-from largebatch.contracts import Request
-from largebatch.data import clean_request, dali, torchvision
-from largebatch.data.digits import write_digits
-from largebatch.data.index import Index, read_folder
+from largebatch.data.augment import clean_request
+from largebatch.data.datasets.digits import write_digits
+from largebatch.data.decoders import dali, torchvision
+from largebatch.data.index.index import Index, read_folder
+from largebatch.data.types import Request
 from largebatch.errors import DataError, MissingPackageError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

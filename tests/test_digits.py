@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from largebatch.data.digits import write_digits
-from largebatch.data.index import check_same_classes, read_folder
+from largebatch.data.datasets.digits import write_digits
+from largebatch.data.index.index import check_same_classes, read_folder
 from largebatch.errors import DataError, MissingPackageError
 
 

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from largebatch.contracts import Batches, Request
-from largebatch.data import dali, filling, train_request
-from largebatch.data.index import Index
+from largebatch.data.augment import train_request
+from largebatch.data.decoders import dali, prefetch
+from largebatch.data.index.index import Index
 from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
@@ -188,7 +189,7 @@ def test_decoders_show_that_order_at_any_depth_of_prefetching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(filling, "AHEAD", ahead)
+    monkeypatch.setattr(prefetch, "AHEAD", ahead)
     monkeypatch.setattr(dali, "AHEAD", ahead)
     key, value = way.split("=")
     size = {"train_samples": 30, "val_samples": 2, "classes": 2, "global_batch": 12}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe, run
 from largebatch.cli import DONE, USER, main
-from largebatch.data import digits
-from largebatch.data.index import read_folder
+from largebatch.data.datasets import digits
+from largebatch.data.index.index import read_folder
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.foreign import Foreign, _fit

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from largebatch import foreign
-from largebatch.data import digits
-from largebatch.data.building import Content
+from largebatch.data.datasets import digits
+from largebatch.data.index.file import Content
 from largebatch.foreign import Foreign, compare_weights, polish_weights
 from largebatch.models import zoo
 from largebatch.runner import Options

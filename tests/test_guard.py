@@ -24,7 +24,7 @@ from short_runs import (
 
 from largebatch import run
 from largebatch.cli import DONE, main
-from largebatch.data import digits
+from largebatch.data.datasets import digits
 from largebatch.errors import DivergedError
 
 ABSURD = "affine: {steps: 3, lr: 1e38}"

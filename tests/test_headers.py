@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from largebatch.data.headers import (
+from largebatch.data.index.build import (
     MAX_SIDE,
     BadPictureError,
     measure,

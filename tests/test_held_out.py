@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from largebatch.contracts import Batches, Request
-from largebatch.data.index import Index
+from largebatch.data.index.index import Index
 from largebatch.data.order import divide
 from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.shown import show
+from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe

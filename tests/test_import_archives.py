@@ -10,7 +10,7 @@ import pytest
 import tars
 from importing import contents, imported, png
 
-from largebatch.data.imports import archives
+from largebatch.data.datasets import archives
 from largebatch.errors import DataError
 
 VAL = tars.member("val/cat/a.png", png(0)) + tars.member("val/dog/a.png", png(1))

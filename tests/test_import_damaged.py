@@ -16,7 +16,7 @@ from importing import png
 from PIL import Image
 from test_imports import labels, noise, python2_pickle, write_cifar, write_fashion, write_idx
 
-from largebatch.data.imports import import_data
+from largebatch.data.datasets import import_data
 from largebatch.errors import DataError
 
 PICTURES = {

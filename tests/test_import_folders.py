@@ -10,7 +10,7 @@ import pytest
 from importing import imported
 from picture_folder import fields, write_folder, write_picture
 
-from largebatch.data.index import read_folder
+from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 

@@ -10,7 +10,7 @@ import pytest
 import tars
 from importing import contents, imported, png
 
-from largebatch.data.packing import DataSet, write_shards
+from largebatch.data.datasets.packing import DataSet, write_shards
 from largebatch.errors import DataError
 
 

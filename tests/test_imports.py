@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from largebatch.cli import main
-from largebatch.data.imports import import_data
-from largebatch.data.index import Index, read_folder
+from largebatch.data.datasets import import_data
+from largebatch.data.index.index import Index, read_folder
 from largebatch.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]

@@ -7,8 +7,8 @@ import pytest
 from picture_folder import fields, write_folder, write_picture
 
 from largebatch.cli import main
-from largebatch.data import building
-from largebatch.data.index import (
+from largebatch.data.index import build
+from largebatch.data.index.index import (
     BadPicturesError,
     check_same_classes,
     index_of,
@@ -110,7 +110,7 @@ def test_a_disk_that_fails_is_asked_again_and_its_pictures_are_not_taken_for_bad
         return real(file, length, offset)
 
     monkeypatch.setattr(os, "pread", failing)
-    monkeypatch.setattr(building, "PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(build, "PAUSES", (0.01, 0.02, 0.03))
     if times == 3:
         assert fields(index_of(make(root, "train", drop_bad=True), root)) == expected
         return

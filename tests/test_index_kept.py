@@ -6,17 +6,12 @@ from pathlib import Path
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
-from largebatch.data import building, changes
-from largebatch.data import index as module
-from largebatch.data.index import (
-    index_of,
-    kept,
-    load_file,
-    load_or_read,
-    make,
-    read_folder,
-)
-from largebatch.data.mapped import open_mapped
+from largebatch.data.index import build
+from largebatch.data.index import file as index_file
+from largebatch.data.index import folder as index_folder
+from largebatch.data.index import index as module
+from largebatch.data.index.file import open_mapped
+from largebatch.data.index.index import index_of, kept, load_file, load_or_read, make, read_folder
 from largebatch.errors import DataError
 
 
@@ -39,7 +34,7 @@ def test_an_index_is_the_same_after_it_was_kept(root: Path) -> None:
 
 def test_an_unchanged_folder_is_not_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = fields(load_or_read(root, "train"))
-    monkeypatch.setattr(building, "measure_part", None)
+    monkeypatch.setattr(build, "measure_part", None)
     assert fields(load_or_read(root, "train")) == first
 
 
@@ -141,20 +136,20 @@ def test_a_dropped_picture_that_was_mended_is_noticed(root: Path) -> None:
 def test_of_very_many_files_a_run_compares_some_and_the_command_all(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "MOST", 2)
+    monkeypatch.setattr(index_folder, "MOST", 2)
     make(root, "train")
     later(root / "train/dog/b.png")  # in place: its folder does not show it
     (content,) = kept(root, "train")
-    assert changes.difference(content, root, every_file=False) is None
-    assert "b.png" in (changes.difference(content, root, every_file=True) or "")
+    assert index_folder.difference(content, root, every_file=False) is None
+    assert "b.png" in (index_folder.difference(content, root, every_file=True) or "")
     row = list(index_of(content, root).paths).index("train/dog/b.png")
     then = index_of(content, root).locate(row)
     now = then.path.stat()
     assert (then.num_bytes, then.mtime) == (now.st_size, now.st_mtime_ns - 10**9)  # when it is read
     later(root / "train/dog")
-    assert "b.png" in (changes.difference(content, root, every_file=False) or "")
+    assert "b.png" in (index_folder.difference(content, root, every_file=False) or "")
     later(root / "train/dog/a.JPEG")
-    assert "a.JPEG" in (changes.difference(content, root, every_file=False) or "")
+    assert "a.JPEG" in (index_folder.difference(content, root, every_file=False) or "")
 
 
 def test_a_moved_folder_keeps_its_index_and_its_digest(
@@ -163,7 +158,7 @@ def test_a_moved_folder_keeps_its_index_and_its_digest(
     digest = load_or_read(root, "train").digest
     moved = tmp_path_factory.mktemp("elsewhere") / "data"
     shutil.move(root, moved)
-    monkeypatch.setattr(building, "measure_part", None)
+    monkeypatch.setattr(build, "measure_part", None)
     index = load_or_read(moved, "train")
     assert index.root == moved
     assert index.digest == digest
@@ -192,8 +187,8 @@ def test_a_kept_index_of_another_format_is_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = root / ".largebatch-train.index"
-    for number in (building.FORMAT + 1, building.FORMAT):
-        for place_of_it in (building, module):
+    for number in (index_file.FORMAT + 1, index_file.FORMAT):
+        for place_of_it in (build, module):
             monkeypatch.setattr(place_of_it, "FORMAT", number)
         load_or_read(root, "train")
         assert open_mapped(place)[0]["format"] == number
@@ -225,11 +220,11 @@ def test_times_of_change_are_shown_with_the_digit_in_which_they_differ(root: Pat
 def test_the_first_of_several_changes_is_named_whatever_the_threads_do(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "PART", 1)
+    monkeypatch.setattr(index_folder, "PART", 1)
     content = make(root, "train")
     for name in ("dog/b.png", "dog/a.JPEG", "cat/x.jpg"):
         later(root / "train" / name)
-        found = changes.difference(content, root, every_file=True)
+        found = index_folder.difference(content, root, every_file=True)
         assert (found or "").startswith(f"train/{name} was changed")
 
 
@@ -241,7 +236,7 @@ def test_a_folder_that_cannot_be_listed_is_the_users_to_mend(
     def refuse(folder: Path, name: str) -> None:
         raise PermissionError(13, "Permission denied", str(folder / name))
 
-    monkeypatch.setattr(changes, "scan_class", refuse)
+    monkeypatch.setattr(index_folder, "scan_class", refuse)
     add(root)
     with pytest.raises(DataError, match=r"cannot be read: .*Permission denied: .*train/dog"):
         load_or_read(root, "train")

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
-from largebatch.data import index as module
-from largebatch.data.index import kept, load_or_read, make, read_folder, refresh
+from largebatch.data.index import index as module
+from largebatch.data.index.index import kept, load_or_read, make, read_folder, refresh
 from largebatch.errors import DataError
 from largebatch.storage import write_whole
 

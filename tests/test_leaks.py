@@ -19,8 +19,8 @@ import torch
 from decoding import augmented, has_dali, keep, needs_dali, photograph, view
 from PIL import Image
 
-from largebatch.data import cached
-from largebatch.data.index import Index, load_or_read
+from largebatch.data.decoders import cached
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect

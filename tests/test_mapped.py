@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from largebatch.data.mapped import Arrays, open_mapped, pack, unpack
+from largebatch.data.index.file import Arrays, open_mapped, pack, unpack
 from largebatch.storage import write_whole
 
 ARRAYS: Arrays = {

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from largebatch.contracts import Batch, Batches, Request
-from largebatch.data import changes, dali, torchvision
-from largebatch.data.index import Index
+from largebatch.data.decoders import dali, torchvision
+from largebatch.data.index import folder as index_folder
+from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_pipeline
+from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
@@ -154,7 +155,7 @@ def test_kept_pictures_are_compared_with_every_file_since_none_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(changes, "MOST", 2)
+    monkeypatch.setattr(index_folder, "MOST", 2)
 
     def train_index(*overrides: str) -> Index:
         recipe = load_recipe(DIGITS, list(overrides))

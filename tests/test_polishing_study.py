@@ -11,7 +11,7 @@ import torch
 from scipy.stats import ttest_1samp
 
 from largebatch import checkpoint, load_recipe, run
-from largebatch.data.index import Index
+from largebatch.data.index.index import Index
 from largebatch.recipe.sections import Affine, Polish, Span, Statistics
 
 ROOT = Path(__file__).parent.parent

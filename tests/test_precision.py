@@ -18,7 +18,7 @@ from torch.optim import SGD
 from largebatch import load_recipe, run
 from largebatch.build import build_model
 from largebatch.checkpoint import load
-from largebatch.contracts import Batch
+from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.reducer import Reducer

@@ -15,9 +15,10 @@ import torch
 from decoding import Decode, both_decoders, photograph, run
 from PIL import Image
 
-from largebatch.contracts import Bytes, Request
-from largebatch.data import cached, reading
-from largebatch.data.index import Index, Location, load_or_read
+from largebatch.data.decoders import pixel_cache
+from largebatch.data.decoders import reader as reading
+from largebatch.data.index.index import Index, Location, load_or_read
+from largebatch.data.types import Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 
@@ -295,5 +296,5 @@ def test_a_picture_that_cannot_be_kept_is_named_and_nothing_is_left(
     path = folder.locate(8).path
     overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: Pillow cannot decode"):
-        cached.keep(folder, backend=Serial(torch.device("cpu")), threads=2)
+        pixel_cache.keep(folder, backend=Serial(torch.device("cpu")), threads=2)
     assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []

@@ -28,7 +28,7 @@ from torch.optim import SGD
 
 from largebatch import run
 from largebatch.cli import DONE, USER, main
-from largebatch.data import digits
+from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan

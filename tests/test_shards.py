@@ -12,9 +12,8 @@ from picture_folder import fields, write_folder, write_picture
 from PIL import Image
 
 from largebatch.cli import main
-from largebatch.data.index import BadPicturesError, Index, load_or_read, make, read_folder
-from largebatch.data.packing import pack_folder
-from largebatch.data.shards import ShardWriter
+from largebatch.data.datasets.packing import ShardWriter, pack_folder
+from largebatch.data.index.index import BadPicturesError, Index, load_or_read, make, read_folder
 from largebatch.errors import DataError
 
 
@@ -293,7 +292,7 @@ def test_packing_that_is_terminated_leaves_nothing(
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("largebatch.data.packing._read_samples", stop)
+    monkeypatch.setattr("largebatch.data.datasets.packing._read_samples", stop)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         main(["data", "pack", str(folder), "--out", str(tmp_path / "packed")])
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -5,7 +5,7 @@ import pytest
 import tars
 from importing import png
 
-from largebatch.data.index import BadPicturesError, read_folder
+from largebatch.data.index.index import BadPicturesError, read_folder
 
 NOT_WHOLE = {
     "a symbolic link": (tars.symbolic("b.png", "a.png"), "b.png: it is a link to a.png"),

@@ -9,10 +9,10 @@ import torch
 from picture_folder import fields, write_folder, write_picture
 from torch import Tensor
 
-from largebatch.data import sharing
-from largebatch.data.building import Content
-from largebatch.data.index import Index, load_or_read, make, read_folder
-from largebatch.data.sharing import share_index
+from largebatch.data.index import sharing
+from largebatch.data.index.file import Content
+from largebatch.data.index.index import Index, load_or_read, make, read_folder
+from largebatch.data.index.sharing import share_index
 from largebatch.distributed.serial import Serial
 from largebatch.storage import write_whole
 from largebatch.workers import start_workers

@@ -32,7 +32,7 @@ from torch.optim import SGD
 
 from largebatch import checkpoint, run
 from largebatch.cli import DONE, main
-from largebatch.data import digits
+from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan

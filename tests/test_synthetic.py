@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Request, View
-from largebatch.data import clean_request, synthetic
-from largebatch.data.index import Index
+from largebatch.data.augment import clean_request
+from largebatch.data.decoders import synthetic
+from largebatch.data.index.index import Index
+from largebatch.data.types import Batch, Request, View
 
 
 def decode(index: Index, requests: list[Request], **changes: object) -> Iterator[Batch]:

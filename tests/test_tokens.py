@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from largebatch.contracts import IntArray
-from largebatch.data.tokens import FILES, Windows, read_corpus, windows
+from largebatch.data.text import FILES, Windows, read_corpus, windows
+from largebatch.data.types import IntArray
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan

@@ -8,9 +8,9 @@ resized to the square the model sees.
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.contracts import BoolArray, IntArray, Request
-from largebatch.data.index import Index
+from largebatch.data.index.index import Index
 from largebatch.data.order import Stream, random_words, sample_ids
+from largebatch.data.types import BoolArray, IntArray, Request
 
 FloatArray = npt.NDArray[np.float64]
 

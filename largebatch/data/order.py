@@ -15,7 +15,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.contracts import IntArray
+from largebatch.data.types import IntArray
 
 WORDS_PER_BLOCK = 4
 """Philox turns one value of its counter into this many 64-bit words."""

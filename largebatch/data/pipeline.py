@@ -11,21 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch.contracts import Batches, IntArray, Request, View
-from largebatch.data import (
-    cached,
-    clean_request,
-    dali,
-    digits,
-    on_device,
-    synthetic,
-    torchvision,
-    train_request,
-    training_samples,
-)
-from largebatch.data.index import Index, check_same_classes, index_of, open_content
+from largebatch.data.augment import clean_request, train_request, training_samples
+from largebatch.data.datasets import digits
+from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
+from largebatch.data.index.sharing import share_index
 from largebatch.data.order import divide
-from largebatch.data.sharing import share_index
+from largebatch.data.types import Batches, IntArray, Request, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -176,7 +168,9 @@ def _choose_decode(data: Data, name: str) -> Callable[..., Batches]:
 def _open_cache(data: Data, *indexes: Index, backend: Backend, threads: int) -> Decode:
     """Keep the decoded pictures of the indexes; return what cuts and resizes from them."""
     view, device = _view(data), backend.device
-    in_memory = {one.digest: cached.keep(one, backend=backend, threads=threads) for one in indexes}
+    in_memory = {
+        one.digest: pixel_cache.keep(one, backend=backend, threads=threads) for one in indexes
+    }
     if data.cache == "memory" or device.type == "cpu":  # where the device's memory is the same
 
         def decode(index: Index, requests: Iterator[Request]) -> Batches:
@@ -185,8 +179,8 @@ def _open_cache(data: Data, *indexes: Index, backend: Backend, threads: int) -> 
 
         return decode
 
-    uploaded = {key: on_device.upload(pictures, device) for key, pictures in in_memory.items()}
-    return lambda index, requests: on_device.decode(uploaded[index.digest], requests, view)
+    uploaded = {key: cached.upload(pictures, device) for key, pictures in in_memory.items()}
+    return lambda index, requests: cached.decode_on_device(uploaded[index.digest], requests, view)
 
 
 def _view(data: Data) -> View:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batches, IntArray, Request
 from largebatch.data.augment import training_samples
 from largebatch.data.pipeline import Pipeline
+from largebatch.data.types import Batches, IntArray, Request
 from largebatch.recipe.sections import Data
 
 CLASSES = 10

@@ -19,9 +19,9 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from largebatch.contracts import Bytes, Request
-from largebatch.data.changes import changed
-from largebatch.data.index import Index, Location
+from largebatch.data.index.folder import changed
+from largebatch.data.index.index import Index, Location
+from largebatch.data.types import Bytes, Request
 from largebatch.errors import DataError
 from largebatch.storage import PAUSES
 

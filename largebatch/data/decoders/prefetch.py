@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, Bytes, Floats, IntArray, View
+from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, View
 
 Order = TypeVar("Order")
 """What says what a batch is to be: a request, alone or with bytes that were read for it."""

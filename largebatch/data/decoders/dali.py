@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch.utils import dlpack
 
-from largebatch.contracts import Batch, Batches, Bytes, Request, View
-from largebatch.data.index import Index
-from largebatch.data.reading import Reading, name_of, open_reader, read_ahead
+from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
+from largebatch.data.index.index import Index
+from largebatch.data.types import Batch, Batches, Bytes, Request, View
 from largebatch.errors import DataError, MissingPackageError
 
 AHEAD = 2

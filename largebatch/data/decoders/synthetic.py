@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from largebatch.contracts import Batch, Batches, IntArray, Request, View
-from largebatch.data.building import Paths
-from largebatch.data.index import Index
+from largebatch.data.index.file import Paths
+from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
+from largebatch.data.types import Batch, Batches, IntArray, Request, View
 
 SIDE = 8
 """A picture is SIDE x SIDE colours, interpolated."""

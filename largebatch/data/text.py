@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.contracts import IntArray
+from largebatch.data.types import IntArray
 from largebatch.errors import DataError
 
 END = "<eos>"

@@ -5,16 +5,19 @@ folder they come from, and a run on either sees the same pictures in the same or
 shards from front to back without this package's index should shuffle: they are sorted by class.)
 """
 
+import io
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
 
-from largebatch.data.index import Index, check_same_classes, load_or_read
-from largebatch.data.reading import read
-from largebatch.data.scan import CLASSES
-from largebatch.data.shards import ShardWriter
+from largebatch.data.decoders.reader import read
+from largebatch.data.index.folder import CLASSES
+from largebatch.data.index.index import Index, check_same_classes, load_or_read
+from largebatch.data.index.shards import BLOCK, LABEL
 from largebatch.errors import DataError
 from largebatch.storage import THREADS, Progress, new_folder
 
@@ -102,3 +105,65 @@ def _copies(index: Index) -> Iterator[Sample]:
         return Sample(read(location), location.path.suffix[1:], int(index.labels[row]))
 
     return in_parts(copy, len(index))
+
+
+class ShardWriter:
+    """Writes samples into `folder/000000.tar` and so on, none longer than `shard_bytes`.
+
+    The same samples give the same bytes: owners, modes and times are left out. A sample that is
+    longer than that alone has a shard of its own. Used as a context manager.
+    """
+
+    def __init__(self, folder: Path, *, shard_bytes: int) -> None:
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
+        self._folder = folder
+        self._limit = shard_bytes
+        self._tar: tarfile.TarFile | None = None
+        self._used = 0
+        self.num_samples = 0
+        self.num_shards = 0
+
+    def add(self, content: bytes, *, extension: str, label: int) -> None:
+        """Write one encoded picture with its label; `extension` is without a dot."""
+        files = {extension.lower(): content, LABEL: str(label).encode("ascii")}
+        length = sum(BLOCK + _padded(len(each)) for each in files.values())
+        end = tarfile.RECORDSIZE  # with which tarfile ends a file, at the most
+        if self._tar is None or self._used + length + end > self._limit:
+            self._begin()
+        assert self._tar is not None
+        for name, each in files.items():
+            member = tarfile.TarInfo(f"{self.num_samples:09d}.{name}")
+            member.size = len(each)
+            self._tar.addfile(member, io.BytesIO(each))
+        self._used += length
+        self.num_samples += 1
+
+    def close(self) -> None:
+        """End the last shard."""
+        if self._tar is not None:
+            self._tar.close()
+            self._tar = None
+
+    def _begin(self) -> None:
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{self.num_shards:06d}.tar"
+        self._tar = tarfile.open(path, "x", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 -- closed by close()
+        self._used = 0
+        self.num_shards += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _padded(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.contracts import BoolArray, Bytes, Floats, IntArray
+from largebatch.data.types import BoolArray, Bytes, Floats, IntArray
 from largebatch.recipe.sections import Interpolation
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from largebatch.data.building import Content
-from largebatch.data.index import Index, cached_at, index_of, load_file
-from largebatch.data.mapped import pack, unpack
+from largebatch.data.index.file import Content, pack, unpack
+from largebatch.data.index.index import Index, cached_at, index_of, load_file
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.storage import write_whole

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from largebatch.data.imports import cifar10, fashion_mnist, image_folder
-from largebatch.data.packing import DataSet, write_shards
+from largebatch.data.datasets import arrays, image_folder
+from largebatch.data.datasets.packing import DataSet, write_shards
 from largebatch.storage import Progress, require_new
 
 
@@ -21,8 +21,8 @@ def import_data(
     Raises DataError that says which files are expected, and where to get them, if they are missing.
     """
     openers: dict[str, Callable[[Path], AbstractContextManager[DataSet]]] = {
-        "fashion-mnist": fashion_mnist.open_archives,
-        "cifar10": cifar10.open_archives,
+        "fashion-mnist": arrays.open_fashion_mnist,
+        "cifar10": arrays.open_cifar10,
         "imagefolder": partial(image_folder.open_archives, scratch=out.parent),
     }
     if name not in openers:

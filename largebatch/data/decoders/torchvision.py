@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.contracts import Batches, Bytes, Floats, IntArray, Request, View
-from largebatch.data.filling import Part, fill_ahead
-from largebatch.data.index import Index, Location
-from largebatch.data.reading import Reading, name_of, open_reader, read_ahead
+from largebatch.data.decoders.prefetch import Part, fill_ahead
+from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
+from largebatch.data.index.index import Index, Location
+from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 

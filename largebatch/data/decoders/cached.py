@@ -1,23 +1,76 @@
-"""Small sets on a GPU: kept there as bytes, cut, mirrored and resized there a batch at a time.
+"""Small sets, decoded once: crops, flips and resizing from pixels that are kept as bytes.
 
-Nothing is read, decoded or copied from the host but a few numbers for each picture, and nothing
-waits for the device. On a processor the batched products would do many times the arithmetic of
-resizing one picture after the other, and pay for small ones only.
+On a processor threads cut and resize one picture after the other (`decode`). On a GPU the bytes are
+kept there and cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`): nothing
+is read, decoded or copied from the host but a few numbers for each picture, and nothing waits for
+the device. On a processor the batched products would do many times the arithmetic of resizing one
+picture after the other, and pay for small ones only.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.contracts import Batch, Batches, BoolArray, Bytes, IntArray, Request, View
-from largebatch.data.cached import Kept, kept
-from largebatch.data.resampling import resample
+from largebatch.data.decoders.pixel_cache import EACH, Kept, kept
+from largebatch.data.decoders.prefetch import Part, fill_ahead
+from largebatch.data.decoders.resample import resample, resample_small
+from largebatch.data.types import Batch, Batches, BoolArray, Bytes, Floats, IntArray, Request, View
 from largebatch.errors import DataError
+from largebatch.recipe.sections import Interpolation
+
+SMALL = 40
+"""Up to how many pixels a side pictures of one size are resized together: one by one, two threads
+spend their time on handing Python's lock to each other. Weights of all boxes take 20 MB then."""
 
 AT_ONCE = 2**25
 """How many pixels of pictures are resized at once; as floats they take twelve bytes each."""
+
+
+def decode(
+    kept: Kept[Bytes],
+    requests: Iterable[Request],
+    view: View,
+    *,
+    device: torch.device,
+    threads: int,
+) -> Batches:
+    """Return one batch for each request, in order; the threads end when it ends or is closed."""
+
+    def divide(request: Request) -> tuple[IntArray, list[Part]]:
+        rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
+        parts = [Part(r, partial(_fill, kept, request, r, view.interpolation)) for r in rows]
+        return kept.index.labels[request.samples], parts
+
+    return fill_ahead(requests, divide, view=view, device=device, threads=threads)
+
+
+def _fill(
+    kept: Kept[Bytes],
+    request: Request,
+    rows: slice,
+    interpolation: Interpolation,
+    pixels: Bytes | Floats,
+) -> None:
+    """Write what these rows of a request ask for into `pixels`."""
+    samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
+    size = pixels.shape[1:3]
+    if kept.alike is not None and max(*kept.alike.shape[1:3], *size) <= SMALL:
+        whole = kept.alike[samples]
+        pixels[:] = resample_small(
+            whole, boxes, flips, size=size[0], interpolation=interpolation
+        ).transpose(0, 2, 3, 1)
+        return
+    each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
+    for sample, box, flip, out in each:
+        # unsqueeze, not [None], whose stride of 0 would hide from PyTorch that channels come last.
+        part = torch.from_numpy(kept.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
+        resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)
+        whole = resized.permute(0, 2, 3, 1).numpy()[0]
+        out[:] = whole[:, ::-1] if flip else whole
 
 
 def upload(on_host: Kept[Bytes], device: torch.device) -> Kept[Tensor]:
@@ -32,7 +85,7 @@ def upload(on_host: Kept[Bytes], device: torch.device) -> Kept[Tensor]:
     return kept(on_host.index, pixels, on_host.starts)
 
 
-def decode(pictures: Kept[Tensor], requests: Iterable[Request], view: View) -> Batches:
+def decode_on_device(pictures: Kept[Tensor], requests: Iterable[Request], view: View) -> Batches:
     """Return one batch for each request, in order."""
     device = pictures.pixels.device
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)

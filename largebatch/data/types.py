@@ -1,12 +1,8 @@
-"""The shapes modules meet through: a batch, a request for one, a tracker.
+"""What the modules of data/ meet through, and training with them: requests and batches."""
 
-Implementations neither inherit from these nor import each other; mypy compares the shapes where
-`run` puts the objects together.
-"""
-
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,16 +62,3 @@ class View:
     interpolation: Interpolation
     antialias: bool
     """Whether the filter is widened where the part is made smaller."""
-
-
-class Tracker(Protocol):
-    """Follows a run. `run` calls it on worker 0 only, with plain values, never tensors."""
-
-    def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
-        """Begin: the resolved recipe with the plan under `plan`, and the first step to come."""
-
-    def record(self, record: Mapping[str, object]) -> None:
-        """Take one record; its `event` says which kind it is."""
-
-    def finish(self, summary: Mapping[str, object]) -> None:
-        """End: the contents of `summary.json`, whatever the status."""

@@ -6,16 +6,14 @@ bytes of the file and nothing is unpacked. Other members of a sample are ignored
 label that has no bytes of its own there, a link say, makes the sample one that cannot be used.
 """
 
-import io
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, NamedTuple, Self
+from typing import IO, NamedTuple
 
-from largebatch.data.scan import EXTENSIONS, visible
+from largebatch.data.index.folder import EXTENSIONS, visible
 from largebatch.errors import DataError
 
 LABEL = "cls"
@@ -164,65 +162,3 @@ def _judge(parts: _Parts, num_classes: int) -> Member | Unusable:
             picture.name, f"its label is {label!r}, expected a number from 0 to {num_classes - 1}"
         )
     return Member(picture.name, int(label), picture.offset_data, picture.size)
-
-
-class ShardWriter:
-    """Writes samples into `folder/000000.tar` and so on, none longer than `shard_bytes`.
-
-    The same samples give the same bytes: owners, modes and times are left out. A sample that is
-    longer than that alone has a shard of its own. Used as a context manager.
-    """
-
-    def __init__(self, folder: Path, *, shard_bytes: int) -> None:
-        if shard_bytes < 1:
-            raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
-        self._folder = folder
-        self._limit = shard_bytes
-        self._tar: tarfile.TarFile | None = None
-        self._used = 0
-        self.num_samples = 0
-        self.num_shards = 0
-
-    def add(self, content: bytes, *, extension: str, label: int) -> None:
-        """Write one encoded picture with its label; `extension` is without a dot."""
-        files = {extension.lower(): content, LABEL: str(label).encode("ascii")}
-        length = sum(BLOCK + _padded(len(each)) for each in files.values())
-        end = tarfile.RECORDSIZE  # with which tarfile ends a file, at the most
-        if self._tar is None or self._used + length + end > self._limit:
-            self._begin()
-        assert self._tar is not None
-        for name, each in files.items():
-            member = tarfile.TarInfo(f"{self.num_samples:09d}.{name}")
-            member.size = len(each)
-            self._tar.addfile(member, io.BytesIO(each))
-        self._used += length
-        self.num_samples += 1
-
-    def close(self) -> None:
-        """End the last shard."""
-        if self._tar is not None:
-            self._tar.close()
-            self._tar = None
-
-    def _begin(self) -> None:
-        self.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self.num_shards:06d}.tar"
-        self._tar = tarfile.open(path, "x", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 -- closed by close()
-        self._used = 0
-        self.num_shards += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _padded(length: int) -> int:
-    return -(-length // BLOCK) * BLOCK

@@ -12,11 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.data.headers import BadPictureError, measure_bytes
-from largebatch.data.imports.archives import Files, open_files
-from largebatch.data.imports.faults import DAMAGED, fault, reason
-from largebatch.data.packing import DataSet, Sample, in_parts
-from largebatch.data.scan import SHOWN, is_picture, listed, visible
+from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
+from largebatch.data.datasets.packing import DataSet, Sample, in_parts
+from largebatch.data.index.build import BadPictureError, measure_bytes
+from largebatch.data.index.folder import SHOWN, is_picture, listed, visible
 from largebatch.errors import DataError
 
 SPLITS = ("train", "val")

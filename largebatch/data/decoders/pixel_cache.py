@@ -1,7 +1,7 @@
-"""Small sets, decoded once: crops, flips and resizing from pixels that are kept as bytes.
+"""The decoded pixels of a small set, as one file in the user's cache that workers map.
 
-The pixels are one file in the user's cache, which all workers of a machine map, so they are in
-memory once however many workers there are, and at once the next time. Threads cut and resize them.
+All workers of a machine map it, so the pixels are in memory once however many workers there are,
+and at once the next time.
 
 A file holds the pixels of all pictures, then a checksum of them and of the file's name, which
 says the index's digest, FORMAT and the version of Pillow. A run would train on what a disk damaged
@@ -14,29 +14,23 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 import PIL
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.contracts import Batches, Bytes, Floats, IntArray, Request, View
 from largebatch.data.augment import clean_request
-from largebatch.data.filling import Part, fill_ahead
-from largebatch.data.index import Index
-from largebatch.data.reading import open_reader, read_ahead
-from largebatch.data.resampling import resample_small
-from largebatch.data.torchvision import Picture, pictures_of, to_pillow
+from largebatch.data.decoders.reader import open_reader, read_ahead
+from largebatch.data.decoders.torchvision import Picture, pictures_of, to_pillow
+from largebatch.data.index.index import Index
+from largebatch.data.types import Bytes, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.recipe.sections import Interpolation
 from largebatch.storage import user_cache, whole_file
 
 Pixels = TypeVar("Pixels", Bytes, Tensor)
@@ -52,10 +46,6 @@ UNUSED_DAYS = 30
 
 EACH = 128
 """How many pictures a thread makes at a time."""
-
-SMALL = 40
-"""Up to how many pixels a side pictures of one size are resized together: one by one, two threads
-spend their time on handing Python's lock to each other. Weights of all boxes take 20 MB then."""
 
 AT_ONCE = 2**22
 """How many bytes of a file are checked at a time."""
@@ -193,46 +183,3 @@ def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
         for reading in read_ahead(index, whole, reader):
             yield from pool.map(to_bytes, pictures_of(index, reading))
             reader.take_back(reading)
-
-
-def decode(
-    kept: Kept[Bytes],
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed."""
-
-    def divide(request: Request) -> tuple[IntArray, list[Part]]:
-        rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
-        parts = [Part(r, partial(_fill, kept, request, r, view.interpolation)) for r in rows]
-        return kept.index.labels[request.samples], parts
-
-    return fill_ahead(requests, divide, view=view, device=device, threads=threads)
-
-
-def _fill(
-    kept: Kept[Bytes],
-    request: Request,
-    rows: slice,
-    interpolation: Interpolation,
-    pixels: Bytes | Floats,
-) -> None:
-    """Write what these rows of a request ask for into `pixels`."""
-    samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
-    size = pixels.shape[1:3]
-    if kept.alike is not None and max(*kept.alike.shape[1:3], *size) <= SMALL:
-        whole = kept.alike[samples]
-        pixels[:] = resample_small(
-            whole, boxes, flips, size=size[0], interpolation=interpolation
-        ).transpose(0, 2, 3, 1)
-        return
-    each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
-    for sample, box, flip, out in each:
-        # unsqueeze, not [None], whose stride of 0 would hide from PyTorch that channels come last.
-        part = torch.from_numpy(kept.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
-        resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)
-        whole = resized.permute(0, 2, 3, 1).numpy()[0]
-        out[:] = whole[:, ::-1] if flip else whole

@@ -3,6 +3,9 @@
 A link in an archive is the file of that archive it leads to, and a tar in a tar is a folder, as in
 ImageNet's. Whatever else is not a plain file there is refused by name, so no picture is left out
 in silence. Of each file only its path and its place are kept: there may be a million.
+
+A file that cannot be read and one that was read and is damaged need different remedies; Python's
+modules for archives raise OSError for both, with an error number only where the system gave one.
 """
 
 import bz2
@@ -12,16 +15,18 @@ import lzma
 import os
 import posixpath
 import stat
+import struct
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 
-from largebatch.data.scan import is_picture, visible
-from largebatch.data.shards import CHUNK, has_bytes, members, what
+from largebatch.data.index.folder import is_picture, visible
+from largebatch.data.index.shards import CHUNK, has_bytes, members, what
 from largebatch.errors import DataError
 
 ZIP = b"PK"
@@ -35,6 +40,20 @@ COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
 """What unpacks a file that begins so."""
 
 P = TypeVar("P")
+
+DAMAGED = (
+    OSError,
+    EOFError,
+    RuntimeError,  # zipfile's, of passwords and methods it does not know
+    ValueError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+"""What the modules for archives raise over files that cannot be read or are damaged."""
 
 
 class Files(NamedTuple):
@@ -50,7 +69,7 @@ def open_files(archive: Path, *, below: tuple[str, ...], scratch: Path) -> Itera
     """List a zip, a tar, or the folders `below` a folder; files can be read until the end.
 
     A compressed tar is unpacked into the folder `scratch`, to be read by place. Raises DataError
-    or one of faults.DAMAGED.
+    or one of DAMAGED.
     """
     if archive.is_dir():
         names = [name for folder in below for name in _walk(archive, folder, ())]
@@ -226,3 +245,15 @@ def _writing(archive: Path, scratch: Path) -> Iterator[None]:
             f"{scratch}: {archive} cannot be unpacked there ({error.strerror}), where the output "
             f"goes; make room for both, or choose another place with --out"
         ) from error
+
+
+def fault(path: Path, error: Exception, *, expected: str) -> DataError:
+    """Say that a file cannot be read, or that it is not whole or not what was expected."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return DataError(f"{error.filename or path}: cannot be read ({error.strerror})")
+    return DataError(f"{path}: not a whole {expected} ({reason(error)}); fetch it again")
+
+
+def reason(error: Exception) -> str:
+    """Return an error's message, or its name where it has none."""
+    return str(error) or type(error).__name__

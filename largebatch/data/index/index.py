@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.contracts import IntArray
-from largebatch.data.building import FORMAT, Bad, Content, build, paths
-from largebatch.data.changes import difference
-from largebatch.data.mapped import open_mapped, pack
-from largebatch.data.scan import SHOWN, listed, scan
+from largebatch.data.index.build import build
+from largebatch.data.index.file import FORMAT, Bad, Content, open_mapped, pack, paths
+from largebatch.data.index.folder import SHOWN, difference, listed, scan
+from largebatch.data.types import IntArray
 from largebatch.errors import DataError
 from largebatch.storage import Progress, user_cache, write_whole
 

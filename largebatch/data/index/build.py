@@ -1,0 +1,354 @@
+"""Read the header of every picture of a split and put the results into arrays.
+
+The arrays, with what a header of plain values says about them, are the content of an index file.
+Threads, because they mostly wait for the storage; Python's lock lets them read tens of thousands of
+headers a second, so a million pictures take less than a minute on any number of cores.
+
+A picture is judged by its head and its tail: how large it is, whether it can be used and is whole.
+Nothing is decoded. JPEG and PNG, which large data sets are made of, are read here; Pillow judges
+the other formats and JPEGs whose header is out of the ordinary. The decoder finds data that is
+broken in the middle.
+"""
+
+import hashlib
+import io
+import json
+import os
+import stat
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from largebatch.data.index.file import FORMAT, Arrays, Bad, Content
+from largebatch.data.index.folder import ClassFolder, Shard, Source
+from largebatch.data.index.shards import Unusable, read_shard
+from largebatch.data.types import IntArray
+from largebatch.errors import DataError
+from largebatch.storage import OF_THE_FILE, PART, PAUSES, THREADS, Progress
+
+Read = Callable[[int, int], bytes]
+"""Returns `length` bytes from `position` of the encoded picture, fewer where it ends."""
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
+"""Pillow's names for the kinds of pixels that both decoders turn into the same RGB."""
+
+FORMATS = ("BMP", "JPEG", "PPM", "TIFF", "WEBP")
+"""Pillow's names for what it is asked to judge; others are not for both decoders."""
+
+MAX_SIDE = 32_768
+"""Wider or higher pictures are refused: hardware decoders have limits of this order."""
+
+HEAD, TAIL = 4096, 64
+"""How many bytes are read from either end."""
+
+MAX_SEGMENTS = 10_000
+"""How many segments and fill bytes a JPEG's header may have; real ones have some hundreds."""
+
+JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
+
+PROCESSES = (0xC0, 0xC1, 0xC2)
+"""JPEG frame headers that both decoders read: baseline, extended and progressive, all Huffman."""
+
+OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+"""Lossless, hierarchical and arithmetic ones."""
+
+ALONE = (0x01, *range(0xD0, 0xD8))
+"""JPEG markers that no length follows."""
+
+PNG_DEPTHS = {0: (1, 2, 4, 8), 2: (8,), 3: (1, 2, 4, 8), 4: (8,), 6: (8,)}
+"""Bits that a channel may have, for each of PNG's colour types."""
+
+
+class BadPictureError(Exception):
+    """A picture cannot be used; the message is the reason."""
+
+
+class Size(NamedTuple):
+    """Of a picture as stored, in pixels; EXIF orientation is not applied."""
+
+    height: int
+    width: int
+
+
+def measure(read: Read, num_bytes: int) -> Size:
+    """Return the size of an encoded picture of this length, or raise BadPictureError."""
+    if num_bytes == 0:
+        raise BadPictureError("the file is empty")
+    head = read(0, HEAD)
+    if head.startswith(JPEG):
+        return _jpeg(read, head, num_bytes)
+    if head.startswith(PNG):
+        return _png(read, head, num_bytes)
+    return _by_pillow(read, num_bytes)
+
+
+def measure_part(file: int, offset: int, num_bytes: int) -> Size:
+    """Measure the picture that lies in these bytes of an open file."""
+
+    def read(position: int, length: int) -> bytes:
+        length = max(0, min(length, num_bytes - position))  # a segment may point beyond the end
+        return os.pread(file, length, offset + position)
+
+    return measure(read, num_bytes)
+
+
+def measure_bytes(content: bytes) -> Size:
+    """Measure an encoded picture."""
+    return measure(lambda position, length: content[position : position + length], len(content))
+
+
+def _jpeg(read: Read, head: bytes, num_bytes: int) -> Size:
+    """Go from segment to segment up to the data; what is unusual there is for Pillow to judge."""
+    size, position = None, 2
+    chunk, start = head, 0
+    for _ in range(MAX_SEGMENTS):
+        segment = chunk[position - start : position - start + 10]
+        if len(segment) < 10:  # beyond the bytes at hand
+            chunk, start = read(position, HEAD), position
+            segment = chunk[:10]
+        if len(segment) < 10:
+            raise BadPictureError("it is cut off in the header")
+        marker = segment[1]
+        if segment[0] != 0xFF:
+            return _by_pillow(read, num_bytes)
+        if marker == 0xDA:
+            break
+        size = _frame(marker, segment) or size
+        position += _length(marker, segment)
+    else:  # reading on would take a thread for as long as whoever made the file likes
+        raise BadPictureError(f"its header has more than {MAX_SEGMENTS:,} segments and fill bytes")
+    if size is None:
+        raise BadPictureError("its header does not say how large it is")
+    _require_end(read, num_bytes, JPEG_END, after=position)
+    return _sane(*size)
+
+
+def _length(marker: int, segment: bytes) -> int:
+    """Return how far it is to the next marker."""
+    if marker == 0xFF:  # one of several fill bytes
+        return 1
+    return 2 if marker in ALONE else 2 + int.from_bytes(segment[2:4], "big")
+
+
+def _frame(marker: int, segment: bytes) -> Size | None:
+    """Return the size a frame header states, None for another segment."""
+    if marker in OTHER_FRAMES:
+        raise BadPictureError(
+            f"it is a JPEG of process SOF{marker - 0xC0}, expected baseline or progressive"
+        )
+    if marker not in PROCESSES:
+        return None
+    bits, height, width, channels = struct.unpack(">BHHB", segment[4:10])
+    if bits != 8 or channels not in {1, 3, 4}:
+        raise BadPictureError(
+            f"it has {channels} channels of {bits} bits, expected 1, 3 or 4 of 8 bits"
+        )
+    return Size(height, width)
+
+
+def _png(read: Read, head: bytes, num_bytes: int) -> Size:
+    if len(head) < 33:
+        raise BadPictureError("it is cut off in the header")
+    length, kind, width, height, bits, colour, *_ = struct.unpack(">I4sIIBB3B", head[8:29])
+    if (length, kind) != (13, b"IHDR") or zlib.crc32(head[12:29]) != int.from_bytes(
+        head[29:33], "big"
+    ):
+        raise BadPictureError("its header is damaged")
+    if bits not in PNG_DEPTHS.get(colour, ()):
+        raise BadPictureError(
+            f"its pixels are PNG colour type {colour} with {bits} bits, expected at most 8 bits "
+            f"per channel"
+        )
+    size = _sane(height, width)
+    _require_end(read, num_bytes, PNG_END, after=33)
+    return size
+
+
+def _by_pillow(read: Read, num_bytes: int) -> Size:
+    """Open with Pillow; decode what has no mark at its end, which is rare in large data sets."""
+    try:
+        with Image.open(io.BytesIO(read(0, num_bytes)), formats=FORMATS) as image:
+            if image.mode not in MODES:
+                raise BadPictureError(f"its pixels are {image.mode}, expected 8 bits per channel")
+            size = _sane(image.height, image.width)
+            if image.format != "WEBP":  # whose opening has looked for all of its parts
+                image.load()
+    except BadPictureError:
+        raise
+    except UnidentifiedImageError:
+        raise BadPictureError("no readable picture") from None
+    except Exception as error:  # Pillow raises all kinds over a damaged file
+        raise BadPictureError(str(error) or type(error).__name__) from None
+    return size
+
+
+def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None:
+    """Refuse a picture without the mark of its end; other bytes may follow that mark.
+
+    Within the data the mark cannot occur, so where it is not in the last bytes it is looked for
+    everywhere: some cameras and editors leave things behind the picture.
+    """
+    start = max(after, num_bytes - TAIL)
+    if mark not in read(start, TAIL) and mark not in read(after, num_bytes):
+        raise BadPictureError("it is cut off: the mark of its end is missing")
+
+
+def _sane(height: int, width: int) -> Size:
+    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        raise BadPictureError(f"it is {height} x {width} pixels, expected 1 to {MAX_SIDE} a side")
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and height * width > limit:
+        raise BadPictureError(
+            f"it is {height} x {width} pixels, more than the {limit:,} beyond which Pillow "
+            f"suspects an attack (a decompression bomb)"
+        )
+    return Size(height, width)
+
+
+def build(source: Source, *, progress: Progress | None = None) -> Content:
+    """Measure every picture of a split; those that cannot be used are listed and left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of what is judged here
+        build_kind = _build_shards if source.shards else _build_files
+        arrays, bad = build_kind(source, progress or (lambda _done, _total: None))
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "split": source.split,
+        "classes": list(source.classes),
+        "folders": [[folder.name, folder.mtime] for folder in source.folders],
+        "shards": [[shard.name, shard.size, shard.mtime] for shard in source.shards],
+        "bad": [list(each) for each in bad],
+    }
+    return Content({**header, "digest": _digest(header, arrays)}, arrays)
+
+
+def _digest(header: dict[str, Any], arrays: Arrays) -> str:
+    """Return a hash of everything listed; it does not depend on where the folder lies."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode("ascii"))
+    for name in sorted(arrays):
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
+
+
+def _build_files(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]:
+    jobs = list(_parts(source))
+    total = sum(len(folder.names) for folder in source.folders)
+    sizes: list[npt.NDArray[np.int64]] = []
+    bad: list[Bad] = []
+    done = 0
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
+        results = pool.map(lambda job: _measure_files(source, *job), jobs)
+        for (_, part), (found, unusable) in zip(jobs, results, strict=True):
+            sizes.append(found)
+            bad += unusable
+            done += len(part)
+            progress(done, total)
+    counts = [len(folder.names) for folder in source.folders]
+    measured = np.concatenate(sizes)
+    names = [os.fsencode(name) for folder in source.folders for name in folder.names]
+    usable = measured[:, 0] > 0
+    kept = np.flatnonzero(usable)
+    listed_names = [names[row] for row in kept.tolist()]
+    blob = b"".join(listed_names)
+    assert len(blob) < 2**32, "names of 4 GB and more need wider numbers"
+    return {
+        "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
+        "heights": measured[usable, 0],
+        "widths": measured[usable, 1],
+        "num_bytes": _column(source, "sizes")[usable],
+        "mtimes": _column(source, "mtimes")[usable],
+        "names": np.frombuffer(blob, dtype=np.uint8),
+        "name_ends": np.cumsum([len(name) for name in listed_names], dtype=np.uint32),
+    }, bad
+
+
+def _column(source: Source, field: str) -> IntArray:
+    return np.array([x for folder in source.folders for x in getattr(folder, field)], np.int64)
+
+
+def _parts(source: Source) -> Iterator[tuple[ClassFolder, range]]:
+    """Divide the pictures into jobs of one class each."""
+    for folder in source.folders:
+        for start in range(0, len(folder.names), PART):
+            yield folder, range(start, min(start + PART, len(folder.names)))
+
+
+def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[IntArray, list[Bad]]:
+    """Return the sizes of some pictures of a class, 0 x 0 for those that cannot be used."""
+    sizes, bad = np.zeros((len(rows), 2), dtype=np.int64), []
+    for place, row in enumerate(rows):
+        path = f"{source.split}/{folder.name}/{folder.names[row]}"
+        facts = folder.sizes[row], folder.mtimes[row]
+        try:
+            sizes[place] = _measure_file(f"{source.root}/{path}", folder.sizes[row])
+        except BadPictureError as error:
+            bad.append(Bad(path, str(error), *facts))
+    return sizes, bad
+
+
+def _measure_file(path: str, num_bytes: int) -> Size:
+    """Measure a picture; what is wrong with the disk and not with the file is no bad picture."""
+    for pause in (0.0, *PAUSES):
+        if pause:  # sleep(0) would hand Python's lock over, for every file
+            time.sleep(pause)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
+            try:
+                # What is no file has no length.
+                if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise BadPictureError("it is no file but a folder, a pipe or a device")
+                return measure_part(file, 0, num_bytes)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                raise BadPictureError(os.strerror(error.errno)) from None
+            problem = error
+    raise DataError(
+        f"{path}: cannot be read ({problem.strerror}), tried {1 + len(PAUSES)} times; see that the "
+        "disk is well"
+    )
+
+
+def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]:
+    rows: list[IntArray] = []
+    bad: list[Bad] = []
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="headers") as pool:
+        results = pool.map(lambda shard: _measure_shard(source, shard), source.shards)
+        for done, (found, unusable) in enumerate(results, start=1):
+            rows.append(found)
+            bad += unusable
+            progress(done, len(source.shards))
+    columns = np.concatenate(rows).T.copy()
+    names = ("labels", "heights", "widths", "offsets", "num_bytes")
+    counts = [len(found) for found in rows]
+    which = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    return {**dict(zip(names, columns, strict=True)), "shards": which}, bad
+
+
+def _measure_shard(source: Source, shard: Shard) -> tuple[IntArray, list[Bad]]:
+    """Return label, height, width, offset and length of every picture of a shard."""
+    path = source.root / source.split / shard.name
+    rows, bad = [], []
+    file = os.open(path, os.O_RDONLY)
+    try:
+        for found in read_shard(path, len(source.classes)):
+            try:
+                if isinstance(found, Unusable):
+                    raise BadPictureError(found.reason)
+                size = measure_part(file, found.offset, found.num_bytes)
+                rows.append((found.label, *size, found.offset, found.num_bytes))
+            except BadPictureError as error:
+                bad.append(Bad(f"{source.split}/{shard.name}/{found.name}", str(error)))
+    finally:
+        os.close(file)
+    return np.array(rows, dtype=np.int64).reshape(-1, 5), bad
