@@ -20,7 +20,7 @@ import torch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
-from largebatch.summary import source_commit, versions
+from largebatch.tracking.environment import source_commit, versions
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 2000

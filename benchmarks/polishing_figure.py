@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from polishing_tables import BASELINE, RIVALS, by_group, paired, student
 
-from largebatch.report.canvas import COLOURS, INK, MUTED, PAPER, RULE, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, PAPER, RULE, save_png
 
 if TYPE_CHECKING:
-    from largebatch.report.canvas import Axes, Figure
+    from largebatch.report.style import Axes, Figure
 
 TITLES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 ARMS = {

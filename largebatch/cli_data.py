@@ -129,7 +129,7 @@ def _import(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     path = args.out or Path(f"{recipe.name}-sheet.png")
-    from largebatch.sheet import write_sheet
+    from largebatch.report.contact_sheet import write_sheet
 
     write_sheet(path, recipe, folder=args.data)
     print(f"sheet: {path}")

@@ -136,7 +136,7 @@ def _compare(args: argparse.Namespace) -> int:
             **{key: getattr(found, key) for key in ("commit", "versions", "data")},
             "rows": rows,
         }
-        from largebatch.summary import write_json
+        from largebatch.tracking.events import write_json
 
         write_json(args.out, what)
     return 0

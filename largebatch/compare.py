@@ -11,7 +11,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Affine
 from largebatch.session import Session, measure
 from largebatch.stages import make_updates, measure_statistics, say_unsettled
-from largebatch.summary import source_commit, versions
+from largebatch.tracking.environment import source_commit, versions
 
 Mode = Literal["none", "statistics", "affine", "clean"]
 

@@ -14,8 +14,7 @@ from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe, portable
 from largebatch.session import Session
 from largebatch.tracking.console import Console
-from largebatch.tracking.events import Tracker
-from largebatch.tracking.jsonl import JsonLines
+from largebatch.tracking.events import JsonLines, Tracker
 from largebatch.tracking.wandb import Wandb
 
 

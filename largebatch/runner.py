@@ -42,8 +42,8 @@ from largebatch.schedules.build import build_schedule
 from largebatch.session import Means, Session, say
 from largebatch.stages import require_resumable, run_stages
 from largebatch.steplog import StepLog
-from largebatch.summary import Status, Summary, peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import Tracker
+from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
+from largebatch.tracking.events import Status, Summary, Tracker
 from largebatch.workers import start_workers, stop_requests
 
 Decoder = Literal["dali", "torchvision"]

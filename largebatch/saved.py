@@ -18,7 +18,7 @@ from largebatch.recipe.sections import Polish, Statistics
 from largebatch.runner import Options, carry_out, open_session
 from largebatch.session import end_stage, measure
 from largebatch.stages import polish_statistics
-from largebatch.summary import Summary
+from largebatch.tracking.events import Summary
 
 
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:

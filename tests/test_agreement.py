@@ -20,7 +20,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.errors import MismatchError
 from largebatch.recipe.plan import make_plan
 from largebatch.runner import Options
-from largebatch.summary import versions
+from largebatch.tracking.environment import versions
 
 Facts = Mapping[str, object]
 

@@ -16,8 +16,8 @@ from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe, sections_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
-from largebatch.report.canvas import COLOURS, MUTED
-from largebatch.report.rates import draw_rates
+from largebatch.report.figures import draw_rates
+from largebatch.report.style import COLOURS, MUTED
 from largebatch.schedules.build import follow
 
 DIGITS = str(Path(__file__).parent.parent / "recipes" / "digits_96.yaml")

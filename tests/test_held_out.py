@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from largebatch.data.index.index import Index
 from largebatch.data.order import divide
 from largebatch.data.pipeline import Pipeline, open_pipeline
-from largebatch.data.shown import show
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.contact_sheet import show
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))

@@ -19,11 +19,10 @@ from PIL import Image
 
 from largebatch.errors import MissingPackageError
 from largebatch.report import write_report
-from largebatch.report.figures import draw_accuracy, draw_loss
-from largebatch.report.headline import duration, headlines, verdict
+from largebatch.report.figures import POINTS, ceiling, draw_accuracy, draw_loss, thin
+from largebatch.report.numbers import duration, headlines, verdict
 from largebatch.report.page import make_page
-from largebatch.report.reading import read_run
-from largebatch.report.series import POINTS, ceiling, thin
+from largebatch.report.run import read_run
 
 PNGS = ("loss", "accuracy", "throughput", "drift", "report")
 

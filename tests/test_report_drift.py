@@ -18,11 +18,10 @@ from torch import nn
 
 from largebatch.distributed.serial import Serial
 from largebatch.polish.statistics import QUANTILES, polish
-from largebatch.report.canvas import HIGH, LOW
 from largebatch.report.drift import draw_drift, scale_end
 from largebatch.report.page import make_page
-from largebatch.report.reading import read_run
-from largebatch.report.records import Run
+from largebatch.report.run import Run, read_run
+from largebatch.report.style import HIGH, LOW
 
 
 def drawn(run: Run, *, height: float = 8) -> Figure:

@@ -14,10 +14,10 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.report import write_report
-from largebatch.report.headline import subtitle
-from largebatch.report.reading import read_run
-from largebatch.summary import Summary, versions
-from largebatch.tracking.jsonl import JsonLines
+from largebatch.report.numbers import subtitle
+from largebatch.report.run import read_run
+from largebatch.tracking.environment import versions
+from largebatch.tracking.events import JsonLines, Summary
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
 

@@ -9,12 +9,11 @@ from real_subsets import SAMPLES, write_subset
 
 from largebatch.cli import DONE, USER, main
 from largebatch.data.pipeline import Pipeline, open_pipeline
-from largebatch.data.shown import denormalized, show
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.sheet import draw_sheet
+from largebatch.report.contact_sheet import denormalized, draw_sheet, show
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -12,7 +12,7 @@ import pytest
 
 from largebatch.errors import MissingPackageError
 from largebatch.tracking.console import Console
-from largebatch.tracking.jsonl import JsonLines
+from largebatch.tracking.events import JsonLines
 from largebatch.tracking.wandb import Wandb
 
 PLAN = {

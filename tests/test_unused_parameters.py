@@ -16,7 +16,7 @@ from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
 from largebatch.recipe.recipe import Recipe
 from largebatch.runner import Options, run_worker
-from largebatch.summary import Summary
+from largebatch.tracking.events import Summary
 from largebatch.workers import start_workers
 
 

@@ -6,9 +6,8 @@ has a report too: of what there is.
 
 from pathlib import Path
 
-from largebatch.report.page import make_page
-from largebatch.report.pictures import write_pictures
-from largebatch.report.reading import read_run
+from largebatch.report.page import make_page, write_pictures
+from largebatch.report.run import read_run
 
 
 def write_report(run_folder: Path) -> Path:

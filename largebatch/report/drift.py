@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from largebatch.report.canvas import HIGH, LOW, MUTED, PAPER, RULE
-from largebatch.report.records import Drift, FloatArray, Run
+from largebatch.report.run import FloatArray, Run
+from largebatch.report.style import HIGH, LOW, MUTED, PAPER, RULE
+from largebatch.tracking.events import Drift
 
 if TYPE_CHECKING:
-    from largebatch.report.canvas import Axes, Canvas
+    from largebatch.report.style import Axes, Canvas
 
 _LEAST = 0.01
 """The least end of a scale, so that what hardly changed has hardly a colour."""

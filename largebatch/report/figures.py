@@ -1,21 +1,29 @@
-"""What a run looks like: loss, accuracy and training speed.
+"""What a run looks like: loss, accuracy and training speed; and a recipe, its learning rate.
 
 Each drawing fits any figure or part of one, so that the page, the PNG files and the overview show
-the same at their own sizes. A stage has one colour and one marker everywhere.
+the same at their own sizes. A stage has one colour and one marker everywhere. As many numbers as a
+run has steps become as many as a picture can show (`thin`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from largebatch.report.canvas import COLOURS, INK, MARKERS, MUTED
-from largebatch.report.headline import images_per_second, percent, points
-from largebatch.report.records import FloatArray, Run, Stage, Trace
-from largebatch.report.series import ceiling, thin
+from largebatch.errors import LargebatchError
+from largebatch.report.numbers import percent, points
+from largebatch.report.run import FloatArray, Run, Stage, Trace, images_per_second, median
+from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, save_png
+from largebatch.schedules.build import Course
 
 if TYPE_CHECKING:
-    from largebatch.report.canvas import Axes, Canvas, Text
+    from largebatch.report.style import Axes, Canvas, Figure, Text
+
+POINTS = 500
+"""More do not fit side by side in a picture."""
 
 
 def draw_loss(figure: "Canvas", run: Run) -> None:
@@ -212,4 +220,116 @@ def name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
     return axes.annotate(
         name, (1, 1), (9, 8), xycoords=(after, "axes fraction"), textcoords="offset points",
         color=colour, weight="bold",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """A series in at most POINTS bins of neighbouring steps."""
+
+    step: FloatArray
+    low: FloatArray
+    high: FloatArray
+    trend: FloatArray
+    """Running median over a twenty-fifth of the bins; NaN where a bin has no finite number."""
+
+
+def thin(step: FloatArray, values: FloatArray) -> Thinned:
+    """Keep the extremes of every bin, so that no spike is lost; pass over what is not finite.
+
+    >>> thin(np.arange(3.0), np.array([1.0, math.nan, 2.0])).trend
+    array([ 1., nan,  2.])
+    """
+    values = np.where(np.isfinite(values), values, math.nan)
+    starts = np.linspace(0, len(values), min(len(values), POINTS), endpoint=False).astype(int)
+    middle = np.array([median(part) for part in np.split(values, starts[1:])])
+    reach = len(middle) // 50
+    trend = [median(middle[max(0, i - reach) : i + reach + 1]) for i in range(len(middle))]
+    return Thinned(
+        step=step[starts],
+        low=np.fmin.reduceat(values, starts),
+        high=np.fmax.reduceat(values, starts),
+        trend=np.where(np.isnan(middle), math.nan, trend),
+    )
+
+
+def ceiling(values: FloatArray) -> float:
+    """Return where an axis from 0 may end: the first value, which warms up, and rare peaks aside.
+
+    >>> ceiling(np.array([1e6, 10.0, 10.0, 10.0]))
+    12.5
+    """
+    settled = values[1:] if len(values) > 1 else values
+    finite = settled[np.isfinite(settled)]
+    return float(np.quantile(finite, 0.99)) * 1.25 if finite.size else 1.0
+
+
+def write_rates(path: Path, course: Course, *, name: str) -> None:
+    """Draw the rate of every step, by epoch, into a PNG file.
+
+    Raises LargebatchError where the file cannot be written, MissingPackageError without matplotlib.
+    """
+    if path.suffix.lower() != ".png":
+        raise LargebatchError(f"{path}: the picture is a PNG file: give a name that ends in .png")
+
+    def draw(figure: "Figure") -> None:
+        draw_rates(figure, course, name=name)
+
+    try:
+        save_png(path, draw, size=(960, 320), pixels=1920)
+    except OSError as error:
+        raise LargebatchError(f"{path}: cannot write the picture: {error.strerror}") from None
+
+
+def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:
+    """Draw the warm-up, the training and the clean part, each in its colour."""
+    left = MARGIN * figure.dpi / 72 / figure.bbox.width
+    figure.suptitle(name, x=left, ha="left", size=14, weight="bold")
+    axes = figure.subplots()
+    end = len(course.rates)
+    parts = {
+        "warm-up": (0, course.begin, MUTED),
+        "train": (course.begin, course.clean, COLOURS["train"]),
+        "clean": (max(course.begin, course.clean), end, COLOURS["clean"]),
+    }
+    title = name_axes(axes, y="Learning rate", x="Epoch")
+    for part, (first, last, colour) in parts.items():
+        if first < last:
+            _draw_part(axes, course, first, last, colour)
+            title = name_line(axes, part, colour, after=title)
+    axes.axvspan(
+        course.clean / course.steps_per_epoch, end / course.steps_per_epoch,
+        color=COLOURS["clean"], alpha=0.08, lw=0,
+    )  # fmt: skip
+    axes.set_xlim(0, end / course.steps_per_epoch)
+    axes.set_ylim(0, 1.1 * course.rates[course.peak])
+    axes.locator_params(axis="y", nbins=5)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    _name_rates(axes, course)
+
+
+def _draw_part(axes: "Axes", course: Course, first: int, last: int, colour: str) -> None:
+    """Draw the steps from `first` up to `last`, each rate as long as its step lasts."""
+    rates = [*course.rates[first : last + 1], course.rates[-1]][: last - first + 1]
+    epochs = [step / course.steps_per_epoch for step in range(first, last + 1)]
+    axes.plot(epochs, rates, color=colour, drawstyle="steps-post", clip_on=False)
+
+
+def _name_rates(axes: "Axes", course: Course) -> None:
+    """Write every rate on its stretch where these are few, else the peak and the last rate."""
+    for step in course.stretches or (course.peak,):
+        place = step / course.steps_per_epoch, course.rates[step]
+        _write(axes, f"{course.rates[step]:.3g}", place, offset=(4, 5))
+    if not course.stretches:
+        place = len(course.rates) / course.steps_per_epoch, course.rates[-1]
+        _write(axes, f"{course.rates[-1]:.3g}", place, offset=(6, 0))
+
+
+def _write(
+    axes: "Axes", text: str, place: tuple[float, float], *, offset: tuple[float, float]
+) -> None:
+    axes.annotate(
+        text, place, offset, textcoords="offset points", va="bottom" if offset[1] else "center",
+        annotation_clip=False,
     )  # fmt: skip

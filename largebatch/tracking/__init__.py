@@ -1,1 +1,1 @@
-"""Who follows a run: the console, log.jsonl, Weights & Biases."""
+"""What is told of a run (`events`, and log.jsonl), and who follows it: the console, W&B."""

@@ -3,10 +3,8 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from largebatch.report.records import Plan, Run
-from largebatch.report.series import median
+from largebatch.report.run import Run, images_per_second
+from largebatch.tracking.events import Plan
 
 UNKNOWN = "–"
 
@@ -93,14 +91,6 @@ def _gain(run: Run) -> Headline:
         + (f", in {epochs:,.1f} more epochs" if epochs else ""),
         good,
     )
-
-
-def images_per_second(run: Run) -> float | None:
-    """Return the summary's rate, else the median step's; None if nothing was timed."""
-    if run.summary is not None and run.summary.images_per_second is not None:
-        return run.summary.images_per_second
-    rate = median(np.array([step.images_per_second for step in run.steps]))
-    return None if math.isnan(rate) else rate
 
 
 def verdict(run: Run) -> str | None:

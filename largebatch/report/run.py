@@ -1,0 +1,302 @@
+"""What a run folder says, every number with its type.
+
+Stages and their accuracies come from the log, which a killed run has too; the summary adds what
+only the end of a run knows. A resumed run appends to its log, and its `start` record says from
+which step on earlier records are superseded: every step is read once, however often it was resumed.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+
+from largebatch.errors import CheckpointError
+from largebatch.tracking.events import (
+    Decision,
+    Drift,
+    Evaluation,
+    Note,
+    Plan,
+    StageCost,
+    StageName,
+    Start,
+    Step,
+)
+
+FloatArray = npt.NDArray[np.float64]
+
+Record = Start | Step | Evaluation | Decision | Note | Drift
+
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    "start": TypeAdapter(Start),
+    "step": TypeAdapter(Step),
+    "evaluation": TypeAdapter(Evaluation),
+    "decision": TypeAdapter(Decision),
+    "note": TypeAdapter(Note),
+    "drift": TypeAdapter(Drift),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The part of summary.json that the log does not hold."""
+
+    status: str
+    commit: str | None
+    versions: dict[str, str]
+    backend: str
+    steps: int
+    skipped_steps: int
+    seconds: float
+    images_per_second: float | None
+    peak_memory_bytes: int | None
+    stages: tuple[StageCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage as far as it was evaluated."""
+
+    name: StageName
+    before: Evaluation | None
+    after: Evaluation
+    cost: StageCost | None
+    """None where the stage, or the run, did not end by itself."""
+
+    decision: Decision | None = None
+    """None where nobody judged it: it was kept."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether what it did to the model stayed."""
+        return self.decision is None or self.decision.kept
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The updates of one stage as columns."""
+
+    stage: StageName
+    step: FloatArray
+    loss: FloatArray
+    lr: FloatArray
+    images_per_second: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run folder."""
+
+    folder: str
+    starts: tuple[Start, ...]
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluation, ...]
+    drift: Drift | None
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[Note, ...] = ()
+    summary: Summary | None
+    recipe: str | None
+    """The text of recipe.yaml."""
+
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.starts[-1].recipe
+
+    @property
+    def plan(self) -> Plan:
+        """How the last part of the run was divided."""
+        return self.starts[-1].plan
+
+    @property
+    def num_steps(self) -> int:
+        """Updates made, as far as anything tells."""
+        if self.summary is not None:
+            return self.summary.steps
+        logged = [step.step + 1 for step in self.steps[-1:]]
+        return max(logged + [evaluation.step for evaluation in self.evaluations], default=0)
+
+    @cached_property
+    def traces(self) -> tuple[Trace, ...]:
+        """The updates by stage, in order."""
+        names = dict.fromkeys(step.stage for step in self.steps)
+        return tuple(_trace(name, [s for s in self.steps if s.stage == name]) for name in names)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Each stage with the last evaluation in it and in the one it went on from."""
+        costs = {cost.name: cost for cost in self.summary.stages} if self.summary else {}
+        last = {evaluation.stage: evaluation for evaluation in self.evaluations}
+        decisions = {decision.stage: decision for decision in self.decisions}
+        stages: list[Stage] = []
+        before = None
+        for name, after in last.items():
+            stages.append(Stage(name, before, after, costs.get(name), decisions.get(name)))
+            if stages[-1].kept:
+                before = after
+        return tuple(stages)
+
+    @property
+    def drift_kept(self) -> bool:
+        """Whether the statistics that were measured are those of the model."""
+        judged = {decision.stage: decision.kept for decision in self.decisions}
+        return judged.get("statistics", True)
+
+    @property
+    def result(self) -> Evaluation | None:
+        """The last evaluation of the model as it was left; None if there was none."""
+        kept = [stage.after for stage in self.stages if stage.kept]
+        return kept[-1] if kept else None
+
+
+def _trace(stage: StageName, steps: list[Step]) -> Trace:
+    columns = np.array(
+        [(s.step, s.loss, s.lr, s.images_per_second) for s in steps], dtype=np.float64
+    )
+    return Trace(stage, *columns.T)
+
+
+def median(values: FloatArray) -> float:
+    """Return the median of the finite values; NaN if there is none.
+
+    >>> median(np.array([3.0, math.inf, 1.0]))
+    2.0
+    """
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
+
+
+def images_per_second(run: Run) -> float | None:
+    """Return the summary's rate, else the median step's; None if nothing was timed."""
+    if run.summary is not None and run.summary.images_per_second is not None:
+        return run.summary.images_per_second
+    rate = median(np.array([step.images_per_second for step in run.steps]))
+    return None if math.isnan(rate) else rate
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder. Raises CheckpointError naming the file, and the line in a log."""
+    log = _read_log(folder / "log.jsonl")
+    if not log.starts:
+        raise CheckpointError(
+            f"{folder / 'log.jsonl'}: holds no start record, so nothing tells what ran; "
+            "expected it in the first line"
+        )
+    recipe = folder / "recipe.yaml"
+    return Run(
+        folder=folder.resolve().name,
+        starts=tuple(log.starts),
+        steps=tuple(step for _, step in sorted(log.steps.items())),
+        evaluations=tuple(log.evaluations.values()),
+        drift=log.drift,
+        decisions=tuple(log.decisions.values()),
+        notes=tuple(log.notes.values()),
+        summary=_read_summary(folder / "summary.json"),
+        recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
+    )
+
+
+@dataclass
+class _Log:
+    """What holds of a log so far; a start takes back what a resumed run does again."""
+
+    starts: list[Start] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
+    evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)
+    drift: Drift | None = None
+
+    def add(self, record: Record) -> None:
+        match record:
+            case Start():
+                self.starts.append(record)
+                self._take_back(record.resume_step)
+            case Step():
+                self.steps[record.step] = record
+            case Evaluation():
+                self.evaluations[record.stage, record.step] = record
+            case Decision():
+                self.decisions[record.stage] = record
+            case Note():
+                self.notes[record.stage] = record
+            case Drift():
+                self.drift = record
+
+    def _take_back(self, resume_step: int) -> None:
+        """Forget updates from `resume_step` on, and evaluations of more updates than that."""
+        self.steps = {key: step for key, step in self.steps.items() if key < resume_step}
+        self.evaluations = {
+            key: found for key, found in self.evaluations.items() if found.step <= resume_step
+        }
+        self.decisions = {
+            key: found for key, found in self.decisions.items() if found.step <= resume_step
+        }
+        self.notes = {key: found for key, found in self.notes.items() if found.step <= resume_step}
+        if self.drift is not None and self.drift.step > resume_step:
+            self.drift = None
+
+
+_SUMMARY = TypeAdapter(Summary)
+
+
+def _read_log(path: Path) -> _Log:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: not found; a report is made from the folder of a run, which holds "
+            "recipe.yaml, log.jsonl and checkpoints/ (the --out of `largebatch train`)"
+        )
+    log = _Log()
+    for record in _records(path):
+        log.add(record)
+    return log
+
+
+def _records(path: Path) -> Iterator[Record]:
+    """Yield the records of the kinds a report shows.
+
+    A last line without its end is what a killed run was writing, and is passed over.
+    """
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            kind = _KINDS.get(record["event"])
+            if kind is not None:
+                yield kind.validate_python(record)
+        except (ValueError, KeyError, TypeError) as error:
+            if not line.endswith(b"\n"):
+                return
+            raise CheckpointError(
+                f"{path}:{number}: not a record of a run ({_reason(error)}); expected one JSON "
+                "object with its event on each line; delete the line to go without it"
+            ) from None
+
+
+def _read_summary(path: Path) -> Summary | None:
+    if not path.exists():
+        return None
+    try:
+        return _SUMMARY.validate_python(json.loads(path.read_bytes()))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: not the summary of a run ({_reason(error)}); delete it to see what the log "
+            "alone says"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return str(error)

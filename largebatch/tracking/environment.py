@@ -1,0 +1,58 @@
+"""What a run ran on, for its summary: versions, the commit of the source tree, memory."""
+
+import importlib.metadata
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+_PACKAGES = (
+    "largebatch",
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "horovod",
+    "nvidia-dali-cuda120",
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that can change a result."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_commit() -> str | None:
+    """Return the git commit this package runs from, `+` behind it if files are changed."""
+    folder = Path(__file__).parents[1]  # the package
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(  # noqa: S603 -- the words are ours
+            command, capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout
+
+    try:
+        git("ls-files", "--error-unmatch", "--", "__init__.py")  # else it is another's
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".").strip()
+        return git("rev-parse", "HEAD").strip() + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this worker has held so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
