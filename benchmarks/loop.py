@@ -29,10 +29,10 @@ from torch.optim import SGD
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.loss import cross_entropy
 from largebatch.models import build
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.train import step_seeds, train
+from largebatch.training.loop import step_seeds, train
+from largebatch.training.loss import cross_entropy
 
 RATE = 1e-3
 

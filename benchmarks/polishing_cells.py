@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from largebatch import checkpoint, load_recipe, run
+from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Affine, Polish, Span, Statistics
+from largebatch.training.state import newest_checkpoint, parse_checkpoint, save_checkpoint
 
 Arms = dict[str, dict[str, float | None]]
 """Top-1 and loss that each arm reached."""
@@ -210,10 +211,10 @@ def device_batch(recipe: Recipe) -> int:
 
 def part(trunk: Path, recipe: Recipe, out: Path) -> Recipe:
     """Put the trunk's newest checkpoint into `out`, as one of `recipe`; return that recipe."""
-    content = checkpoint.newest(trunk / "checkpoints")
+    content = newest_checkpoint(trunk / "checkpoints")
     assert content is not None, "a run that ended or was stopped has saved"
-    state = checkpoint.loads(content, source=str(trunk))
-    checkpoint.save(out / "checkpoints", replace(state, recipe=recipe))
+    state = parse_checkpoint(content, source=str(trunk))
+    save_checkpoint(out / "checkpoints", replace(state, recipe=recipe))
     (out / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     return recipe
 

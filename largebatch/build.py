@@ -28,7 +28,7 @@ from largebatch.recipe import recipe as recipes
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.functions import cosine
-from largebatch.session import Means
+from largebatch.training.state import Means
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,9 +9,9 @@ from largebatch.build import build_extra
 from largebatch.errors import DivergedError, LargebatchError
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Affine
-from largebatch.session import Session, measure
-from largebatch.stages import make_updates, measure_statistics, say_unsettled
 from largebatch.tracking.environment import source_commit, versions
+from largebatch.training.stages import make_updates, measure, measure_statistics, say_unsettled
+from largebatch.training.state import Session
 
 Mode = Literal["none", "statistics", "affine", "clean"]
 

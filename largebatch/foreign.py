@@ -22,14 +22,14 @@ from largebatch.distributed.agreement import Facts, checksum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, DataError
-from largebatch.evaluate import Metrics
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runner import Options, build_session, join
 from largebatch.saved import with_statistics
-from largebatch.session import Session, measure
-from largebatch.stages import measure_statistics, say_unsettled
+from largebatch.training.evaluation import Metrics
+from largebatch.training.stages import measure, measure_statistics, say_unsettled
+from largebatch.training.state import Session
 from largebatch.weights import Weights, check_format, read
 
 

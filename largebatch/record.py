@@ -5,17 +5,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from largebatch import checkpoint
-from largebatch.checkpoint import Checkpoint
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe, portable
-from largebatch.session import Session
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import JsonLines, Tracker
 from largebatch.tracking.wandb import Wandb
+from largebatch.training.state import Checkpoint, Session, newest_checkpoint, parse_checkpoint
 
 
 def open_folder(session: Session, folder: Path) -> list[Tracker]:
@@ -48,11 +46,11 @@ def read_state(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | N
 
     Worker 0 reads it for all. Raises CheckpointError if it belongs to another recipe.
     """
-    content = checkpoint.newest(folder / "checkpoints") if backend.rank == 0 else None
+    content = newest_checkpoint(folder / "checkpoints") if backend.rank == 0 else None
     content = broadcast_bytes(content, backend)
     if not content:
         return None
-    state = checkpoint.loads(content, source=str(folder))
+    state = parse_checkpoint(content, source=str(folder))
     there, here = portable(state.recipe), portable(recipe)
     if there != here:
         changed = "; ".join(_differences(there.model_dump(), here.model_dump()))

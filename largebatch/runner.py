@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from largebatch.average import Average
 from largebatch.build import (
     build_extra,
     build_model,
@@ -32,18 +31,19 @@ from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.environment import available_cores, launched_rank
 from largebatch.errors import BackendError
 from largebatch.folder import check_folder, default_folder
-from largebatch.loss import cross_entropy
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.plan import Plan, make_plan, measuring_plan
 from largebatch.recipe.recipe import Recipe, plainest
 from largebatch.record import open_folder, read_state
 from largebatch.report import write_report
 from largebatch.schedules.build import build_schedule
-from largebatch.session import Means, Session, say
-from largebatch.stages import require_resumable, run_stages
-from largebatch.steplog import StepLog
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import Status, Summary, Tracker
+from largebatch.training.ema import Average
+from largebatch.training.loss import cross_entropy
+from largebatch.training.stages import require_resumable, run_stages, say
+from largebatch.training.state import Means, Session
+from largebatch.training.step_log import StepLog
 from largebatch.workers import start_workers, stop_requests
 
 Decoder = Literal["dali", "torchvision"]

@@ -5,20 +5,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from largebatch import average, checkpoint
-from largebatch.checkpoint import Checkpoint
 from largebatch.compare import Comparison, compare, small_rate, with_updates
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError
-from largebatch.evaluate import Metrics
 from largebatch.folder import check_folder
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, plainest
 from largebatch.recipe.sections import Polish, Statistics
 from largebatch.runner import Options, carry_out, open_session
-from largebatch.session import end_stage, measure
-from largebatch.stages import polish_statistics
 from largebatch.tracking.events import Summary
+from largebatch.training import ema
+from largebatch.training.evaluation import Metrics
+from largebatch.training.stages import end_stage, measure, polish_statistics
+from largebatch.training.state import (
+    Checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    parse_checkpoint,
+)
 
 
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
@@ -47,7 +51,7 @@ def polish_checkpoint(
         session.restore(replace(state, stages=[], average={}, before={}))
         stage = _stage(state, session.plan)
         if averaged:
-            average.put(state.average, session.model)
+            ema.put(state.average, session.model)
             stage = "ema"
 
         def work() -> bool:
@@ -81,7 +85,7 @@ def compare_checkpoint(
         session.model.load_state_dict(state.model)
         session.scaler.load_state_dict(state.scaler)
         if averaged:
-            average.put(state.average, session.model)
+            ema.put(state.average, session.model)
         yield compare(session)
 
 
@@ -91,12 +95,12 @@ def _load(path: Path, *, averaged: bool = False) -> Checkpoint:
     Raises CheckpointError where the moving average is asked for and there is none.
     """
     if path.is_dir():
-        content = checkpoint.newest(path / "checkpoints")
+        content = newest_checkpoint(path / "checkpoints")
         if content is None:
             raise CheckpointError(f"{path}: this folder holds no readable checkpoints/step-*.pt")
-        state = checkpoint.loads(content, source=str(path))
+        state = parse_checkpoint(content, source=str(path))
     else:
-        state = checkpoint.load(path)
+        state = load_checkpoint(path)
     if averaged and not state.average:
         raise CheckpointError(
             f"{path}: holds no moving average: a checkpoint has one beside the weights if its "

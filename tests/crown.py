@@ -20,13 +20,13 @@ from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.reducer import Reducer
-from largebatch.evaluate import Metrics, evaluate
-from largebatch.loss import cross_entropy
 from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.plan import Plan
-from largebatch.train import step_seeds, train
+from largebatch.training.evaluation import Metrics, evaluate
+from largebatch.training.loop import step_seeds, train
+from largebatch.training.loss import cross_entropy
 
 STEPS = 5
 GLOBAL_BATCH = 64

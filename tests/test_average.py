@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largebatch import stages
-from largebatch.average import Average
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.stages import make_updates
-from largebatch.train import Update
+from largebatch.training import stages
+from largebatch.training.ema import Average
+from largebatch.training.loop import Update
+from largebatch.training.stages import make_updates
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from largebatch.checkpoint import load, save
 from largebatch.cli import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 from largebatch.recipe.loading import load_recipe
+from largebatch.training.state import load_checkpoint, save_checkpoint
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = str(RECIPES / "digits_96.yaml")
@@ -139,9 +139,11 @@ def test_a_checkpoint_is_measured_without_what_its_machine_had(
 ) -> None:
     """It was trained by apex's kernels on several machines; here is one, without apex."""
     assert main(["train", DIGITS, "--out", str(tmp_path / "run"), "--max-steps", "1"]) == DONE
-    state = load(max((tmp_path / "run" / "checkpoints").iterdir()))
+    state = load_checkpoint(max((tmp_path / "run" / "checkpoints").iterdir()))
     elsewhere = ["optimizer.kernels=apex", "reduction={hierarchical: true, dtype: bf16}"]
-    path = save(tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere)))
+    path = save_checkpoint(
+        tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere))
+    )
     assert main(["evaluate", str(path)]) == DONE
     assert "top-1" in capsys.readouterr().out
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
-from largebatch.evaluate import Metrics, evaluate
+from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))

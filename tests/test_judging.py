@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
-from largebatch.session import end_stage
+from largebatch.training.stages import end_stage
 
 LABELS = torch.arange(10) % 5
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from largebatch import checkpoint, load_recipe, run
+from largebatch import load_recipe, run
 from largebatch.data.index.index import Index
 from largebatch.recipe.sections import Affine, Polish, Span, Statistics
+from largebatch.training.state import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -51,8 +52,8 @@ def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
     for name, polish in POLISHED.items():
         own = recipe.model_copy(update={"polish": polish})
         run(own, out=tmp_path / name, device_batch=device_batch(recipe))
-        alone = checkpoint.load(max((tmp_path / name / "checkpoints").glob("*.pt")))
-        shared = checkpoint.load(max((tmp_path / "shared" / name / "checkpoints").glob("*.pt")))
+        alone = load_checkpoint(max((tmp_path / name / "checkpoints").glob("*.pt")))
+        shared = load_checkpoint(max((tmp_path / "shared" / name / "checkpoints").glob("*.pt")))
         for key, tensor in alone.model.items():
             assert torch.equal(shared.model[key], tensor), (name, key)
         names = ("control" if name == "affine" else "", name, f"{name} + statistics")

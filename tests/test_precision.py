@@ -17,7 +17,6 @@ from torch.optim import SGD
 
 from largebatch import load_recipe, run
 from largebatch.build import build_model
-from largebatch.checkpoint import load
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
@@ -25,8 +24,9 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.steplog import StepLog
-from largebatch.train import Update, train
+from largebatch.training.loop import Update, train
+from largebatch.training.state import load_checkpoint
+from largebatch.training.step_log import StepLog
 from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))
@@ -170,7 +170,7 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
     run(recipe, out=parted, max_steps=2)
     resumed = run(recipe, out=parted, max_steps=6, resume=True)
     assert resumed.skipped_steps == done.skipped_steps
-    ours, other = (load(max((f / "checkpoints").iterdir())) for f in (parted, whole))
+    ours, other = (load_checkpoint(max((f / "checkpoints").iterdir())) for f in (parted, whole))
     torch.testing.assert_close(ours.model, other.model, rtol=0, atol=0)
     assert ours.scaler == other.scaler
     assert ours.scaler["scale"] == scales[-1]

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from largebatch import load_recipe, run
-from largebatch.checkpoint import load, newest
 from largebatch.cli import INTERRUPTED, main
 from largebatch.errors import BackendError, DivergedError
+from largebatch.training.state import load_checkpoint, newest_checkpoint
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 DIGITS = str(FOLDER / "digits_96.yaml")
@@ -205,7 +205,7 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     content = summary(tmp_path / "run")
     assert content["status"] == "interrupted"
     assert 5 < content["steps"] < 599
-    state = newest(tmp_path / "run/checkpoints")
+    state = newest_checkpoint(tmp_path / "run/checkpoints")
     assert state is not None
     assert (tmp_path / "run/report.html").exists()
 
@@ -287,8 +287,8 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert after["before"]["top1"] == before["top1"]
     (drift,) = log(tmp_path / "polished", "drift")
     assert drift["samples"] == 1437
-    state = load(max((tmp_path / "polished/checkpoints").iterdir()))
-    same = load(checkpoint).model
+    state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir()))
+    same = load_checkpoint(checkpoint).model
     assert state.model["conv1.weight"].equal(same["conv1.weight"])
     assert not state.model["bn1.running_mean"].equal(same["bn1.running_mean"])
 

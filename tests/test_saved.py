@@ -33,7 +33,7 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.saved import _load, _stage
-from largebatch.stages import make_updates
+from largebatch.training.stages import make_updates
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 

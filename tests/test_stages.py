@@ -30,12 +30,13 @@ from short_runs import (
 from torch import Tensor
 from torch.optim import SGD
 
-from largebatch import checkpoint, run
+from largebatch import run
 from largebatch.cli import DONE, main
 from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan
+from largebatch.training import state
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -146,7 +147,7 @@ def test_the_average_of_a_run_is_the_one_computed_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From checkpoints after every update; running statistics are averaged like weights."""
-    monkeypatch.setattr(checkpoint, "KEEP", 100)
+    monkeypatch.setattr(state, "KEEP", 100)
     changes = ("evaluation.every_epochs=0.066",)
     run(a_recipe(CLEAN, changes=changes), out=tmp_path / "live")
     run(a_recipe(CLEAN, "ema: 0.7", changes=changes), out=tmp_path / "averaged")
@@ -168,7 +169,7 @@ def test_statistics_are_those_of_the_averaged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Averaged here, put into timm's model in float64, and shown pictures read by Pillow."""
-    monkeypatch.setattr(checkpoint, "KEEP", 100)
+    monkeypatch.setattr(state, "KEEP", 100)
     run(a_recipe(CLEAN, changes=("evaluation.every_epochs=0.066",)), out=tmp_path / "live")
     average: dict[str, Tensor] = {}
     for path in sorted((tmp_path / "live/checkpoints").iterdir()):

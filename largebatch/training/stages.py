@@ -1,22 +1,27 @@
 """The stages of a run, in order: train, clean, ema, affine, statistics; all but train optional.
 
 A stage drives the training loop and does between two updates what the loop does not know of: log,
-evaluate, save, and stop when asked.
+evaluate, save, and stop when asked. It ends with an evaluation. Where the recipe says `keep:
+better`, training pictures that were held out decide whether what it did is kept, or the state
+before it comes back.
 """
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from largebatch.checkpoint import Checkpoint
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.polish.statistics import QUANTILES, Drift, polish
 from largebatch.recipe.plan import Plan
-from largebatch.session import Session, end_stage, measure
-from largebatch.train import step_seeds, train
+from largebatch.training.evaluation import Metrics, evaluate
+from largebatch.training.loop import step_seeds, train
+from largebatch.training.state import Checkpoint, Session
 
 
 def run_stages(session: Session, *, until: int) -> bool:
@@ -186,3 +191,89 @@ class _Pictures:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         with closing(self.session.pipeline.statistics(self.samples)) as batches:
             yield from batches
+
+
+def measure(session: Session, stage: str) -> Metrics:
+    """Evaluate the model as it is and emit the record."""
+    begun = time.perf_counter()
+    metrics = evaluate(
+        session.model,
+        session.pipeline.validation(),
+        session.backend,
+        expected=session.plan.val_samples,
+    )
+    session.emit(
+        {
+            "event": "evaluation",
+            "stage": stage,
+            "step": session.step,
+            "epoch": session.plan.epoch(session.step),
+            **asdict(metrics),
+            "seconds": time.perf_counter() - begun,
+        }
+    )
+    return metrics
+
+
+def say(session: Session, stage: str, text: str) -> None:
+    """Tell whoever follows the run, in words."""
+    session.emit({"event": "note", "stage": stage, "step": session.step, "text": text})
+
+
+def end_stage(
+    session: Session, name: str, *, num_steps: int, note: str | None = None, failed: bool = False
+) -> None:
+    """Evaluate, keep or undo what the stage did, note what it changed, and save.
+
+    `note` is what else there is to say of the stage; one that `failed` is undone whatever it did.
+    """
+    if note is not None:
+        say(session, name, note)
+    metrics = measure(session, name)
+    after = {"top1": metrics.top1, "top5": metrics.top5, "loss": metrics.loss}
+    last = session.last_kept
+    verdict = _judge(session, name, failed=failed)
+    if not verdict["kept"]:
+        session.go_back()
+    session.before = {}
+    session.stages.append(
+        {
+            "name": name,
+            "steps": num_steps,
+            "seconds": session.seconds - sum(stage["seconds"] for stage in session.stages),
+            **after,
+            "before": {key: last[key] for key in after} if last else None,
+            **verdict,
+            "note": note,
+        }
+    )
+    session.save()
+
+
+def _judge(session: Session, name: str, *, failed: bool) -> dict[str, Any]:
+    """Return top-1 on the pictures held out, where there are some, and whether to keep the stage.
+
+    A model whose loss is no number is not kept, though some labels may be met by chance. Every
+    worker decides alike: counts are exact, and one all-reduce gives all of them the same.
+    """
+    if not session.judged:
+        return {"held_out": None, "kept": True}
+    samples = len(session.pipeline.held_out_samples)
+    batches = session.pipeline.held_out()
+    measured = evaluate(session.model, batches, session.backend, expected=samples)
+    found, last = measured.top1, session.last_kept
+    usable = not failed and math.isfinite(measured.loss)
+    kept = last is None or (usable and found > last["held_out"])
+    if last is not None:
+        session.emit(
+            {
+                "event": "decision",
+                "stage": name,
+                "step": session.step,
+                "samples": samples,
+                "before": last["held_out"],
+                "after": found,
+                "kept": kept,
+            }
+        )
+    return {"held_out": found, "kept": kept}

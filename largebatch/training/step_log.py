@@ -11,7 +11,7 @@ from torch import Tensor
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DivergedError
 from largebatch.recipe.plan import Plan
-from largebatch.train import Update
+from largebatch.training.loop import Update
 
 Emit = Callable[[dict[str, Any]], None]
 

@@ -1,14 +1,16 @@
 """Cross-entropy with label smoothing, in both published conventions."""
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.train import Criterion
-
 OffTarget = Literal["all", "others"]
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""(logits N x K, labels N) -> the sum of the loss over the samples, 0-d."""
 
 
 def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:

@@ -1,36 +1,149 @@
-"""The objects of one run on one worker, and what every stage of it ends with.
+"""The objects of one run on one worker, and checkpoints: everything a run needs to go on.
 
-A stage ends with an evaluation. Where the recipe says `keep: better`, training pictures that were
-held out decide whether what it did is kept, or the state before it comes back.
+A checkpoint is written whole or not at all. It holds the weights, BatchNorm statistics, the
+optimizer, the loss scale, how many updates were made, the recipe and what was measured so far. The
+sample order, crops, dropout and rates are functions of the step, so nothing else has a state. A
+file appears under its name only when it is complete; the newest one that can be read is loaded, so
+a run survives being killed while it saves.
 """
 
-import math
+import io
+import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from largebatch import checkpoint
-from largebatch.average import Average
-from largebatch.checkpoint import Checkpoint
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
-from largebatch.evaluate import Metrics, evaluate
+from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models.batchnorm import Spans
+from largebatch.recipe.loading import dump_recipe, parse_recipe
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.functions import Schedule
-from largebatch.steplog import Emit, StepLog
-from largebatch.train import Criterion
+from largebatch.training.ema import Average
+from largebatch.training.loss import Criterion
+from largebatch.training.step_log import Emit, StepLog
 
 Means = tuple[Optimizer, Schedule, Reducer]
 """What makes updates: of these weights, at this rate of each step, from these sums."""
+
+FORMAT = 2
+KEEP = 2
+"""How many checkpoints of a run stay on disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The state of a run between two updates."""
+
+    recipe: Recipe
+    step: int
+    """Updates of the plan that lie behind."""
+
+    seconds: float
+    """Time the run has taken so far, over all its parts."""
+
+    images: int
+    train_seconds: float
+    """Training samples seen, and the time that took."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Of the loss, in fp16; empty otherwise."""
+
+    skipped: int = 0
+    """Updates whose gradients overflowed."""
+
+    given_up: int = 0
+    """Those of `step` that were never made, because the stage they belong to diverged."""
+
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """The stages that have ended, as in summary.json."""
+
+    average: dict[str, Any] = field(default_factory=dict)
+    """The moving average, until it becomes the model; empty where there is none."""
+
+    before: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The state in which the stage under way began, where it may have to come back."""
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write `folder/step-<step>.pt` atomically, then delete all but the newest few."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{checkpoint.step:08d}.pt"
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    content = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+    content.update(format=FORMAT, recipe=dump_recipe(checkpoint.recipe))
+    try:
+        with partial.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read one checkpoint, to the CPU. Raises CheckpointError saying what is wrong with it."""
+    return parse_checkpoint(_read(path), source=str(path))
+
+
+def parse_checkpoint(data: bytes, *, source: str) -> Checkpoint:
+    """Read a checkpoint from the bytes of its file; `source` begins every message."""
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{source}: not a readable checkpoint: {reason}") from None
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+    try:
+        recipe = parse_recipe(content.pop("recipe"), source="its recipe")
+        return Checkpoint(recipe=recipe, **content)
+    except (KeyError, TypeError, RecipeError) as error:
+        raise CheckpointError(f"{source}: not a complete checkpoint: {error}") from None
+
+
+def newest_checkpoint(folder: Path) -> bytes | None:
+    """Return the bytes of the newest checkpoint that can be read, or None where there is none.
+
+    Raises CheckpointError if there are some and none of them can be read.
+    """
+    problems = []
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        try:
+            content = _read(path)
+            parse_checkpoint(content, source=str(path))
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            return content
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such checkpoint or run folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read the checkpoint: {error.strerror}") from None
 
 
 @dataclass(kw_only=True)
@@ -142,7 +255,7 @@ class Session:
         """Write a checkpoint; worker 0 only."""
         if self.backend.rank != 0:
             return
-        checkpoint.save(
+        save_checkpoint(
             self.checkpoints,
             Checkpoint(
                 recipe=self.recipe,
@@ -160,92 +273,6 @@ class Session:
                 before=self.before,
             ),
         )
-
-
-def measure(session: Session, stage: str) -> Metrics:
-    """Evaluate the model as it is and emit the record."""
-    begun = time.perf_counter()
-    metrics = evaluate(
-        session.model,
-        session.pipeline.validation(),
-        session.backend,
-        expected=session.plan.val_samples,
-    )
-    session.emit(
-        {
-            "event": "evaluation",
-            "stage": stage,
-            "step": session.step,
-            "epoch": session.plan.epoch(session.step),
-            **asdict(metrics),
-            "seconds": time.perf_counter() - begun,
-        }
-    )
-    return metrics
-
-
-def say(session: Session, stage: str, text: str) -> None:
-    """Tell whoever follows the run, in words."""
-    session.emit({"event": "note", "stage": stage, "step": session.step, "text": text})
-
-
-def end_stage(
-    session: Session, name: str, *, num_steps: int, note: str | None = None, failed: bool = False
-) -> None:
-    """Evaluate, keep or undo what the stage did, note what it changed, and save.
-
-    `note` is what else there is to say of the stage; one that `failed` is undone whatever it did.
-    """
-    if note is not None:
-        say(session, name, note)
-    metrics = measure(session, name)
-    after = {"top1": metrics.top1, "top5": metrics.top5, "loss": metrics.loss}
-    last = session.last_kept
-    verdict = _judge(session, name, failed=failed)
-    if not verdict["kept"]:
-        session.go_back()
-    session.before = {}
-    session.stages.append(
-        {
-            "name": name,
-            "steps": num_steps,
-            "seconds": session.seconds - sum(stage["seconds"] for stage in session.stages),
-            **after,
-            "before": {key: last[key] for key in after} if last else None,
-            **verdict,
-            "note": note,
-        }
-    )
-    session.save()
-
-
-def _judge(session: Session, name: str, *, failed: bool) -> dict[str, Any]:
-    """Return top-1 on the pictures held out, where there are some, and whether to keep the stage.
-
-    A model whose loss is no number is not kept, though some labels may be met by chance. Every
-    worker decides alike: counts are exact, and one all-reduce gives all of them the same.
-    """
-    if not session.judged:
-        return {"held_out": None, "kept": True}
-    samples = len(session.pipeline.held_out_samples)
-    batches = session.pipeline.held_out()
-    measured = evaluate(session.model, batches, session.backend, expected=samples)
-    found, last = measured.top1, session.last_kept
-    usable = not failed and math.isfinite(measured.loss)
-    kept = last is None or (usable and found > last["held_out"])
-    if last is not None:
-        session.emit(
-            {
-                "event": "decision",
-                "stage": name,
-                "step": session.step,
-                "samples": samples,
-                "before": last["held_out"],
-                "after": found,
-                "kept": kept,
-            }
-        )
-    return {"held_out": found, "kept": kept}
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -18,9 +18,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.schedules.functions import Schedule
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
-"""(logits N x K, labels N) -> the sum of the loss over the samples, 0-d."""
+from largebatch.training.loss import Criterion
 
 
 class Update(NamedTuple):
