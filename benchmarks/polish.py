@@ -38,7 +38,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import with_span
 from largebatch.polish.statistics import polish
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 CPU = Serial(torch.device("cpu"))
 TARGET = 1.03

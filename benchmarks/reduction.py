@@ -39,7 +39,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.horovod import open_horovod
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 
 def main() -> None:

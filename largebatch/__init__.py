@@ -14,7 +14,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from largebatch.runner import run
+    from largebatch.runs.run import run
 
 __version__ = "0.1.0"
 __all__ = ["LargebatchError", "Recipe", "__version__", "load_recipe", "run"]
@@ -22,7 +22,7 @@ __all__ = ["LargebatchError", "Recipe", "__version__", "load_recipe", "run"]
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives it (PEP 562)
     if name == "run":
-        from largebatch.runner import run
+        from largebatch.runs.run import run
 
         return run
     raise AttributeError(f"module 'largebatch' has no attribute {name!r}")

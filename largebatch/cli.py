@@ -32,9 +32,9 @@ from largebatch.errors import (
     RecipeError,
     WorkerFailedError,
 )
-from largebatch.folder import check_folder, default_folder
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
+from largebatch.runs.folder import check_folder, default_folder
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
@@ -106,7 +106,7 @@ def _train(args: argparse.Namespace) -> int:
         make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
         check_folder(folder, resume=args.resume)
         _become_horovodrun(args)
-    from largebatch.runner import run
+    from largebatch.runs.run import run
 
     summary = run(
         recipe,
@@ -145,8 +145,8 @@ def _become_horovodrun(args: argparse.Namespace) -> NoReturn:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from largebatch.runner import Options
-    from largebatch.saved import evaluate_checkpoint
+    from largebatch.runs.build import Options
+    from largebatch.runs.checkpoints import evaluate_checkpoint
 
     options = Options(
         out=Path(),

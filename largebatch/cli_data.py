@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from largebatch.cli_recipe import add_command, add_set, count
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
-from largebatch.workers import answering
+from largebatch.runs.interrupts import answering
 
 if TYPE_CHECKING:
     from largebatch.data.index.file import Content

@@ -12,9 +12,9 @@ from largebatch.distributed.environment import launched_rank
 from largebatch.errors import CheckpointError, LargebatchError
 
 if TYPE_CHECKING:
-    from largebatch.compare import Comparison
-    from largebatch.foreign import Foreign
-    from largebatch.runner import Options
+    from largebatch.runs.build import Options
+    from largebatch.runs.checkpoints import Comparison
+    from largebatch.runs.pretrained import Foreign
 
 _EPOCHS = 1.0
 """Of the updates of a comparison, where nothing else was asked for."""
@@ -59,13 +59,13 @@ def _polish(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args)
     if args.weights is not None:
-        from largebatch.foreign import polish_weights
+        from largebatch.runs.pretrained import polish_weights
 
         found = polish_weights(_foreign(args), _options(args), samples=args.samples)
         before, after = asdict(found.before), asdict(found.after)
         done = "\n".join([*filter(None, [found.note]), f"polished weights: {args.out}"])
     else:
-        from largebatch.saved import polish_checkpoint
+        from largebatch.runs.checkpoints import polish_checkpoint
 
         summary = polish_checkpoint(
             args.checkpoint, _options(args), samples=args.samples, averaged=args.ema
@@ -145,16 +145,16 @@ def _compare(args: argparse.Namespace) -> int:
 def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"]:
     how = {"samples": args.samples, "epochs": args.epochs or _EPOCHS, "lr": args.lr}
     if args.weights is not None:
-        from largebatch.foreign import compare_weights
+        from largebatch.runs.pretrained import compare_weights
 
         return compare_weights(_foreign(args), _options(args), **how)
-    from largebatch.saved import compare_checkpoint
+    from largebatch.runs.checkpoints import compare_checkpoint
 
     return compare_checkpoint(args.checkpoint, _options(args), **how, averaged=args.ema)
 
 
 def _foreign(args: argparse.Namespace) -> "Foreign":
-    from largebatch.foreign import Foreign
+    from largebatch.runs.pretrained import Foreign
 
     return Foreign(
         model=args.model, weights=args.weights, averaged=args.ema, overrides=tuple(args.set)
@@ -162,7 +162,7 @@ def _foreign(args: argparse.Namespace) -> "Foreign":
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from largebatch.runner import Options
+    from largebatch.runs.build import Options
 
     return Options(
         out=args.out or Path(),

@@ -84,7 +84,7 @@ def _plan(args: argparse.Namespace) -> int:
     }
     for name, value in rows.items():
         print(f"{name:>15}  {value}", flush=True)
-    from largebatch.build import describe_groups
+    from largebatch.runs.build import describe_groups
 
     print(f"gradient groups  {describe_groups(recipe)}")  # last: building the model takes seconds
     return 0

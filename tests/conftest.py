@@ -45,7 +45,7 @@ def ends() -> Iterator[None]:
 def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let runs draw nothing, which takes longer than short ones do; `draws` asks for it."""
     if "draws" not in request.fixturenames:
-        monkeypatch.setattr("largebatch.runner.write_report", lambda _: None)
+        monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
 
 
 @pytest.fixture

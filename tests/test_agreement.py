@@ -13,13 +13,13 @@ from short_runs import DIGITS
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
-from largebatch import build, load_recipe, run, runner
-from largebatch.build import share_weights
+from largebatch import load_recipe, run
 from largebatch.distributed.agreement import checksum, require_agreement
 from largebatch.distributed.backend import Backend
 from largebatch.errors import MismatchError
 from largebatch.recipe.plan import make_plan
-from largebatch.runner import Options
+from largebatch.runs import build
+from largebatch.runs.build import Options, share_weights
 from largebatch.tracking.environment import versions
 
 Facts = Mapping[str, object]
@@ -228,8 +228,7 @@ def test_a_run_states_everything_it_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report: None
 ) -> None:
     stated: list[Any] = []
-    for module in (runner, build):
-        monkeypatch.setattr(module, "require_agreement", lambda facts, *_: stated.append(facts))
+    monkeypatch.setattr(build, "require_agreement", lambda facts, *_: stated.append(facts))
     recipe = load_recipe(DIGITS, ["duration={steps: 2}", "schedule.warmup=null", "polish=null"])
     run(recipe, out=tmp_path / "run", device_batch=48)
     first, second = stated

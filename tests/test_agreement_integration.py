@@ -11,7 +11,7 @@ import pytest
 
 import largebatch
 from largebatch.cli import USER
-from largebatch.workers import _free_port
+from largebatch.runs.launch import _free_port
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
 DIFFERENT = {
@@ -39,7 +39,7 @@ def write_worker(folder: Path, overrides: list[str]) -> list[str]:
     path.write_text(
         "import sys\n"
         "from largebatch.cli import main\n"
-        "from largebatch.workers import launched_rank\n"
+        "from largebatch.runs.launch import launched_rank\n"
         f"sys.exit(main([*{words}, {overrides}[launched_rank()]]))\n"
     )
     return [sys.executable, str(path)]
@@ -111,7 +111,7 @@ def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
             import torch
             from largebatch.distributed.connection import torch_distributed
             from largebatch.errors import MismatchError
-            from largebatch.workers import launched_rank
+            from largebatch.runs.launch import launched_rank
 
             device = torch.device(["cuda", "cpu"][launched_rank()])
             torch_distributed.pick_device = lambda *_: device

@@ -212,7 +212,7 @@ def test_a_failure_that_is_not_the_users_exits_with_1(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("largebatch.runner.run", fail)
+    monkeypatch.setattr("largebatch.runs.run.run", fail)
     assert main(["train", DIGITS]) == FAILED
     assert capsys.readouterr().err == f"largebatch: {error}\n"
 
@@ -223,7 +223,7 @@ def test_who_stops_at_once_gets_no_traceback(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("largebatch.runner.run", stop)
+    monkeypatch.setattr("largebatch.runs.run.run", stop)
     assert main(["train", DIGITS]) == STOPPED
     assert capsys.readouterr().err == "largebatch: stopped at once\n"
 
@@ -243,7 +243,7 @@ def test_what_only_one_worker_found_is_said_by_it(
         raise DataError("the disk is gone")
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("largebatch.runner.run", fail)
+    monkeypatch.setattr("largebatch.runs.run.run", fail)
     assert main(["train", DIGITS]) == USER
     assert capsys.readouterr().err == "largebatch: worker 1: the disk is gone\n"
 

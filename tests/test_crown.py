@@ -20,7 +20,7 @@ from threads import Thread, on_threads
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 has_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
+from largebatch.runs.launch import start_workers
 from largebatch.training.evaluation import Metrics, evaluate
-from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))
 SAMPLES, CLASSES = 23, 7

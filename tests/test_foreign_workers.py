@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from largebatch import foreign
 from largebatch.data.datasets import digits
 from largebatch.data.index.file import Content
-from largebatch.foreign import Foreign, compare_weights, polish_weights
 from largebatch.models import zoo
-from largebatch.runner import Options
-from largebatch.workers import start_workers
+from largebatch.runs import pretrained
+from largebatch.runs.build import Options
+from largebatch.runs.launch import start_workers
+from largebatch.runs.pretrained import Foreign, compare_weights, polish_weights
 
 SMALL = ("data.image_size=32", "data.eval_resize=null")
 
@@ -43,7 +43,7 @@ def compared(what: Foreign, options: Options) -> list[dict[str, Any]]:
 
 def _look_on_worker_0_alone() -> None:
     if os.environ.get("RANK") == "1":
-        vars(foreign)["open_content"] = refuse_to_look
+        vars(pretrained)["open_content"] = refuse_to_look
 
 
 def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

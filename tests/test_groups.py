@@ -15,11 +15,11 @@ from torch import nn
 
 import largebatch
 from largebatch import load_recipe
-from largebatch.build import build_reducer
 from largebatch.cli import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, WorkerFailedError
-from largebatch.workers import start_workers
+from largebatch.runs.build import build_reducer
+from largebatch.runs.launch import start_workers
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = RECIPES / "digits_96.yaml"

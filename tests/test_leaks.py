@@ -27,7 +27,7 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.build import build_model, build_optimizer, require_trainable
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import build, classifier, param_groups
@@ -14,6 +13,7 @@ from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import build_model, build_optimizer, require_trainable
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 CPU = Serial(torch.device("cpu"))
@@ -76,7 +76,7 @@ def test_an_affine_stage_without_a_classifier_is_refused_before_training(
 ) -> None:
     recipe = load_recipe(RECIPES / "digits_96.yaml", ["polish={affine: {steps: 1, lr: 0.1}}"])
     headless = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    monkeypatch.setattr("largebatch.build.build", lambda *_, **__: headless)
+    monkeypatch.setattr("largebatch.runs.build.build", lambda *_, **__: headless)
     with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):
         build_model(recipe, Serial())
 

@@ -11,7 +11,7 @@ from largebatch.errors import DataError, PeerLostError
 from largebatch.models.batchnorm import SpanBatchNorm, with_span
 from largebatch.optional import require_torchvision
 from largebatch.polish.statistics import polish
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 CPU = Serial(torch.device("cpu"))
 Pairs = list[tuple[Tensor, Tensor]]

@@ -16,7 +16,6 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch import load_recipe, run
-from largebatch.build import build_model
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
@@ -24,10 +23,11 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.runs.build import build_model
+from largebatch.runs.launch import start_workers
 from largebatch.training.loop import Update, train
 from largebatch.training.state import load_checkpoint
 from largebatch.training.step_log import StepLog
-from largebatch.workers import start_workers
 
 CPU = Serial(torch.device("cpu"))
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
@@ -146,7 +146,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     def overflow(device: str, **options: Any) -> GradScaler:  # noqa: ANN401 -- passed on
         return GradScaler(device, **{**options, "init_scale": FIRST_SCALE})
 
-    monkeypatch.setattr("largebatch.build.GradScaler", overflow)
+    monkeypatch.setattr("largebatch.runs.build.GradScaler", overflow)
 
 
 @pytest.mark.usefixtures("overflowing")

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from largebatch import load_recipe, run
 from largebatch.distributed.environment import launched_rank
 from largebatch.recipe.recipe import Recipe
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 DELL_IN_SHORT = (

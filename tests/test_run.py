@@ -232,7 +232,7 @@ def test_a_run_that_is_stopped_at_once_says_so(
     def stop(*_: object, **__: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("largebatch.runner.run_stages", stop)
+    monkeypatch.setattr("largebatch.runs.run.run_stages", stop)
     with pytest.raises(KeyboardInterrupt):
         run(load_recipe(DIGITS), out=tmp_path / "run")
     assert summary(tmp_path / "run")["status"] == "stopped"

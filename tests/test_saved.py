@@ -32,7 +32,7 @@ from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.saved import _load, _stage
+from largebatch.runs.checkpoints import _load, _stage
 from largebatch.training.stages import make_updates
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
@@ -46,7 +46,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped before its average became the model."""
     folder = tmp_path_factory.mktemp("unfinished") / "run"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("largebatch.runner.write_report", lambda _: None)
+        patched.setattr("largebatch.runs.run.write_report", lambda _: None)
         run(a_recipe(*ALL), out=folder, max_steps=BEFORE - 1)
     return folder
 
@@ -234,7 +234,7 @@ def test_every_row_begins_with_the_loss_scale_of_the_checkpoint_and_tells_what_w
         begun.append(session.scaler.get_scale())
         make_updates(session, *args, **kwargs)
 
-    monkeypatch.setattr("largebatch.compare.make_updates", noted)
+    monkeypatch.setattr("largebatch.runs.checkpoints.make_updates", noted)
     how = ["--samples", "48", "--epochs", "0.07", "--out", str(tmp_path / "table.json")]
     assert main(["polish", "--compare", str(tmp_path / "run"), *how]) == DONE
     assert begun == [2.0**60, 2.0**60]

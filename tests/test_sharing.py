@@ -14,8 +14,8 @@ from largebatch.data.index.file import Content
 from largebatch.data.index.index import Index, load_or_read, make, read_folder
 from largebatch.data.index.sharing import share_index
 from largebatch.distributed.serial import Serial
+from largebatch.runs.launch import start_workers
 from largebatch.storage import write_whole
-from largebatch.workers import start_workers
 
 
 class Together:

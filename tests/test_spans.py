@@ -29,8 +29,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import batchnorm_functional
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.polish.statistics import polish
-from largebatch.runner import run
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
+from largebatch.runs.run import run
 
 CPU = Serial(torch.device("cpu"))
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"

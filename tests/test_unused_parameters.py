@@ -8,16 +8,16 @@ import torch
 from short_runs import DIGITS
 from torch import nn
 
-from largebatch.build import build_model
 from largebatch.cli import USER, main
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
 from largebatch.recipe.recipe import Recipe
-from largebatch.runner import Options, run_worker
+from largebatch.runs.build import Options, build_model
+from largebatch.runs.launch import start_workers
+from largebatch.runs.run import run_worker
 from largebatch.tracking.events import Summary
-from largebatch.workers import start_workers
 
 
 def model_with_an_idle_layer(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -27,7 +27,7 @@ def model_with_an_idle_layer(recipe: Recipe, backend: Backend) -> nn.Module:
 
 
 def train_with_an_idle_layer(recipe: Recipe, options: Options) -> Summary:
-    with mock.patch("largebatch.runner.build_model", model_with_an_idle_layer):
+    with mock.patch("largebatch.runs.build.build_model", model_with_an_idle_layer):
         return run_worker(recipe, options)
 
 
@@ -39,7 +39,7 @@ def test_a_run_ends_with_their_names_and_no_traceback(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("largebatch.runner.run_worker", train_with_an_idle_layer)
+    monkeypatch.setattr("largebatch.runs.run.run_worker", train_with_an_idle_layer)
     words = ["train", str(DIGITS), "--workers", workers, "--out", str(tmp_path / "run")]
     assert main(words) == USER
     shown = capsys.readouterr().err

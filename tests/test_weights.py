@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from largebatch.errors import CheckpointError
 from largebatch.models import zoo
-from largebatch.weights import check_format, read
+from largebatch.runs.pretrained import check_format, read_weights
 
 State = dict[str, Tensor]
 
@@ -83,7 +83,7 @@ def assert_only(changed: set[str], before: Any, after: Any) -> None:  # noqa: AN
 @pytest.mark.parametrize("form", FORMS)
 def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_path: Path) -> None:
     torch.save(FORMS[form](state()), tmp_path / "theirs.pth")
-    weights = read(tmp_path / "theirs.pth")
+    weights = read_weights(tmp_path / "theirs.pth")
     model = a_model()
     model.load_state_dict(weights.state_for(model))
     weights.replace({"bn1.running_mean": torch.full((64,), 0.25)})
@@ -103,7 +103,7 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
 @pytest.mark.parametrize("form", ["timm", "torchvision"])
 def test_the_moving_average_is_taken_where_it_is_asked_for(form: str, tmp_path: Path) -> None:
     torch.save(FORMS[form](state()), tmp_path / "theirs.pth")
-    weights = read(tmp_path / "theirs.pth", averaged=True)
+    weights = read_weights(tmp_path / "theirs.pth", averaged=True)
     found = weights.state_for(a_model())
     assert found["fc.bias"].equal(state()["fc.bias"] + (form == "timm"))
     weights.replace({"bn1.running_var": torch.zeros(64)})
@@ -119,7 +119,7 @@ def test_a_safetensors_file_keeps_its_names_and_its_metadata(prefix: str, tmp_pa
     metadata = {"format": "pt", "config": json.dumps({"epochs": 3})}
     theirs = {prefix + name: value for name, value in state().items()}
     save_file(theirs, tmp_path / "theirs.safetensors", metadata=metadata)
-    weights = read(tmp_path / "theirs.safetensors")
+    weights = read_weights(tmp_path / "theirs.safetensors")
     weights.state_for(a_model())
     weights.replace({"bn1.running_mean": torch.ones(64)})
     weights.write(tmp_path / "ours.safetensors")
@@ -159,7 +159,7 @@ def test_keys_that_do_not_fit_are_named(
 ) -> None:
     torch.save(change(state()), tmp_path / "theirs.pth")
     with pytest.raises(CheckpointError, match=f"theirs.pth: the weights do not fit: {message}$"):
-        read(tmp_path / "theirs.pth").state_for(a_model())
+        read_weights(tmp_path / "theirs.pth").state_for(a_model())
 
 
 class Evil:
@@ -175,11 +175,11 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
     path = tmp_path / "theirs.pth"
     torch.save({"state_dict": Evil()}, path)
     with pytest.raises(CheckpointError, match="theirs.pth: not a readable file of weights: "):
-        read(path)
+        read_weights(path)
     assert "ran" not in capsys.readouterr().out
     path.write_text("model: resnet50")
     with pytest.raises(CheckpointError, match="neither .pth nor .safetensors, or with more in it"):
-        read(path)
+        read_weights(path)
     for content, message in [
         ({"epoch": 3, "best": 0.5}, "under state_dict or model; found a mapping of epoch, best"),
         ({}, "found dict"),
@@ -188,17 +188,17 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
     ]:
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=message):
-            read(path)
+            read_weights(path)
     with pytest.raises(
         CheckpointError, match="expected weights of an average by name, under state"
     ):
-        read(path.parent / _saved(tmp_path), averaged=True)
+        read_weights(path.parent / _saved(tmp_path), averaged=True)
     for name in ("absent.pth", "absent.safetensors"):
         with pytest.raises(CheckpointError, match=f"{name}: there is no such file of weights"):
-            read(tmp_path / name)
+            read_weights(tmp_path / name)
     (tmp_path / "broken.safetensors").write_bytes(b"broken")
     with pytest.raises(CheckpointError, match="broken.safetensors: not a readable file of weights"):
-        read(tmp_path / "broken.safetensors")
+        read_weights(tmp_path / "broken.safetensors")
 
 
 def _saved(folder: Path) -> str:
@@ -225,7 +225,7 @@ def test_values_beyond_the_type_of_the_file_are_refused(tmp_path: Path) -> None:
         for name, value in state().items()
     }
     torch.save(halves, tmp_path / "theirs.pth")
-    weights = read(tmp_path / "theirs.pth")
+    weights = read_weights(tmp_path / "theirs.pth")
     weights.state_for(a_model())
     with pytest.raises(CheckpointError, match="bn1.running_var has values beyond .*float16"):
         weights.replace({"bn1.running_var": torch.full((64,), 7e4)})

@@ -16,7 +16,7 @@ from largebatch.errors import (
     PeerLostError,
     WorkerFailedError,
 )
-from largebatch.workers import start_workers
+from largebatch.runs.launch import start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 

@@ -1,7 +1,9 @@
 """The run folder as a record: what it holds at the start, and what a run resumes from."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,24 @@ def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:  # no
             yield from _differences(there.get(key), here.get(key), dotted)
     elif there != here:
         yield f"{where} is {there} there and {here} here"
+
+
+def default_folder(recipe: Recipe) -> Path:
+    """Return the run folder of a run that is given none: runs/<name>-<time>."""
+    return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Raise CheckpointError unless a run may start in this folder, or go on in it."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file; --out names a folder")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(above, os.W_OK):
+        raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
+    if resume and not (folder / "recipe.yaml").exists():
+        raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(
+            f"{folder}: already holds files; choose another --out, or add --resume to go on with "
+            "the run in it"
+        )

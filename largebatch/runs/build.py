@@ -1,15 +1,24 @@
-"""Recipe -> model, optimizer, and what sums gradients."""
+"""Recipe and machine -> every object of a run: the model, the optimizer, what sums gradients."""
 
 import math
-from typing import assert_never
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
+from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.environment import available_cores
 from largebatch.distributed.hierarchical import in_two_levels
 from largebatch.distributed.reducer import (
     Grouping,
@@ -22,15 +31,24 @@ from largebatch.distributed.reducer import (
 )
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
-from largebatch.models.batchnorm import SpanBatchNorm, with_span
+from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe import recipe as recipes
-from largebatch.recipe.plan import Plan
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.plan import Plan, make_plan, measuring_plan
+from largebatch.recipe.recipe import Recipe, plainest
+from largebatch.runs.interrupts import stop_requests
+from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
-from largebatch.training.state import Means
+from largebatch.tracking.environment import versions
+from largebatch.tracking.events import Tracker
+from largebatch.training.ema import Average
+from largebatch.training.loss import cross_entropy
+from largebatch.training.state import Means, Session
+from largebatch.training.step_log import StepLog
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Decoder = Literal["dali", "torchvision"]
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -243,3 +261,123 @@ def _set_span(model: nn.Module, recipe: Recipe) -> None:
         )
     if not has_norm and span is not None:
         raise RecipeError(f"batch.bn_span: {recipe.model.name} has no BatchNorm; make it null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the machine and the moment decide about a run; none of it is in the recipe."""
+
+    out: Path
+    """The run folder."""
+
+    data: Path | None = None
+    """The pictures, for a recipe whose data.source is folder."""
+
+    backend: Name = "auto"
+    device_batch: int | None = None
+    """Samples a worker holds at a time; None: the largest that fits plan.DEVICE_BATCH_LIMIT."""
+
+    decoder: Decoder | None = None
+    """Instead of the recipe's."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint in `out`."""
+
+    max_steps: int | None = None
+    """Stop, resumable, when this many updates have been made in all."""
+
+    @property
+    def shared(self) -> Facts:
+        """What every worker must be given alike; only worker 0 uses the run folder."""
+        own = {
+            name: value for name, value in asdict(self).items() if name not in {"out", "backend"}
+        }
+        return {f"--{name.replace('_', '-')}": value for name, value in own.items()}
+
+
+@contextmanager
+def join(options: Options, facts: Facts) -> Iterator[Backend]:
+    """Join the other workers, once in a process: the address where they meet serves one meeting.
+
+    They are left when all went well, for else they may be gone. Raises MismatchError on every
+    worker unless they have the same options and packages and state the same `facts`.
+    """
+    backend = connect(options.backend)
+    require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // backend.local_size))
+    torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
+    yield backend
+    backend.close()
+
+
+@contextmanager
+def open_session(
+    recipe: Recipe, options: Options, facts: Facts, *, measuring: bool = False
+) -> Iterator[tuple[Session, list[Tracker]]]:
+    """Join the other workers and build every object of a run; see join and build_session."""
+    with (
+        join(options, {**facts, **recipe.model_dump(mode="json")}) as backend,
+        build_session(recipe, options, backend, measuring=measuring) as opened,
+    ):
+        yield opened
+
+
+@contextmanager
+def build_session(
+    recipe: Recipe, options: Options, backend: Backend, *, measuring: bool
+) -> Iterator[tuple[Session, list[Tracker]]]:
+    """Build every object of a run; who follows it can join later.
+
+    `measuring` promises that nothing will be trained: any number of workers then fits, and what the
+    training machine had to have is not needed.
+    """
+    trackers: list[Tracker] = []
+
+    def emit(record: dict[str, Any]) -> None:
+        for tracker in trackers:
+            tracker.record(record)
+
+    divide = measuring_plan if measuring else make_plan
+    plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
+    pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
+    model = build_model(recipe, backend)
+    share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
+    here = recipe
+    if measuring:
+        here = plainest(recipe)
+    else:
+        require_trainable(model, recipe)
+    polish = recipe.polish
+    with stop_requests(heard=backend.rank == 0) as wants_stop:
+        session = Session(
+            recipe=recipe,
+            plan=plan,
+            backend=backend,
+            pipeline=pipeline,
+            model=model,
+            optimizer=build_optimizer(here, model),
+            criterion=cross_entropy(
+                smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
+            ),
+            schedule=build_schedule(recipe),
+            reducer=build_reducer(here, model, backend),
+            build_affine=partial(_build_affine, here, plan, model, backend),
+            average=Average(model, decay=polish.ema) if polish and polish.ema else None,
+            spans=Spans(model, backend, sync_workers=plan.sync_workers),
+            scaler=build_scaler(recipe, plan, backend),
+            emit=emit,
+            log=StepLog(plan, backend, emit, wants_stop),
+            checkpoints=options.out / "checkpoints",
+        )
+        try:
+            yield session, trackers
+        finally:
+            session.reducer.close()
+
+
+def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Means:
+    assert recipe.polish is not None
+    assert recipe.polish.affine is not None
+    rate = recipe.polish.affine.lr
+    return build_extra(recipe, plan, model, backend, affine_only=True, lr=rate)

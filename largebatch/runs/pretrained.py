@@ -2,21 +2,27 @@
 
 A recipe is made for them, from the folder of pictures and from how the model's library prepares
 pictures; everything else is what polishes our own runs. Only running means and variances change in
-the file that is written.
+the file that is written: what timm, torchvision and PyTorch's tools save differs in where the
+weights are (bare, under a word beside other things, with a prefix before every name, as .pth or as
+.safetensors), and all of that is kept.
 """
 
+import argparse
 import json
-from collections.abc import Iterator, Sequence
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.compare import Comparison, compare, small_rate, with_updates
 from largebatch.data.index.index import open_content
 from largebatch.distributed.agreement import Facts, checksum
 from largebatch.distributed.backend import Backend
@@ -25,12 +31,177 @@ from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runner import Options, build_session, join
-from largebatch.saved import with_statistics
+from largebatch.runs.build import Options, build_session, join
+from largebatch.runs.checkpoints import (
+    Comparison,
+    compare,
+    small_rate,
+    with_statistics,
+    with_updates,
+)
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import measure, measure_statistics, say_unsettled
 from largebatch.training.state import Session
-from largebatch.weights import Weights, check_format, read
+
+_PLACES = ("state_dict", "model")
+_AVERAGED = ("state_dict_ema", "model_ema")
+"""Under which words timm and torchvision keep weights, and the moving average of weights."""
+
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+"""What DistributedDataParallel, AveragedModel and torch.compile put before a name."""
+
+_SAFE = ".safetensors"
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The content of a file of weights."""
+
+    path: Path
+    content: Any
+    """All of it; of a .safetensors file, the tensors alone."""
+
+    tensors: MutableMapping[str, Tensor]
+    """The weights, by the names in the file: a part of the content."""
+
+    metadata: dict[str, str] | None = None
+    """Words that a .safetensors file carries."""
+
+    def state_for(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors under the model's names. Raises CheckpointError if they do not fit."""
+        here = self._by_plain_name()
+        there = model.state_dict()
+        counters = {name for name in there if name.endswith("num_batches_tracked")}
+        problems = {
+            "missing": sorted(there.keys() - here.keys() - counters),
+            "not known": sorted(here.keys() - there.keys()),
+            "of another shape": [
+                f"{name}: {_shape(self.tensors[key])}, expected {_shape(there[name])}"
+                for name, key in here.items()
+                if name in there and self.tensors[key].shape != there[name].shape
+            ],
+        }
+        said = [f"{len(keys)} {what} ({_some(keys)})" for what, keys in problems.items() if keys]
+        if said:
+            raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(said)}")
+        return {name: self.tensors[key] for name, key in here.items()}
+
+    def replace(self, changed: Mapping[str, Tensor]) -> None:
+        """Take over tensors under the model's names, in the type that each has in the file."""
+        here = self._by_plain_name()
+        for name, value in changed.items():
+            there = self.tensors[here[name]]
+            cast = value.detach().to("cpu", there.dtype, copy=True)
+            if not cast.isfinite().all():
+                raise CheckpointError(
+                    f"{self.path}: the new {name} has values beyond what the {there.dtype} of the "
+                    "file can hold; convert the file to float32 first"
+                )
+            self.tensors[here[name]] = cast
+
+    def write(self, path: Path) -> None:
+        """Write a file of the same format, whole or not at all."""
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        try:
+            if _is_safe(path):
+                from safetensors.torch import save_file
+
+                save_file(dict(self.tensors), partial, metadata=self.metadata)
+            else:
+                torch.save(self.content, partial)
+            partial.replace(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _by_plain_name(self) -> dict[str, str]:
+        """Return the name in the file of each tensor, by the name in a model."""
+        return {_WRAPPERS.sub("", key): key for key in self.tensors if key != "n_averaged"}
+
+
+def read_weights(path: Path, *, averaged: bool = False) -> Weights:
+    """Read a file of weights to the CPU; `averaged` takes the moving average beside them.
+
+    Nothing in the file is executed. Raises CheckpointError saying what is wrong with it.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file of weights")
+    try:
+        if _is_safe(path):
+            return _read_safe(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's options: plain values
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path}: not a readable file of weights: neither .pth nor .safetensors, or with more "
+            "in it than tensors and plain values, which only code from the file could rebuild"
+        ) from None
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
+    return Weights(path, content, _find(path, content, averaged=averaged))
+
+
+def check_format(path: Path, out: Path) -> None:
+    """Raise CheckpointError unless `out` is a new file of the format of `path`."""
+    if _is_safe(path) != _is_safe(out):
+        raise CheckpointError(
+            f"{out}: polished weights are written as they came: give a name that ends in "
+            f"{path.suffix}"
+        )
+    if out.exists():
+        raise CheckpointError(f"{out}: is there already; choose another --out")
+    if not out.absolute().parent.is_dir():
+        raise CheckpointError(f"{out}: there is no folder {out.absolute().parent}")
+
+
+def _read_safe(path: Path) -> Weights:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- no mapping
+        return Weights(path, tensors, tensors, file.metadata())
+
+
+def _find(path: Path, content: object, *, averaged: bool) -> MutableMapping[str, Tensor]:
+    """Return the part of the content that holds the weights asked for."""
+    found = list(content) if isinstance(content, dict) else []
+    if isinstance(content, dict):
+        for word in _AVERAGED if averaged else _PLACES:
+            if _are_weights(content.get(word)):
+                return content[word]  # type: ignore[no-any-return]  # just seen
+        if _are_weights(content) and not averaged:
+            return content
+    words = " or ".join(_AVERAGED if averaged else _PLACES)
+    hint = "; its moving average is taken with --ema" if set(found) & set(_AVERAGED) else ""
+    what = f"a mapping of {_some(found)}" if found else type(content).__name__
+    raise CheckpointError(
+        f"{path}: expected weights{' of an average' * averaged} by name, "
+        f"{'' if averaged else 'bare or '}under {words}; found {what}{hint if not averaged else ''}"
+    )
+
+
+def _are_weights(content: object) -> bool:
+    """Tell a mapping from names to tensors."""
+    return (
+        isinstance(content, dict)
+        and len(content) > 0
+        and all(isinstance(value, Tensor) for value in content.values())
+    )
+
+
+def _is_safe(path: Path) -> bool:
+    return path.suffix == _SAFE
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "a number"
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +236,7 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
     """
     names = zoo.same_name(what.model)
     check_format(what.weights, options.out)
-    weights = read(what.weights, averaged=what.averaged)
+    weights = read_weights(what.weights, averaged=what.averaged)
     facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
     with join(options, facts) as backend:
         recipe, state = _fit(what, names, weights, options.data, backend)
@@ -89,7 +260,7 @@ def compare_weights(
 ) -> Iterator[Comparison]:
     """Measure what each way of polishing would do; the file is only read."""
     names = zoo.same_name(what.model)
-    weights = read(what.weights, averaged=what.averaged)
+    weights = read_weights(what.weights, averaged=what.averaged)
     asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
     with join(options, facts) as backend:

@@ -1,4 +1,4 @@
-"""Start local workers, end all of them when one ends badly, and stop when asked to.
+"""Start local workers, end all of them when one ends badly, and pass requests to stop on.
 
 Each worker is a fresh process that finds its place in the environment variables torchrun would set,
 and hands its result or its error back through a pipe. The first error that is not merely the echo
@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 from largebatch.distributed.environment import GRACE_SECONDS
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
+from largebatch.runs.interrupts import STOPS, answering
 
 LEAVE_SECONDS = 60.0
 """How long they have to finish the record of a run that ended in an orderly way."""
 
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 T = TypeVar("T")
 
@@ -37,42 +37,6 @@ class _Worker:
     rank: int
     process: BaseProcess
     pipe: Connection
-
-
-@contextmanager
-def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Answer these signals with a function meanwhile.
-
-    They reach only a program's main thread; in others this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
-
-
-@contextmanager
-def stop_requests(*, heard: bool) -> Iterator[Callable[[], bool]]:
-    """Yield whether SIGINT or SIGTERM has asked for a stop; the second one acts at once.
-
-    `heard`: the first one is answered by a line on the terminal.
-    """
-    asked = threading.Event()
-    previous = {number: signal.getsignal(number) for number in _STOPS}
-
-    def ask(number: int, _: object) -> None:
-        asked.set()
-        signal.signal(number, previous[signal.Signals(number)])
-        if heard:  # by the system's own call: a stream may be in the middle of a line
-            os.write(2, b"stopping after this step; once more stops at once\n")
-
-    with answering(ask, *_STOPS):
-        yield asked.is_set
 
 
 def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
@@ -207,7 +171,7 @@ def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[threading.Event]:
                     worker.process.terminate()
         asked.set()
 
-    with answering(pass_on, *_STOPS):
+    with answering(pass_on, *STOPS):
         yield asked
 
 
