@@ -28,7 +28,7 @@ import torch
 from input_pipeline import AREA, dali_reader, requests, view
 from measuring import Step, paired_ratio, spread, take_turns, write
 
-from largebatch.cli import main as largebatch
+from largebatch.cli.main import main as largebatch
 from largebatch.data.decoders import cached, dali, pixel_cache
 from largebatch.data.index.index import load_or_read
 from largebatch.data.types import Request

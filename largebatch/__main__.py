@@ -2,7 +2,7 @@
 
 import sys
 
-from largebatch.cli import main
+from largebatch.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import largebatch
-from largebatch.cli import USER
+from largebatch.cli.main import USER
 from largebatch.runs.launch import _free_port
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
@@ -38,7 +38,7 @@ def write_worker(folder: Path, overrides: list[str]) -> list[str]:
     words = ["train", str(DIGITS), "--max-steps", "1", "--out", str(folder / "run"), "--set"]
     path.write_text(
         "import sys\n"
-        "from largebatch.cli import main\n"
+        "from largebatch.cli.main import main\n"
         "from largebatch.runs.launch import launched_rank\n"
         f"sys.exit(main([*{words}, {overrides}[launched_rank()]]))\n"
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from largebatch.cli import DONE, FAILED, STOPPED, USER, main
+from largebatch.cli.main import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.state import load_checkpoint, save_checkpoint
@@ -295,7 +295,7 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_light_commands_never_import_torch() -> None:
     program = (
-        "import sys; from largebatch.cli import main; "
+        "import sys; from largebatch.cli.main import main; "
         f"main(['check', {DIGITS!r}]); main(['explain', 'optimizer']); "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
@@ -304,7 +304,7 @@ def test_light_commands_never_import_torch() -> None:
 
 def test_plan_has_printed_all_but_its_last_row_before_it_imports_torch() -> None:
     program = (
-        "import sys; sys.modules['torch'] = None; from largebatch.cli import main; "
+        "import sys; sys.modules['torch'] = None; from largebatch.cli.main import main; "
         f"main(['plan', {FUJITSU!r}, '--workers', '2048'])"
     )
     done = subprocess.run(

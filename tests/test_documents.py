@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.cli import _parser
+from largebatch.cli.main import _parser
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.sections import Affine, Polish, Span, Statistics
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from largebatch.cli import DONE, USER, main
+from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
 from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe, sections_of
@@ -202,7 +202,7 @@ def test_what_cannot_be_drawn_is_refused(
 
 def test_drawing_a_schedule_never_imports_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from largebatch.cli import main; "
+        "import sys; from largebatch.cli.main import main; "
         f"code = main(['explain', 'schedule', {DIGITS!r}, '--out', {str(tmp_path / 'x.png')!r}]); "
         "sys.exit(code or 'torch' in sys.modules)"
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
-from largebatch.cli import DONE, USER, main
+from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
 from largebatch.data.index.index import read_folder
 from largebatch.distributed.serial import Serial

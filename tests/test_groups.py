@@ -15,7 +15,7 @@ from torch import nn
 
 import largebatch
 from largebatch import load_recipe
-from largebatch.cli import DONE, main
+from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError, WorkerFailedError
 from largebatch.runs.build import build_reducer

@@ -23,7 +23,7 @@ from short_runs import (
 )
 
 from largebatch import run
-from largebatch.cli import DONE, main
+from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
 from largebatch.errors import DivergedError
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from largebatch.cli import main
+from largebatch.cli.main import main
 from largebatch.data.datasets import import_data
 from largebatch.data.index.index import Index, read_folder
 from largebatch.errors import DataError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
-from largebatch.cli import main
+from largebatch.cli.main import main
 from largebatch.data.index import build
 from largebatch.data.index.index import (
     BadPicturesError,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.cli import main
+from largebatch.cli.main import main
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe
 

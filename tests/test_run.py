@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from largebatch import load_recipe, run
-from largebatch.cli import INTERRUPTED, main
+from largebatch.cli.main import INTERRUPTED, main
 from largebatch.errors import BackendError, DivergedError
 from largebatch.training.state import load_checkpoint, newest_checkpoint
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import SGD
 
 from largebatch import run
-from largebatch.cli import DONE, USER, main
+from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe

@@ -11,7 +11,7 @@ import tars
 from picture_folder import fields, write_folder, write_picture
 from PIL import Image
 
-from largebatch.cli import main
+from largebatch.cli.main import main
 from largebatch.data.datasets.packing import ShardWriter, pack_folder
 from largebatch.data.index.index import BadPicturesError, Index, load_or_read, make, read_folder
 from largebatch.errors import DataError

@@ -7,7 +7,7 @@ import torch
 from PIL import Image, ImageDraw
 from real_subsets import SAMPLES, write_subset
 
-from largebatch.cli import DONE, USER, main
+from largebatch.cli.main import DONE, USER, main
 from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from largebatch import run
-from largebatch.cli import DONE, main
+from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial

@@ -8,7 +8,7 @@ import torch
 from short_runs import DIGITS
 from torch import nn
 
-from largebatch.cli import USER, main
+from largebatch.cli.main import USER, main
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.cli_recipe import Call, add_set, count
+from largebatch.cli.arguments import Call, add_machine, add_set, count
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import CheckpointError, LargebatchError
 
@@ -22,11 +22,8 @@ _EPOCHS = 1.0
 _HEAD = f"{'':>12}{'top-1':>9}{'top-5':>9}{'loss':>9}{'seconds':>10}"
 
 
-def add_commands(
-    command: Callable[[str, Call, str], argparse.ArgumentParser],
-    add_machine: Callable[[argparse.ArgumentParser], None],
-) -> None:
-    """Add the command; `add_machine` adds what the machine decides."""
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     text = "do the statistics pass on a checkpoint of any run, or on weights from elsewhere"
     polish = command("polish", _polish, text)
     polish.add_argument("checkpoint", type=Path, nargs="?", help="of ours, or a run folder")

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from largebatch.cli.arguments import Call, add_set, count
 from largebatch.errors import LargebatchError
 from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe
@@ -11,8 +12,6 @@ from largebatch.recipe.plan import Plan, describe_spans, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
-
-Call = Callable[[argparse.Namespace], int]
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -32,33 +31,6 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     explained.add_argument("recipe", nargs="?", type=Path, help="draw this one: explain schedule R")
     add_set(explained)
     explained.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-schedule.png")
-
-
-def add_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    call: Call,
-    text: str,
-) -> argparse.ArgumentParser:
-    """Add a command that does `call` with its arguments; `text` describes it."""
-    added = commands.add_parser(name, help=text, description=text)
-    added.set_defaults(call=call)
-    return added
-
-
-def count(text: str) -> int:
-    """Read a number of things: 1 or more."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
-    return number
-
-
-def add_set(parser: argparse.ArgumentParser) -> None:
-    """Let the command override what the recipe says."""
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override the recipe"
-    )
 
 
 def _plan(args: argparse.Namespace) -> int:

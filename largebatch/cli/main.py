@@ -1,4 +1,4 @@
-"""The command line: parse, call, print, exit code. Only it and its parts print.
+"""The command line: parse, call, print, exit code. Only it and the modules beside it print.
 
 Nothing here imports PyTorch before a command needs it, so `check` and `explain` answer at once, and
 `plan` has printed all but its last row by then.
@@ -19,8 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from largebatch import cli_data, cli_polish, cli_recipe
-from largebatch.cli_recipe import add_command, add_set, count
+from largebatch.cli import data as cli_data
+from largebatch.cli import polish as cli_polish
+from largebatch.cli import recipe as cli_recipe
+from largebatch.cli.arguments import add_command, add_machine, add_set, count
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import (
     BackendError,
@@ -34,7 +36,6 @@ from largebatch.errors import (
 )
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.runs.folder import check_folder, default_folder
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
@@ -101,6 +102,8 @@ def _train(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     if args.resume and args.out is None:
         raise CheckpointError("--resume goes on with the run in --out DIR: say which")
+    from largebatch.runs.folder import check_folder, default_folder
+
     folder = args.out or default_folder(recipe)
     if args.backend == "horovod" and args.workers > 1 and launched_rank() is None:
         make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
@@ -173,7 +176,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from largebatch.doctor import examine
+    from largebatch.cli.doctor import examine
 
     for finding in examine():
         print(finding)
@@ -192,16 +195,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", type=Path, help="a YAML file, as in recipes/")
     add_set(train)
     train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
-    _add_machine(train)
+    add_machine(train)
     train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
     train.add_argument("--resume", action="store_true", help="go on with the run in --out")
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
     evaluate.add_argument("checkpoint", type=Path, help="a .pt file or a run folder")
-    _add_machine(evaluate)
+    add_machine(evaluate)
 
-    cli_polish.add_commands(command, _add_machine)
+    cli_polish.add_commands(command)
     cli_recipe.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
@@ -212,22 +215,3 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "say what is installed and works, and how to get the rest")
     return parser
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add what the machine decides about a run."""
-    parser.add_argument(
-        "--backend",
-        choices=["auto", "serial", "torch", "horovod"],
-        default="auto",
-        help="who adds up gradients (auto: the launcher's)",
-    )
-    parser.add_argument(
-        "--device-batch", type=count, metavar="N", help="samples a worker holds at a time"
-    )
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"
-    )
-    parser.add_argument(
-        "--decoder", choices=["dali", "torchvision"], help="instead of the recipe's"
-    )

@@ -1,4 +1,4 @@
-"""The `data` commands: index, pack, import and show data sets. It prints, as cli.py does."""
+"""The `data` commands: index, pack, import and show data sets. It prints, as main.py does."""
 
 import argparse
 import signal
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli_recipe import add_command, add_set, count
+from largebatch.cli.arguments import add_command, add_set, count
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering

@@ -1,0 +1,53 @@
+"""What several commands share: how one is added, and the arguments that mean the same in each."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+Call = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    call: Call,
+    text: str,
+) -> argparse.ArgumentParser:
+    """Add a command that does `call` with its arguments; `text` describes it."""
+    added = commands.add_parser(name, help=text, description=text)
+    added.set_defaults(call=call)
+    return added
+
+
+def count(text: str) -> int:
+    """Read a number of things: 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """Let the command override what the recipe says."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override the recipe"
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add what the machine decides about a run."""
+    parser.add_argument(
+        "--backend",
+        choices=["auto", "serial", "torch", "horovod"],
+        default="auto",
+        help="who adds up gradients (auto: the launcher's)",
+    )
+    parser.add_argument(
+        "--device-batch", type=count, metavar="N", help="samples a worker holds at a time"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"
+    )
+    parser.add_argument(
+        "--decoder", choices=["dali", "torchvision"], help="instead of the recipe's"
+    )
