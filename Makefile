@@ -17,8 +17,8 @@ TORCH := torch==2.13.0 torchvision==0.28.0
 PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-CPU_REFEREES := tests/test_lars.py tests/test_lars_referees.py tests/test_lars_state.py \
-    tests/test_norm.py tests/test_reducer.py
+CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
+    tests/optim/test_lars_state.py tests/models/test_batchnorm.py tests/distributed/test_reducer.py
 
 .PHONY: quickstart test lint bench bench-gpu study clean
 
@@ -50,7 +50,8 @@ study: $(VENV)/.installed-for-tests
 
 bench-gpu:
 	@$(BENCH_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA GPU"'
-	$(BENCH_PYTHON) -m pytest -q tests/test_cuda.py tests/test_lars_fast.py tests/test_polish_cuda.py
+	$(BENCH_PYTHON) -m pytest -q tests/test_cuda.py tests/optim/test_lars_fast.py \
+	    tests/polish/test_polish_cuda.py
 	CUDA_VISIBLE_DEVICES= $(BENCH_PYTHON) -m pytest -q $(CPU_REFEREES)
 	$(BENCH_PYTHON) benchmarks/lars.py
 	$(BENCH_PYTHON) benchmarks/loop.py

@@ -8,8 +8,14 @@ import pytest
 from mutants import ROOT
 from planted import MUTANTS, Mutant
 
-CORE = ("lars.py", "norm.py", "train.py", "backends/reducer.py")
-POLISHING = ("average.py", "moments.py", "polish.py", "session.py", "stages.py")
+CORE = ("optim/lars.py", "models/batchnorm.py", "training/loop.py", "distributed/reducer.py")
+POLISHING = (
+    "polish/moments.py",
+    "polish/statistics.py",
+    "training/ema.py",
+    "training/stages.py",
+    "training/state.py",
+)
 
 
 def on_its_own(code: str) -> "subprocess.CompletedProcess[str]":
@@ -17,7 +23,7 @@ def on_its_own(code: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-c", code],
         check=False,
-        cwd=ROOT / "tests",
+        cwd=ROOT / "tests" / "support",
         env={key: value for key, value in os.environ.items() if not key.startswith("COV")},
         capture_output=True,
         text=True,
@@ -48,4 +54,4 @@ def test_a_copy_that_does_not_run_does_not_count_as_caught() -> None:
         fault = Mutant("another name", first.module, first.find, put, first.test)
         code = f"import mutants; mutants.MUTANTS = (mutants.{fault!r},); mutants.main()"
         done = on_its_own(code)
-        assert "  MISSED  train.py: another name" in done.stdout, done.stdout + done.stderr
+        assert "  MISSED  training/loop.py: another name" in done.stdout, done.stdout + done.stderr

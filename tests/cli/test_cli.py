@@ -1,0 +1,356 @@
+"""Every way a command can go wrong: exit code, message, and nothing half-written."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from largebatch.cli.main import DONE, FAILED, STOPPED, USER, main
+from largebatch.errors import DataError, PeerLostError, WorkerFailedError
+from largebatch.recipe.loading import load_recipe
+from largebatch.training.state import load_checkpoint, save_checkpoint
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DIGITS = str(RECIPES / "digits_96.yaml")
+FUJITSU = str(RECIPES / "resnet50_86016_fujitsu.yaml")
+PICTURES = [
+    *("--set", "data.source=folder", "--set", "data.classes=2", "--set", "polish=null"),
+    *("--set", "data.train_samples=4", "--set", "data.val_samples=2"),
+]
+
+
+def pictures(root: Path) -> Path:
+    """Write a folder of two classes, two training pictures and one validation picture each."""
+    for split, number in (("train", 2), ("val", 1)):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            for one in range(number):
+                Image.new("RGB", (12, 10), (one, 0, 0)).save(root / split / name / f"{one}.png")
+    return root
+
+
+def without_a_class(root: Path) -> Path:
+    (pictures(root) / "train/dog/0.png").unlink()
+    (root / "train/dog/1.png").unlink()
+    return root
+
+
+def with_a_broken_picture(root: Path) -> Path:
+    path = pictures(root) / "train/cat/1.png"
+    path.write_bytes(path.read_bytes()[:50])
+    return root
+
+
+def with_other_classes(root: Path) -> Path:
+    (pictures(root) / "val/dog").rename(root / "val/wolf")
+    return root
+
+
+def with_too_few(root: Path) -> Path:
+    (pictures(root) / "train/dog/1.png").unlink()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(
+            [DIGITS, "--set", "sed=2"], "sed: unknown key; did you mean 'seed'?", id="key"
+        ),
+        pytest.param(["no.yaml"], "no.yaml: cannot read the recipe: No such file", id="recipe"),
+        pytest.param([DIGITS, "--workers", "5"], "cannot be divided over 5 workers", id="workers"),
+        pytest.param([DIGITS, "--device-batch", "7"], "a device batch of 7 does not", id="batch"),
+        pytest.param([DIGITS, "--set", "model.name=resnt18"], "did you mean resnet18", id="model"),
+        pytest.param(
+            [DIGITS, "--set", "data.classes=9"], "add --set data.classes=10", id="classes"
+        ),
+        pytest.param([FUJITSU], "say which with --data DIR", id="no data"),
+        pytest.param([FUJITSU, "--data", "nowhere"], "nowhere", id="missing data folder"),
+        pytest.param([DIGITS, "--resume"], "there is no run to resume", id="nothing to resume"),
+        pytest.param([DIGITS, "--data", "x"], "--data x would not be read", id="unused data"),
+        pytest.param([DIGITS, "--backend", "torch"], "--workers N or with torchrun", id="alone"),
+    ],
+)
+def test_a_mistake_is_one_message_and_no_run_folder(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", *words, "--out", str(out)]) == USER
+    shown = capsys.readouterr().err
+    assert shown.startswith("largebatch: ")
+    assert message in shown
+    assert "Traceback" not in shown
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "messages"),
+    [
+        pytest.param(
+            without_a_class,
+            ["train: 1 of 2 class folders hold no pictures", "dog"],
+            id="empty class",
+        ),
+        pytest.param(with_a_broken_picture, ["train/cat/1.png"], id="broken picture"),
+        pytest.param(with_other_classes, ["wolf", "dog"], id="classes differ"),
+        pytest.param(with_too_few, ["train_samples 4", "has train_samples 3"], id="too few"),
+    ],
+)
+def test_bad_pictures_are_reported_before_anything_is_written(
+    make: Callable[[Path], Path],
+    messages: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data, out = make(tmp_path / "data"), tmp_path / "run"
+    words = ["train", DIGITS, *PICTURES, "--data", str(data), "--out", str(out)]
+    assert main(words) == USER
+    shown = capsys.readouterr().err
+    assert all(message in shown for message in messages), shown
+    assert "Traceback" not in shown
+    assert not out.exists()
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["train", DIGITS, "--out", str(tmp_path)]) == USER
+    assert "already holds files; choose another --out, or add --resume" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_is_not_resumed_with_another_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", DIGITS, "--out", str(tmp_path / "run"), "--max-steps", "1"]
+    assert main(words) == DONE
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    assert main([*words, "--resume", "--set", "optimizer.eta=0.5"]) == USER
+    assert "another recipe: optimizer.eta is 0.02 there and 0.5 here" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_checkpoint_is_measured_without_what_its_machine_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was trained by apex's kernels on several machines; here is one, without apex."""
+    assert main(["train", DIGITS, "--out", str(tmp_path / "run"), "--max-steps", "1"]) == DONE
+    state = load_checkpoint(max((tmp_path / "run" / "checkpoints").iterdir()))
+    elsewhere = ["optimizer.kernels=apex", "reduction={hierarchical: true, dtype: bf16}"]
+    path = save_checkpoint(
+        tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere))
+    )
+    assert main(["evaluate", str(path)]) == DONE
+    assert "top-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["polish", "--out", "polished"]])
+def test_a_wrong_checkpoint_is_refused(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"epoch": 3}, "theirs.pt")
+    Path("broken.pt").write_bytes(b"PK")
+    Path("empty").mkdir()
+    for path, message in {
+        "theirs.pt": "theirs.pt: not a checkpoint of this version of largebatch",
+        "broken.pt": "broken.pt: not a readable checkpoint",
+        "absent.pt": "absent.pt: there is no such checkpoint",
+        "empty": "empty: this folder holds no readable checkpoints/step-*.pt",
+    }.items():
+        assert main([command[0], path, *command[1:]]) == USER
+        assert message in capsys.readouterr().err
+    assert not Path("polished").exists()
+
+
+def test_polishing_a_model_without_batchnorm_or_too_many_samples_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ["--set", "model={name: lenet5}", "--set", "batch.bn_span=null", "--set", "polish=null"]
+    for name, extra in (("lenet", plain), ("resnet", [])):
+        words = ["train", DIGITS, *extra, "--max-steps", "1", "--out", str(tmp_path / name)]
+        assert main(words) == DONE
+    polish = ["--out", str(tmp_path / "polished")]
+    assert main(["polish", str(tmp_path / "lenet"), *polish]) == USER
+    assert "lenet5 has no BatchNorm statistics to polish" in capsys.readouterr().err
+    assert main(["polish", str(tmp_path / "resnet"), *polish, "--samples", "9999"]) == USER
+    assert "cannot measure 9999 of 1437 training pictures" in capsys.readouterr().err
+    assert not (tmp_path / "polished").exists()
+
+
+def test_a_missing_decoder_is_an_error_with_the_install_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    words = ["train", DIGITS, "--decoder", "dali", "--out", str(tmp_path / "run")]
+    assert main(words) == USER
+    shown = capsys.readouterr().err
+    assert "pip install nvidia-dali-cuda120" in shown
+    assert "--decoder torchvision" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_horovod_is_an_error_with_the_install_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert main(["train", DIGITS, "--workers", "2", "--backend", "horovod"]) == USER
+    assert "build it with: launch/install_horovod.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [WorkerFailedError("worker 1 failed:"), PeerLostError("gone")])
+def test_a_failure_that_is_not_the_users_exits_with_1(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("largebatch.runs.run.run", fail)
+    assert main(["train", DIGITS]) == FAILED
+    assert capsys.readouterr().err == f"largebatch: {error}\n"
+
+
+def test_who_stops_at_once_gets_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("largebatch.runs.run.run", stop)
+    assert main(["train", DIGITS]) == STOPPED
+    assert capsys.readouterr().err == "largebatch: stopped at once\n"
+
+
+def test_what_is_wrong_on_every_worker_is_said_by_worker_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "no.yaml"]) == USER
+    assert capsys.readouterr().err == ""
+
+
+def test_what_only_one_worker_found_is_said_by_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DataError("the disk is gone")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("largebatch.runs.run.run", fail)
+    assert main(["train", DIGITS]) == USER
+    assert capsys.readouterr().err == "largebatch: worker 1: the disk is gone\n"
+
+
+@pytest.mark.parametrize("words", [["--max-steps", "0"], ["--workers", "-1"], ["--workers", "x"]])
+def test_numbers_of_things_are_positive(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", DIGITS, *words])
+    assert caught.value.code == USER
+
+
+def test_resume_needs_to_know_which_run_and_out_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", DIGITS, "--resume"]) == USER
+    assert "--resume goes on with the run in --out DIR: say which" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["train", DIGITS, "--out", str(tmp_path / "file")]) == USER
+    assert "is a file; --out names a folder" in capsys.readouterr().err
+    assert main(["train", DIGITS, "--out", "/proc/run"]) == USER
+    assert "/proc/run: " in capsys.readouterr().err
+
+
+def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", DIGITS, FUJITSU]) == DONE
+    assert capsys.readouterr().out == f"{DIGITS}: ok\n{FUJITSU}: ok\n"
+    (tmp_path / "one.yaml").write_text("seed: x\n")
+    assert main(["check", str(tmp_path / "one.yaml"), "no.yaml", DIGITS]) == USER
+    captured = capsys.readouterr()
+    assert captured.out == f"{DIGITS}: ok\n"
+    assert 'seed: input should be a valid integer, got "x"' in captured.err
+    assert "no.yaml: cannot read the recipe" in captured.err
+
+
+def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", FUJITSU, "--workers", "1024"]) == DONE
+    lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    shown = " | ".join(" ".join(line) for line in lines)
+    for part in (
+        "86,016 = 1024 workers x 1 micro-batches x 84",
+        "42 samples, 2 in a device batch",
+        "14.89 steps",
+        "1,350 = 1,275 augmented + 75 clean",
+        "116,121,600 (90.64 epochs)",
+        "from 0, peak 13 at step 540 (epoch 36.25), last 0.0325",
+    ):
+        assert part in shown
+
+
+def test_light_commands_never_import_torch() -> None:
+    program = (
+        "import sys; from largebatch.cli.main import main; "
+        f"main(['check', {DIGITS!r}]); main(['explain', 'optimizer']); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_plan_has_printed_all_but_its_last_row_before_it_imports_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from largebatch.cli.main import main; "
+        f"main(['plan', {FUJITSU!r}, '--workers', '2048'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "import of torch halted" in done.stderr
+    assert done.stdout.splitlines()[-1].split()[0] == "evaluations"
+
+
+def test_explain_answers_and_corrects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "batch.bn_span"]) == DONE
+    assert "Samples that share BatchNorm statistics" in capsys.readouterr().out
+    assert main(["explain", "batch.span"]) == USER
+    assert "did you mean batch.bn_span" in capsys.readouterr().err
+
+
+def test_data_index_counts_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "index", str(pictures(tmp_path))]) == DONE
+    assert (
+        "2 classes, 4 training and 2 validation pictures, all readable" in capsys.readouterr().out
+    )
+
+
+def test_doctor_says_what_works_and_how_to_get_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("largebatch.models.build", lambda *_, **__: 1 / 0)
+    assert main(["doctor"]) == DONE
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert torch.__version__ in lines["torch"]
+    assert lines["torchvision"].split()[1] == "works"
+    assert "BROKEN  ZeroDivisionError" in lines["timm"]
+    assert "absent" in lines["W&B"]
+    assert "pip install wandb" in lines["W&B"]
+
+
+def test_report_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == USER
+    assert "log.jsonl" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for command in ("train", "evaluate", "polish", "plan", "check", "explain", "data", "report"):
+        assert command in shown

@@ -1,0 +1,186 @@
+"""Pictures that are kept decoded look as if they were decoded each time.
+
+Bilinear is compared with Pillow. Bicubic is compared with torchvision's resizing of byte tensors,
+since Pillow 13 resizes the height of a tall box first, where the order shows.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from decoding import augmented, keep, png_folder, run, view
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from largebatch.data.augment import clean_request
+from largebatch.data.decoders import cached, torchvision
+from largebatch.data.decoders.resample import resample, resample_small
+from largebatch.data.index.index import Index
+from largebatch.data.pipeline import open_pipeline
+from largebatch.data.types import Batches, Bytes, Request
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DataError
+from largebatch.optional import require_torchvision
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.sections import Interpolation
+
+CPU = torch.device("cpu")
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+either_way = pytest.mark.parametrize("way", ["memory", "device"])
+either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+
+
+@pytest.fixture(params=["one size", "many sizes", "small"])
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Index:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    size = (30, 38) if request.param == "small" else (70, 90)
+    return png_folder(tmp_path, one_size=request.param != "many sizes", size=size)
+
+
+def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:
+    if way == "device":
+        return cached.decode_on_device(cached.upload(keep(index), CPU), requests, view(**changes))
+    return cached.decode(keep(index), requests, view(**changes), device=CPU, threads=2)
+
+
+def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
+    """Resize H x W x 3 as torchvision does byte tensors."""
+    require_torchvision()
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    planes = torch.from_numpy(part.copy()).permute(2, 0, 1)
+    mode = InterpolationMode(interpolation)
+    return functional.resize(planes, [size, size], mode, antialias=True)  # type: ignore[no-any-return]
+
+
+@either_way
+@pytest.mark.parametrize("size", [20, 64, 200])
+def test_kept_pictures_are_what_pillow_would_make(way: str, size: int, folder: Index) -> None:
+    clean = clean_request(folder, np.arange(13), image_size=size, resize=size + 6)
+    requests = [*augmented(folder, 10, 4), clean]
+    theirs = run(torchvision.decode, folder, requests, image_size=size)
+    for ours, other in zip(
+        kept_batches(way, folder, requests, image_size=size), theirs, strict=True
+    ):
+        difference = (ours.images - other.images).abs()
+        assert difference.max() <= 2.01  # two roundings, in another order for a tall box
+        assert (difference > 1.01).float().mean() < 1e-4
+        assert difference.mean() < 0.15
+        assert ours.labels.tolist() == other.labels.tolist()
+        assert (ours.images.dtype, ours.labels.dtype) == (torch.float32, torch.int64)
+        assert ours.images.is_contiguous()
+
+
+@either_way
+def test_bicubic_is_what_torchvision_makes_of_bytes(way: str, folder: Index) -> None:
+    (request,) = augmented(folder, 13, 1)
+    pictures = keep(folder)
+    (batch,) = kept_batches(way, folder, [request], image_size=48, interpolation="bicubic")
+    for image, sample, box, flip in zip(
+        batch.images, request.samples.tolist(), request.boxes.tolist(), request.flips, strict=True
+    ):
+        expected = on_bytes(pictures.part(sample, box), 48, "bicubic")
+        assert (image - (expected.flip(2) if flip else expected)).abs().max() <= 1.01
+
+
+@either_way
+def test_mean_and_spread_are_applied(way: str, folder: Index) -> None:
+    requests = augmented(folder, 5, 2)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 1.0)
+    plain = kept_batches(way, folder, requests)
+    scaled = kept_batches(way, folder, requests, mean=mean, std=std)
+    for a, b in zip(plain, scaled, strict=True):
+        center, spread = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
+        torch.testing.assert_close(b.images, (a.images / 255 - center) / spread)
+
+
+@either_filter
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
+    interpolation: Interpolation, data: st.DataObject
+) -> None:
+    height, width, size = (data.draw(st.integers(1, 60)) for _ in range(3))
+    number = data.draw(st.integers(1, 4))
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    pictures = draw.integers(0, 256, (number, height, width, 3), dtype=np.uint8)
+    tall, wide = draw.integers(1, height + 1, number), draw.integers(1, width + 1, number)
+    top, left = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
+    boxes, flips = np.stack([top, left, tall, wide], axis=1), draw.integers(0, 2, number) > 0
+    found = resample(
+        torch.from_numpy(pictures),
+        torch.from_numpy(boxes),
+        torch.from_numpy(flips),
+        size=size,
+        interpolation=interpolation,
+    )
+    assert found.shape == (number, 3, size, size)
+    for image, picture, box, flip in zip(found, pictures, boxes.tolist(), flips, strict=True):
+        part = picture[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
+        expected = on_bytes(part, size, interpolation)
+        difference = (image - (expected.flip(2) if flip else expected)).abs()
+        assert difference.max() <= 2.01  # noise meets halves, which weights in int16 round away
+        assert (difference > 1.01).sum() <= 0.002 * difference.numel() + 1
+
+
+@either_filter
+@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 32), (8, 13, 20), (28, 40, 9)])
+def test_weights_that_are_looked_up_are_those_that_are_computed(
+    height: int, width: int, size: int, interpolation: Interpolation
+) -> None:
+    draw = np.random.default_rng(height)
+    pictures = draw.integers(0, 256, (300, height, width, 3), dtype=np.uint8)
+    tall, wide = draw.integers(1, height + 1, 300), draw.integers(1, width + 1, 300)
+    corners = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
+    boxes, flips = np.stack([*corners, tall, wide], axis=1), draw.integers(0, 2, 300) > 0
+    numbers = [torch.from_numpy(each) for each in (pictures, boxes, flips)]
+    expected = resample(*numbers, size=size, interpolation=interpolation)
+    found = resample_small(pictures, boxes, flips, size=size, interpolation=interpolation)
+    difference = np.abs(found - expected.numpy())
+    assert difference.max() <= 1.0  # where a sum is a half, its order decides
+    assert (difference > 0).mean() < 5e-3
+
+
+def test_a_device_resizes_a_few_pictures_at_a_time(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = augmented(folder, 11, 2)
+    whole = [batch.images for batch in kept_batches("device", folder, requests)]
+    monkeypatch.setattr(cached, "AT_ONCE", 40_000)
+    for a, b in zip(whole, kept_batches("device", folder, requests), strict=True):
+        assert torch.equal(a, b.images)
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_on_a_cpu_the_device_is_memory(
+    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cached, "upload", None)  # would fail if it were called
+    both = []
+    for way in ("memory", "device"):
+        recipe = load_recipe(DIGITS, [f"data.cache={way}"])
+        plan = make_plan(recipe, workers=1)
+        pipeline = open_pipeline(recipe, plan, Serial(CPU), folder=None, decoder=None)
+        both.append(list(pipeline.training(range(2), clean=clean)))
+    for ours, theirs in zip(*both, strict=True):
+        assert torch.equal(ours.images, theirs.images)
+        assert torch.equal(ours.labels, theirs.labels)
+
+
+def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:
+    class Full:
+        def to(self, _: object) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    pictures = keep(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "from_numpy", lambda _: Full())
+        with pytest.raises(DataError, match="do not fit on cpu; use data.cache: memory"):
+            cached.upload(pictures, CPU)

@@ -1,0 +1,211 @@
+"""One order of samples and one box for each position, however a run is divided or interrupted.
+
+The reference is written out here: epochs of argsorted random words one after the other, and a box
+asked for alone. Samples are followed through real decoders by their colour.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from decoding import has_dali
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from largebatch.data.augment import train_request
+from largebatch.data.decoders import dali, prefetch
+from largebatch.data.index.index import Index
+from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.types import Batches, Request
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+CPU = Serial(torch.device("cpu"))
+
+Seen = list[tuple[int, tuple[int, ...], bool]]
+"""Sample, box and flip, position after position."""
+
+
+def a_recipe(**changes: object) -> Recipe:
+    settings = {"source": "synthetic", **changes}
+    words = [f"data.{key}={value}" for key, value in settings.items() if key != "global_batch"]
+    batch = settings.get("global_batch", 96)
+    others = ["batch.bn_span=null", "polish=null", f"batch.global_batch={batch}"]
+    others += ["schedule.warmup=null"]  # which must be shorter than a run may be here
+    return load_recipe(DIGITS, [*words, *others, "data.crop_area=[0.2, 1]", "data.flip=true"])
+
+
+def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> Pipeline:
+    plan = make_plan(recipe, workers=workers, device_batch=device_batch)
+    return replace(open_pipeline(recipe, plan, CPU, folder=None, decoder=None), rank=rank)
+
+
+def seen(
+    recipe: Recipe, steps: range, *, workers: int = 1, device_batch: int | None = None
+) -> Seen:
+    """Put together what all workers ask for in these steps, micro-batch by micro-batch."""
+
+    def note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
+        asked.extend(wanted)
+        yield from ()
+
+    by_worker: list[list[Request]] = [[] for _ in range(workers)]
+    for rank, asked in enumerate(by_worker):
+        pipeline = worker(recipe, workers=workers, rank=rank, device_batch=device_batch)
+        list(replace(pipeline, decode=functools.partial(note, asked)).training(steps, clean=False))
+    return [
+        (sample, tuple(box), flip)
+        for together in zip(*by_worker, strict=True)
+        for one in together
+        for sample, box, flip in zip(
+            one.samples.tolist(), one.boxes.tolist(), one.flips.tolist(), strict=True
+        )
+    ]
+
+
+def order_by_hand(seed: int, num_samples: int, length: int) -> list[int]:
+    """Sort the numbers of the samples by random words, afresh for every epoch."""
+    order: list[int] = []
+    for epoch in range(-(-length // num_samples)):
+        generator = np.random.Philox(key=[seed, 0], counter=[0, epoch, 0, 0])
+        words = [int(generator.random_raw()) for _ in range(num_samples)]
+        order += sorted(range(num_samples), key=words.__getitem__)
+    return order[:length]
+
+
+divisions = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
+"""Workers, micro-batches and device batch."""
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    division=divisions,
+    num_samples=st.integers(2, 90),
+    begin=st.integers(0, 12),
+    length=st.integers(1, 8),
+)
+def test_every_division_and_every_resume_see_the_order_written_by_hand(
+    division: tuple[int, int, int], num_samples: int, begin: int, length: int
+) -> None:
+    workers, accumulation, device_batch = division
+    batch = workers * accumulation * device_batch
+    recipe = a_recipe(train_samples=num_samples, classes=2, global_batch=batch)
+    found = seen(recipe, range(begin, begin + length), workers=workers, device_batch=device_batch)
+    order = order_by_hand(recipe.seed, num_samples, (begin + length) * batch)
+    assert [sample for sample, _, _ in found] == order[begin * batch :]
+    assert found == seen(recipe, range(begin + length))[begin * batch :]
+
+
+@settings(deadline=None, max_examples=60)
+@given(division=divisions, num_samples=st.integers(2, 60), epochs=st.integers(1, 4))
+def test_every_sample_comes_once_an_epoch_and_nothing_is_dropped(
+    division: tuple[int, int, int], num_samples: int, epochs: int
+) -> None:
+    workers, accumulation, device_batch = division
+    batch = workers * accumulation * device_batch
+    recipe = a_recipe(train_samples=num_samples, classes=2, global_batch=batch)
+    steps = range(-(-epochs * num_samples // batch))
+    found = seen(recipe, steps, workers=workers, device_batch=device_batch)
+    assert len(found) == len(steps) * batch
+    for epoch in range(epochs):
+        samples = [sample for sample, _, _ in found[epoch * num_samples :][:num_samples]]
+        assert sorted(samples) == list(range(num_samples))
+
+
+def test_an_epoch_of_15_64_steps_drops_nothing() -> None:
+    """As ImageNet has at a global batch of 81,920."""
+    recipe = a_recipe(train_samples=1564, global_batch=100)
+    assert make_plan(recipe, workers=1).steps_per_epoch == 15.64
+    found = [sample for sample, _, _ in seen(recipe, range(32), workers=4, device_batch=5)]
+    assert sorted(found[:1564]) == sorted(found[1564:3128]) == list(range(1564))
+    assert len(found) == 3200
+
+
+@settings(deadline=None, max_examples=40)
+@given(first=st.integers(1, 4), second=st.integers(1, 4), change=st.integers(0, 9))
+def test_another_number_of_workers_in_the_second_half_changes_nothing(
+    first: int, second: int, change: int
+) -> None:
+    recipe = a_recipe(train_samples=50, global_batch=24)
+    halves = seen(recipe, range(change), workers=first, device_batch=None) if change else []
+    halves += seen(recipe, range(change, 10), workers=second, device_batch=24 // second // 2)
+    assert halves == seen(recipe, range(10))
+
+
+@settings(deadline=None, max_examples=40)
+@given(positions=st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
+def test_a_box_depends_on_its_own_position_alone(positions: list[int]) -> None:
+    recipe = a_recipe(train_samples=1437)
+    index = worker(recipe, workers=1, rank=0, device_batch=None).train_index
+    request = functools.partial(
+        train_request, index, seed=recipe.seed, area=(0.2, 1.0), aspect=(0.5, 2.0), flip=True
+    )
+    for position in positions:
+        alone = request(range(position, position + 1))
+        among = request(range(max(0, position - 3), position + 4))
+        place = min(3, position)
+        for field in ("samples", "boxes", "flips"):
+            assert (getattr(alone, field)[0] == getattr(among, field)[place]).all()
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of one colour each, which says their number."""
+    root = tmp_path_factory.mktemp("colours")
+    for split, number in (("train", 30), ("val", 2)):
+        for sample in range(number):
+            place = root / split / str(sample % 2)
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (20 + sample, 31), (sample, 2 * sample, 0)).save(
+                place / f"{sample:02d}.png"
+            )
+    return root
+
+
+WAYS = [
+    "decoder=torchvision",
+    pytest.param("decoder=dali", marks=pytest.mark.skipif(not has_dali, reason="no DALI")),
+    "cache=memory",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_decoders_show_that_order_at_any_depth_of_prefetching(
+    way: str,
+    ahead: int,
+    workers: int,
+    colours: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prefetch, "AHEAD", ahead)
+    monkeypatch.setattr(dali, "AHEAD", ahead)
+    key, value = way.split("=")
+    size = {"train_samples": 30, "val_samples": 2, "classes": 2, "global_batch": 12}
+    changes = {"source": "folder", "mean": "[0, 0, 0]", "std": "[1, 1, 1]", **size, key: value}
+    recipe = a_recipe(**changes)
+    plan = make_plan(recipe, workers=workers, device_batch=3)
+    opened = open_pipeline(recipe, plan, CPU, folder=colours, decoder=None)
+
+    def numbers(rank: int) -> Iterator[list[int]]:
+        for images, labels in replace(opened, rank=rank).training(range(4, 9), clean=False):
+            red = (images[:, 0].mean(dim=(1, 2)) * 255).round().int().tolist()
+            assert [number % 2 for number in red] == labels.tolist()
+            yield red
+
+    by_rank = zip(*(numbers(rank) for rank in range(workers)), strict=True)
+    found = [number for together in by_rank for part in together for number in part]
+    place = {int(Path(path).stem): row for row, path in enumerate(opened.train_index.paths)}
+    order = order_by_hand(recipe.seed, 30, 9 * 12)[4 * 12 :]
+    assert [place[number] for number in found] == order

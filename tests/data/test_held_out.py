@@ -1,0 +1,174 @@
+"""Training pictures that are held out: chosen by the seed, asked for to judge and never to train.
+
+The choice is written out here: the numbers of the samples sorted by Philox words of a stream of its
+own, of which the first are held out.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from largebatch.data.index.index import Index
+from largebatch.data.order import divide
+from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.types import Batches, Request
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.report.contact_sheet import show
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+CPU = Serial(torch.device("cpu"))
+HELD_OUT = 5
+
+
+def by_hand(seed: int, num_samples: int, held_out: int) -> set[int]:
+    generator = np.random.Philox(key=[seed, HELD_OUT], counter=[0, 0, 0, 0])
+    words = [int(generator.random_raw()) for _ in range(num_samples)]
+    return set(sorted(range(num_samples), key=words.__getitem__)[:held_out])
+
+
+def a_recipe(num_samples: int, held_out: int, *, batch: int = 12, measured: int = 2) -> Recipe:
+    polish = (
+        f"clean: {{steps: 1}}, statistics: {{samples: {measured}}}, affine: {{steps: 9, lr: 1}}"
+    )
+    return load_recipe(
+        DIGITS,
+        [
+            *("data.source=synthetic", f"data.train_samples={num_samples}", "data.image_size=8"),
+            *("data.crop_area=[0.2, 1]", "data.classes=2", "data.val_samples=3"),
+            *(f"batch.global_batch={batch}", "batch.bn_span=2", "loss.label_smoothing=0"),
+            *("duration={steps: 9}", "schedule.warmup=null", "evaluation={}"),
+            f"polish={{{polish}, keep: better, held_out: {held_out}}}",
+        ],
+    )
+
+
+def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Pipeline:
+    plan = make_plan(recipe, workers=workers, device_batch=device_batch)
+    return replace(open_pipeline(recipe, plan, CPU, folder=None, decoder=None), rank=rank)
+
+
+class Asked:
+    """What all workers ask their decoders for, in the order of the run."""
+
+    def __init__(self, recipe: Recipe, *, workers: int = 1, device_batch: int = 2) -> None:
+        self.workers = [
+            worker(recipe, rank, workers=workers, device_batch=device_batch)
+            for rank in range(workers)
+        ]
+
+    def training(self, steps: range, *, clean: bool) -> list[int]:
+        return self._gather(lambda pipeline: pipeline.training(steps, clean=clean))
+
+    def statistics(self, num: int) -> list[int]:
+        return self._gather(lambda pipeline: pipeline.statistics(num))
+
+    def held_out(self) -> list[int]:
+        return self._gather(lambda pipeline: pipeline.held_out())
+
+    def _gather(self, batches: "functools.partial[Batches] | object") -> list[int]:
+        parts: list[list[Request]] = []
+        for pipeline in self.workers:
+            asked: list[Request] = []
+            note = functools.partial(_note, asked)
+            list(batches(replace(pipeline, decode=note, decode_clean=note)))  # type: ignore[operator]
+            parts.append(asked)
+        longest = max(map(len, parts))
+        rounds = [[p[i] for p in parts if i < len(p)] for i in range(longest)]
+        return [s for together in rounds for one in together for s in one.samples.tolist()]
+
+
+def _note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
+    asked.extend(wanted)
+    yield from ()
+
+
+@settings(max_examples=60)
+@given(
+    workers=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    half=st.integers(1, 3),
+    num_samples=st.integers(4, 60),
+    data=st.data(),
+)
+def test_no_stage_asks_for_what_is_held_out_and_each_for_all_else_once_an_epoch(
+    workers: int, accumulation: int, half: int, num_samples: int, data: st.DataObject
+) -> None:
+    held_out = data.draw(st.integers(1, num_samples - 2))
+    measured = 2 * data.draw(st.integers(1, (num_samples - held_out) // 2))
+    batch = workers * accumulation * 2 * half
+    recipe = a_recipe(num_samples, held_out, batch=batch, measured=measured)
+    expected = by_hand(recipe.seed, num_samples, held_out)
+    others = sorted(set(range(num_samples)) - expected)
+    asked = Asked(recipe, workers=workers, device_batch=2 * half)
+    steps = range(-(-2 * len(others) // batch))
+    for clean in (False, True):
+        found = asked.training(steps, clean=clean)
+        assert len(found) == len(steps) * batch
+        for epoch in range(2):
+            assert sorted(found[epoch * len(others) :][: len(others)]) == others
+    assert set(asked.statistics(measured)) <= set(others)
+    assert len(set(asked.statistics(measured))) == measured
+    assert sorted(asked.held_out()) == sorted(expected)
+
+
+def test_the_choice_is_the_seeds_and_not_the_order_of_training() -> None:
+    trained, held_out = divide(1437, held_out=200, seed=1)
+    assert set(held_out.tolist()) == by_hand(1, 1437, 200)
+    assert set(held_out.tolist()) != by_hand(2, 1437, 200)
+    assert sorted([*trained, *held_out]) == list(range(1437))
+    first = Asked(a_recipe(1437, 200)).training(range(20), clean=False)
+    assert len(set(first)) == 240  # else one would be missing from the epoch
+
+
+def test_the_arithmetic_is_that_of_the_pictures_that_are_left() -> None:
+    plan = make_plan(a_recipe(100, 28), workers=1)
+    assert (plan.train_samples, plan.steps_per_epoch) == (72, 6.0)
+    whole = load_recipe(DIGITS, ["polish={clean: {epochs: 1}, keep: better, held_out: 477}"])
+    assert make_plan(whole, workers=1).steps == 400  # 40 epochs of 960 in batches of 96
+    assert make_plan(whole, workers=1).clean_steps == 10
+
+
+def test_the_contact_sheet_shows_pictures_that_are_trained_on() -> None:
+    pipeline = worker(a_recipe(20, 12), 0, workers=1, device_batch=2)
+    asked: list[Request] = []
+
+    def note(index: Index, wanted: Iterable[Request]) -> Batches:
+        for request in wanted:
+            asked.append(request)
+            yield from decode(index, iter([request]))
+
+    decode = pipeline.decode_clean
+    show(replace(pipeline, decode=note))
+    assert asked
+    assert not {int(one.samples[0]) for one in asked} & by_hand(1, 20, 12)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["polish.keep=better"], "keep: better compares .*: give held_out"),
+        (["polish.held_out=9"], "held_out pictures would not be used: give keep: better"),
+        (
+            ["polish.keep=better", "polish.held_out=1437", "polish.statistics=null"],
+            r"polish.held_out \(1437\) must be fewer than data.train_samples \(1437\)",
+        ),
+        (
+            ["polish.keep=better", "polish.held_out=37"],
+            r"samples \(1437\) must not exceed data.train_samples less polish.held_out \(1400\)",
+        ),
+    ],
+)
+def test_a_guard_that_cannot_judge_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(DIGITS, words)

@@ -1,0 +1,200 @@
+"""Opening and closing the pictures again and again leaves nothing behind."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import threading
+import time
+import uuid
+from contextlib import closing
+from itertools import islice
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from decoding import augmented, has_dali, keep, needs_dali, photograph, view
+from PIL import Image
+
+from largebatch.data.decoders import cached
+from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import connect
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.runs.launch import start_workers
+
+CPU = torch.device("cpu")
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+
+WARM_UP = 5
+"""How often a pipeline is opened before anything is counted."""
+
+EACH_TIME = 1_000_000
+"""Bytes a process may grow by each time, less than a batch of the digits. DALI itself grows by
+some 30 MB at some time, and then stays (measured over 300 times)."""
+
+WAYS = {
+    "dali": "data.decoder=dali",
+    "torchvision": "data.decoder=torchvision",
+    "cache": "data.cache=memory",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(6):
+        place = tmp_path / "train" / str(number % 2)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(photograph(60 + number, 80)).save(place / f"{number}.jpg")
+    return load_or_read(tmp_path, "train")
+
+
+def entries(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def held() -> dict[str, int]:
+    """Return what this process has open, and how much there is in shared memory."""
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return {
+        "threads": entries("/proc/self/task"),
+        "files": entries("/proc/self/fd"),
+        "mappings of shared memory": mapped.count("/dev/shm/"),
+        "mappings of kept pixels": mapped.count(".pixels"),
+        "files in shared memory": entries("/dev/shm"),
+        "children": len(children()),
+    }
+
+
+def children() -> list[int]:
+    """Return the processes that this one started, those it has not waited for included."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.append(int(process.name))
+    return found
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes that were started with this in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            if mark.encode("ascii") in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def assert_given_back(before: dict[str, int]) -> None:
+    """Assert that no more is held than before; ends take a moment to show in /proc."""
+    deadline = time.monotonic() + 120
+    while any(number > before[what] for what, number in held().items()):
+        assert time.monotonic() < deadline, (held(), before)
+        time.sleep(0.001)
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process uses, without the files that it maps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, in the areas of threads that have ended
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (kilobytes,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
+    return 1024 * int(kilobytes)
+
+
+def open_and_close(way: str, number: int, backend: Backend | None = None) -> int:
+    """Open the digits' pipeline, begin a stage and leave it: at its end, early, or never begun."""
+    recipe = load_recipe(DIGITS, [WAYS[way]])
+    backend = backend or Serial(CPU)
+    plan = make_plan(recipe, workers=backend.world_size)
+    pipeline = open_pipeline(recipe, plan, backend, folder=None, decoder=None)
+    stages = (
+        lambda: pipeline.training(range(3), clean=False),
+        lambda: pipeline.training(range(3), clean=True),
+        lambda: pipeline.statistics(96),
+        pipeline.validation,
+    )
+    with closing(stages[number % len(stages)]()) as batches:
+        return len(list(islice(batches, number % 5)))
+
+
+@pytest.mark.parametrize("way", [pytest.param("dali", marks=needs_dali), "torchvision", "cache"])
+def test_a_pipeline_gives_everything_back_fifty_times(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in range(WARM_UP):  # what stays for good is there after this
+        open_and_close(way, number)
+    memory, before = resident_bytes(), held()
+    gc.disable()  # it must not depend on the collector
+    try:
+        for number in range(50):
+            open_and_close(way, number)
+            assert_given_back(before)
+        assert resident_bytes() - memory < 50 * EACH_TIME
+    finally:
+        gc.enable()
+
+
+def read_some() -> int:
+    """Be one of several workers: open the pictures in every way and read three batches."""
+    backend = connect("torch")
+    for way in WAYS:
+        assert open_and_close(way, 4, backend) == 3
+    backend.close()
+    return backend.world_size
+
+
+@pytest.mark.skipif(not has_dali, reason="NVIDIA DALI is not installed")
+def test_two_workers_leave_no_process_or_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource_tracker.ensure_running()  # multiprocessing's own process, which stays for good
+    before = held()
+    mark = f"test-{uuid.uuid4().hex}"
+    monkeypatch.setenv("LARGEBATCH_TEST", mark)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    seen: set[int] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            seen.update(marked(mark))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert start_workers(read_some, workers=2) == 2
+    finally:
+        over.set()
+        watcher.join()
+    assert len(seen) >= 2
+    assert_given_back(before)
+    assert marked(mark) == []
+
+
+def test_nothing_partial_is_left_where_pictures_are_kept(folder: Index, tmp_path: Path) -> None:
+    keep(folder)
+    (file,) = (tmp_path / "cache/largebatch/pixels").iterdir()
+    assert re.fullmatch(rf"{folder.digest}\.\d+\.pillow-[\d.]+\.pixels", file.name)
+    assert file.stat().st_size == 4 + sum(3 * (60 + number) * 80 for number in range(6))
+
+
+def test_kept_pixels_are_mapped_and_never_copied(folder: Index) -> None:
+    """So that any number of workers has them in memory once."""
+    kept = keep(folder)
+    list(cached.decode(kept, augmented(folder, 4, 3), view(), device=CPU, threads=2))
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
+    ours = [mapping for mapping in mappings if folder.digest in mapping]
+    assert [re.findall(r"Anonymous: +(\d+) kB", mapping) for mapping in ours] == [["0"]]
+    assert np.shares_memory(kept.part(3, [5, 5, 20, 20]), kept.pixels)

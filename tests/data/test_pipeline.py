@@ -1,0 +1,170 @@
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from largebatch.data.decoders import dali, torchvision
+from largebatch.data.index import folder as index_folder
+from largebatch.data.index.index import Index
+from largebatch.data.pipeline import open_pipeline
+from largebatch.data.types import Batch, Batches, Request
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DataError
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+CPU = Serial(torch.device("cpu"))
+
+
+def requests(
+    workers: int,
+    rank: int,
+    *,
+    clean: bool = True,
+    steps: range = range(3),
+    statistics: int | None = None,
+) -> list[Request]:
+    """Return what one of several workers would ask a decoder for, to train or for statistics."""
+    recipe = load_recipe(DIGITS, ["data.source=synthetic"])
+    plan = make_plan(recipe, workers=workers)
+    asked: list[Request] = []
+
+    def note(_: Index, wanted: Iterable[Request]) -> Batches:
+        asked.extend(wanted)
+        yield from ()
+
+    opened = open_pipeline(recipe, plan, CPU, folder=None, decoder=None)
+    noting = replace(opened, decode=note, decode_clean=note, rank=rank)
+    list(noting.statistics(statistics) if statistics else noting.training(steps, clean=clean))
+    return asked
+
+
+def test_clean_pictures_come_in_the_order_of_the_augmented_ones() -> None:
+    augmented, clean = (requests(1, 0, clean=clean) for clean in (False, True))
+    for one, other in zip(augmented, clean, strict=True):
+        np.testing.assert_array_equal(one.samples, other.samples)
+    assert len({tuple(box) for request in augmented for box in request.boxes}) > 10
+    assert {tuple(box) for request in clean for box in request.boxes} == {(0, 0, 32, 32)}
+    assert not any(request.flips.any() for request in clean)
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_two_workers_see_together_what_one_sees(clean: bool) -> None:
+    alone = requests(1, 0, clean=clean)
+    shares = [requests(2, rank, clean=clean) for rank in (0, 1)]
+    for step, whole in enumerate(alone):
+        for field in ("samples", "boxes", "flips"):
+            parts = [getattr(share[step], field) for share in shares]
+            np.testing.assert_array_equal(np.concatenate(parts), getattr(whole, field))
+
+
+def test_a_later_step_does_not_depend_on_where_the_run_began() -> None:
+    (later,) = requests(1, 0, clean=False, steps=range(20, 21))
+    np.testing.assert_array_equal(
+        later.boxes, requests(1, 0, clean=False, steps=range(18, 21))[2].boxes
+    )
+
+
+def test_statistics_are_measured_over_whole_spans_where_workers_share_them_in_training() -> None:
+    """Spans of 48, trained on 24 samples a worker: the first 240 of the order, dealt out."""
+    whole = requests(1, 0, statistics=240)
+    assert [len(request.samples) for request in whole] == [96, 96, 48]
+    expected = np.concatenate([request.samples for request in whole])
+    spans = [requests(4, rank, statistics=240) for rank in range(4)]
+    assert [[len(request.samples) for request in share] for share in spans] == [
+        [48, 48],
+        *[[48]] * 3,
+    ]
+    order = [spans[0][0], spans[1][0], spans[2][0], spans[3][0], spans[0][1]]
+    np.testing.assert_array_equal(np.concatenate([part.samples for part in order]), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folder", "decoder", "message"),
+    [
+        ([], Path("x"), None, "--data x would not be read: the recipe's data.source is digits"),
+        (["data.source=synthetic"], None, "dali", "--decoder dali would not be used"),
+        (["data.cache=memory"], None, "torchvision", "not be used: data.cache is memory"),
+    ],
+)
+def test_what_would_not_be_used_is_refused(
+    overrides: list[str], folder: Path | None, decoder: str | None, message: str
+) -> None:
+    recipe = load_recipe(DIGITS, overrides)
+    with pytest.raises(DataError, match=message):
+        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=folder, decoder=decoder)
+
+
+def test_clean_pictures_may_have_a_decoder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    called = []
+    for decoder in (dali, torchvision):
+        name = decoder.__name__.rpartition(".")[2]
+
+        def decode(*_: object, name: str = name, **__: object) -> Batches:
+            called.append(name)
+            return (batch for batch in list[Batch]())
+
+        monkeypatch.setattr(decoder, "decode", decode)
+    recipe = load_recipe(DIGITS, ["data.decoder=dali", "data.eval_decoder=torchvision"])
+    plan = make_plan(recipe, workers=1)
+
+    def decoders_of(decoder: str | None) -> list[str]:
+        opened = open_pipeline(recipe, plan, CPU, folder=None, decoder=decoder)
+        called.clear()
+        opened.training(range(1), clean=False)
+        opened.training(range(1), clean=True)
+        opened.validation()
+        opened.statistics(96)
+        return list(called)
+
+    assert decoders_of(None) == ["dali", "torchvision", "torchvision", "torchvision"]
+    assert decoders_of("torchvision") == ["torchvision"] * 4
+
+
+def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def stages(*overrides: str) -> list[Batch]:
+        recipe = load_recipe(DIGITS, list(overrides))
+        plan = make_plan(recipe, workers=1)
+        opened = open_pipeline(recipe, plan, CPU, folder=None, decoder=None)
+        return [
+            *opened.training(range(2), clean=False),
+            *opened.training(range(2), clean=True),
+            *opened.validation(),
+            *opened.statistics(96),
+        ]
+
+    decoded = stages("data.decoder=torchvision")
+    for kind in ("memory", "device"):
+        for ours, other in zip(stages(f"data.cache={kind}"), decoded, strict=True):
+            assert torch.equal(ours.labels, other.labels)
+            std = min(load_recipe(DIGITS).data.std)
+            assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
+
+
+def test_kept_pictures_are_compared_with_every_file_since_none_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(index_folder, "MOST", 2)
+
+    def train_index(*overrides: str) -> Index:
+        recipe = load_recipe(DIGITS, list(overrides))
+        plan = make_plan(recipe, workers=1)
+        return open_pipeline(recipe, plan, CPU, folder=None, decoder="torchvision").train_index
+
+    path = train_index().locate(1).path
+    os.utime(path, ns=(0, 0))  # in place: only the file itself shows it
+    assert len(train_index())
+    recipe = load_recipe(DIGITS, ["data.cache=memory"])
+    with pytest.raises(DataError, match=f"{path.name} was changed"):
+        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=None, decoder=None)

@@ -1,0 +1,127 @@
+"""Two real processes that were started differently end with one message, and neither waits."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import largebatch
+from largebatch.cli.main import USER
+from largebatch.runs.launch import _free_port
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIFFERENT = {
+    "rate": (
+        ["schedule.peak_lr=2.0", "schedule.peak_lr=1.0"],
+        "workers disagree on schedule.peak_lr: 2.0 on worker 0 and 1.0 on worker 1; start",
+    ),
+    "model": (
+        ["model.name=resnet18", "model.name=resnet26"],
+        'workers disagree on model.name: "resnet18" on worker 0 and "resnet26" on worker 1; start',
+    ),
+}
+LIMIT = 240
+"""Seconds after which a process hangs; it takes a few."""
+
+different = pytest.mark.parametrize(
+    ("overrides", "message"), [pytest.param(*case, id=name) for name, case in DIFFERENT.items()]
+)
+
+
+def write_worker(folder: Path, overrides: list[str]) -> list[str]:
+    """Write a program that trains with another override on each worker, and say how to run it."""
+    path = folder / "worker.py"
+    words = ["train", str(DIGITS), "--max-steps", "1", "--out", str(folder / "run"), "--set"]
+    path.write_text(
+        "import sys\n"
+        "from largebatch.cli.main import main\n"
+        "from largebatch.runs.launch import launched_rank\n"
+        f"sys.exit(main([*{words}, {overrides}[launched_rank()]]))\n"
+    )
+    return [sys.executable, str(path)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    here = str(Path(largebatch.__file__).parents[1])
+    same = {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | same | more
+
+
+def torch_workers(command: list[str]) -> list[tuple[int, str]]:
+    """Start two processes as torchrun would; return their exit codes and what they said."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    workers = [
+        subprocess.Popen(
+            command, env=environment(RANK=rank, **group), stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    try:
+        said = [worker.communicate(timeout=LIMIT)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
+
+
+@different
+def test_torch_workers_that_differ_end_with_one_message(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    (code, said), other = torch_workers(write_worker(tmp_path, overrides))
+    assert message in said
+    assert said.count("largebatch:") == 1
+    assert (code, other) == (USER, (USER, ""))
+    assert not (tmp_path / "run").exists()
+
+
+@different
+def test_horovod_workers_that_differ_end_with_one_message(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    pytest.importorskip(
+        "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
+    )
+    launcher = Path(sysconfig.get_path("scripts"), "horovodrun")
+    done = subprocess.run(
+        [launcher, "-np", "2", "--gloo", *write_worker(tmp_path, overrides)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert done.stderr.count("largebatch:") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
+    """NCCL and Gloo would wait for each other until they time out."""
+    path = tmp_path / "worker.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import torch
+            from largebatch.distributed.connection import torch_distributed
+            from largebatch.errors import MismatchError
+            from largebatch.runs.launch import launched_rank
+
+            device = torch.device(["cuda", "cpu"][launched_rank()])
+            torch_distributed.pick_device = lambda *_: device
+            try:
+                torch_distributed.TorchDistributed()
+            except MismatchError as error:
+                sys.exit(str(error))
+            """
+        )
+    )
+    for code, said in torch_workers([sys.executable, str(path)]):
+        assert 'workers disagree on device: "cuda" on worker 0 and "cpu" on worker 1; start' in said
+        assert code == 1

@@ -1,0 +1,131 @@
+"""Groups of workers, and what is built on them, in real processes on this machine."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import group_work
+import pytest
+import torch
+from torch import nn
+
+import largebatch
+from largebatch import load_recipe
+from largebatch.cli.main import DONE, main
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError, WorkerFailedError
+from largebatch.runs.build import build_reducer
+from largebatch.runs.launch import start_workers
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DIGITS = RECIPES / "digits_96.yaml"
+FUJITSU = str(RECIPES / "resnet50_86016_fujitsu.yaml")
+
+Start = Callable[[str, int], None]
+
+
+def on_torch(name: str, workers: int) -> None:
+    start_workers(group_work.work, name, workers=workers)
+
+
+def on_horovod(name: str, workers: int) -> None:
+    launcher = Path(sysconfig.get_path("scripts"), "horovodrun")
+    here = str(Path(largebatch.__file__).parents[1])
+    done = subprocess.run(
+        [launcher, "-np", str(workers), "--gloo", sys.executable, group_work.__file__, name],
+        env=os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+every_backend = pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(on_torch, id="torch"),
+        pytest.param(
+            on_horovod,
+            id="horovod",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("horovod") is None,
+                reason="horovod is not installed; launch/install_horovod.sh builds it",
+            ),
+        ),
+    ],
+)
+
+
+@every_backend
+def test_parts_of_four_workers_compute_together(start: Start) -> None:
+    start("every_division parts_while_all_are_busy", 4)
+
+
+@every_backend
+def test_forty_thousand_on_four_workers_stays_finite(start: Start) -> None:
+    start("compressed_fp16" if start is on_horovod else "compressed_fp16 compressed_bf16", 4)
+
+
+@every_backend
+def test_two_machines_of_two_sum_like_four_workers(start: Start) -> None:
+    start("two_levels two_levels_under_backward", 4)
+
+
+def test_two_levels_are_for_machines_of_equal_size() -> None:
+    on_torch("one_level unequal_nodes", 4)
+
+
+def test_a_worker_lost_inside_a_machine_is_noticed_by_wait(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(WorkerFailedError, match="worker 1 ended without a word"):
+        start_workers(group_work.lose_a_peer, told, workers=4)
+    first, second = told.read_text().splitlines()
+    assert first.startswith("worker 0 lost contact with another worker (")
+    assert second == first  # the sum that was queued behind it has failed with it
+
+
+def test_bf16_on_horovod_is_refused_by_name() -> None:
+    recipe = load_recipe(DIGITS, ["reduction.dtype=bf16"])
+    backend = Serial(torch.device("cpu"))
+    backend.name = "horovod"
+    with pytest.raises(RecipeError, match="reduction.dtype: bf16: Horovod has no such type"):
+        build_reducer(recipe, nn.Linear(2, 2), backend)
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        pytest.param([], "cubic, in fp32, over all workers; tensors: 3 (8.2 MB), 21 (", id="cubic"),
+        pytest.param(
+            ["reduction.dtype=fp16", "reduction.hierarchical=true"],
+            "cubic, in fp16, in the machine, then across; tensors: 3 (",
+            id="fp16",
+        ),
+        pytest.param(
+            ["reduction.dtype=bf16", "reduction.groups={kind: bytes, megabytes: 1000}"],
+            # 25.56 million numbers: 53,120 of them in 53 BatchNorms of two tensors each
+            "bytes, in bf16, over all workers; tensors: 55 (51 MB), "
+            "106 (0.212 MB) of normalisation in fp32",
+            id="by bytes",
+        ),
+        pytest.param(
+            ["reduction.groups={kind: constant, tensors: 2}"], ", ... 74 more ..., 1 (", id="many"
+        ),
+    ],
+)
+def test_plan_prints_the_gradient_groups(
+    settings: list[str], groups: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["reduction.dtype=fp32", "reduction.hierarchical=false", *settings]
+    words = [word for setting in chosen for word in ("--set", setting)]
+    assert (
+        main(["plan", FUJITSU, "--workers", "1024", "--set", "model.name=resnet50", *words]) == DONE
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("gradient groups  ")
+    assert groups in last

@@ -1,0 +1,169 @@
+import sys
+from pathlib import Path
+
+import fake_apex
+import pytest
+import torch
+from torch import nn
+
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.models import build, classifier, param_groups
+from largebatch.models.batchnorm import SpanBatchNorm
+from largebatch.optim.lars import LARS
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import build_model, build_optimizer, require_trainable
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CPU = Serial(torch.device("cpu"))
+
+
+def digits(*overrides: str) -> Recipe:
+    return load_recipe(RECIPES / "digits_96.yaml", overrides)
+
+
+def test_resnet50_has_161_tensors_of_which_54_are_adapted() -> None:
+    model = build("resnet50", num_classes=1000)
+    adapted, plain = param_groups(model, weight_decay=5e-5)
+    assert len(adapted["params"]) == 54  # 53 convolutions and the classifier
+    assert len(plain["params"]) == 107  # 53 BatchNorms, weight and bias, and the classifier's bias
+    assert sum(p.numel() for group in (adapted, plain) for p in group["params"]) == 25_557_032
+    assert (adapted["weight_decay"], plain["weight_decay"]) == (5e-5, 0.0)
+    assert (adapted["adapt"], plain["adapt"]) == (True, False)
+
+
+def test_groups_go_by_the_type_of_the_layer_not_by_its_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.downsample = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+            self.table = nn.LayerNorm((2, 2))
+            self.token = nn.Parameter(torch.zeros(1, 4))
+            self.frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+
+    model = Net()
+    adapted, plain = param_groups(model, weight_decay=0.1)
+    assert adapted["params"] == [model.token, model.downsample[0].weight]
+    names = {name for name, p in model.named_parameters() if any(p is q for q in plain["params"])}
+    assert names == {
+        "downsample.0.bias",
+        "downsample.1.weight",
+        "downsample.1.bias",
+        "table.weight",
+        "table.bias",
+    }
+
+
+@pytest.mark.parametrize("size", [28, 32])
+def test_lenet5_takes_pictures_of_mnists_and_cifars_size(size: int) -> None:
+    model = build("lenet5", num_classes=10)
+    assert model(torch.zeros(2, 3, size, size)).shape == (2, 10)
+    assert sum(p.numel() for p in model.parameters()) == 432_080
+
+
+def test_a_classifier_of_two_layers_is_all_of_both() -> None:
+    model = build("levit_128s", num_classes=10)
+    heads = model.get_classifier()  # type: ignore[operator]  # timm's
+    assert isinstance(heads, tuple)
+    expected = {parameter for head in heads for parameter in head.parameters()}
+    assert set(classifier(model).parameters()) == expected
+    assert len(expected) > 2
+
+
+def test_an_affine_stage_without_a_classifier_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = load_recipe(RECIPES / "digits_96.yaml", ["polish={affine: {steps: 1, lr: 0.1}}"])
+    headless = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    monkeypatch.setattr("largebatch.runs.build.build", lambda *_, **__: headless)
+    with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):
+        build_model(recipe, Serial())
+
+
+def test_a_model_with_auxiliary_classifiers_is_measured_but_not_trained() -> None:
+    """It returns more than logits while it trains."""
+    words = ("data.image_size=64", "polish=null", "model.name=torchvision/googlenet")
+    recipe = digits(*words, "model.arguments={init_weights: false}")
+    model = build_model(recipe, CPU)
+    with pytest.raises(RecipeError, match="torchvision/googlenet has auxiliary classifiers"):
+        require_trainable(model, recipe)
+    assert isinstance(model(torch.zeros(2, 3, 64, 64)), tuple)
+    without = digits(*words, "model.arguments={init_weights: false, aux_logits: false}")
+    require_trainable(build_model(without, CPU), without)
+
+
+def test_the_classifier_is_drawn_as_asked() -> None:
+    head = build("resnet18", num_classes=1000, head_std=0.01).get_classifier()  # type: ignore[operator]  # timm's
+    assert head.weight.std().item() == pytest.approx(0.01, rel=0.01)
+    assert not head.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("resnet5", {}, "timm has no model 'resnet5'; did you mean resnet50"),
+        ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
+        ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with them"),
+        ("lenet5", {"width": 2}, "model.arguments: lenet5 takes none, got width"),
+    ],
+)
+def test_a_model_that_does_not_exist_is_named(
+    name: str, arguments: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        build(name, num_classes=10, arguments=arguments)
+
+
+def test_the_recipes_model_has_its_span_and_the_seeds_weights() -> None:
+    one, two = (build_model(digits(), CPU) for _ in "ab")
+    torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
+    spans = [module.span for module in one.modules() if isinstance(module, SpanBatchNorm)]
+    assert spans == [48] * 13
+    other = build_model(digits("seed=2"), CPU)
+    assert not other.get_parameter("conv1.weight").equal(one.get_parameter("conv1.weight"))
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
+    model = build_model(digits("precision=bf16"), CPU)
+    seen: list[torch.dtype] = []
+    model.get_submodule("layer1").register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    model(torch.zeros(48, 3, 32, 32))
+    assert seen == [torch.bfloat16]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["polish=null", "batch.bn_span=null"], "batch.bn_span: resnet18 has BatchNorm; say how"),
+        (["model={name: lenet5}"], "batch.bn_span: lenet5 has no BatchNorm; make it null"),
+    ],
+)
+def test_a_span_and_a_model_that_do_not_fit_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        build_model(digits(*overrides), CPU)
+
+
+def test_the_recipes_optimizer_holds_everything_in_its_groups() -> None:
+    model = build_model(digits(), CPU)
+    optimizer = build_optimizer(digits("optimizer.eps=1e-9"), model)
+    assert isinstance(optimizer, LARS)
+    adapted, plain = optimizer.param_groups
+    assert (adapted["eta"], adapted["eps"], adapted["base_lr"]) == (0.02, 1e-9, 0.5)
+    assert (adapted["kernels"], plain["kernels"]) == ("torch", "torch")
+    assert (adapted["weight_decay"], plain["weight_decay"]) == (1e-4, 0.0)
+    sgd = build_optimizer(digits("optimizer={kind: sgd, nesterov: true}"), model)
+    assert type(sgd) is torch.optim.SGD
+    assert sgd.param_groups[0]["nesterov"]
+    assert [group["weight_decay"] for group in sgd.param_groups] == [1e-4, 0.0]
+
+
+def test_apex_on_the_cpu_is_refused_by_the_name_of_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = digits("optimizer.kernels=apex")
+    model = build_model(recipe, CPU)
+    monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
+    with pytest.raises(RecipeError, match=r"optimizer\.kernels: .* on cpu"):
+        build_optimizer(recipe, model)

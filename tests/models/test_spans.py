@@ -1,0 +1,324 @@
+"""BatchNorm spans over any division of a global batch, whole or shared by several workers.
+
+The reference is plain PyTorch over each whole span. What the groups of workers exchange is tested
+here between threads, and over the real communication libraries by solving the problem of the crown
+test (crown.py, plain.py) at device batches of one to eight spans, and of half of one.
+"""
+
+import copy
+import importlib.util
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import crown
+import pytest
+import torch
+import torch.nn.functional as F
+from crown import GLOBAL_BATCH, OPTIMIZERS, SPAN
+from plain import plain_pytorch
+from threads import Thread, on_threads
+from torch import Tensor, nn
+
+from largebatch import load_recipe
+from largebatch.distributed.backend import Group
+from largebatch.distributed.serial import Serial
+from largebatch.models import batchnorm_functional
+from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
+from largebatch.polish.statistics import polish
+from largebatch.runs.launch import start_workers
+from largebatch.runs.run import run
+
+CPU = Serial(torch.device("cpu"))
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+
+
+def images(num: int, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, *shape, dtype=torch.float64, generator=generator) * 3 + 1
+
+
+def shared(
+    model: nn.Sequential, x: Tensor, weights: Tensor, *, workers: int
+) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Go forward and backward with a span of len(x) shared by so many workers.
+
+    Returns the model with the parameters' gradients summed and the moments added up, as the reducer
+    and `Spans` do, the output, and the input's gradient.
+    """
+    ghost = with_span(copy.deepcopy(model), len(x))
+    parts = list(zip(x.chunk(workers), weights.chunk(workers), strict=True))
+
+    def work(group: Thread) -> tuple[nn.Sequential, Tensor, Tensor]:
+        own = copy.deepcopy(ghost)
+        layers = [layer for layer in own.modules() if isinstance(layer, SpanBatchNorm)]
+        for layer in layers:
+            layer.group = group
+        images, factors = parts[group.rank]
+        images = images.detach().clone().requires_grad_()
+        out = own(images)
+        (out * factors).sum().backward()
+        assert images.grad is not None
+        assert group.calls == 2 * len(layers)
+        return own, out.detach(), images.grad
+
+    results = on_threads(work, workers=workers)
+    for own, _, _ in results:
+        for total, mine in zip(ghost.parameters(), own.parameters(), strict=True):
+            assert mine.grad is not None
+            total.grad = mine.grad + (0 if total.grad is None else total.grad)
+        for layer, part in zip(ghost.modules(), own.modules(), strict=True):
+            if isinstance(layer, SpanBatchNorm) and isinstance(part, SpanBatchNorm):
+                layer.moments += part.moments
+    outs, gradients = (torch.cat(parts) for parts in list(zip(*results, strict=True))[1:])
+    return ghost, outs, gradients
+
+
+@pytest.mark.parametrize("cached", [1, 10**6], ids=["one by one", "at once"])
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        pytest.param(nn.BatchNorm1d(5), (5,), id="1d without length"),
+        pytest.param(nn.BatchNorm2d(5), (5, 4, 3), id="2d"),
+        pytest.param(nn.BatchNorm3d(5), (5, 2, 3, 2), id="3d"),
+        pytest.param(nn.BatchNorm2d(5, affine=False), (5, 4, 3), id="without weights"),
+    ],
+)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+    norm: nn.Module,
+    shape: tuple[int, ...],
+    workers: int,
+    cached: int,
+) -> None:
+    monkeypatch.setattr(batchnorm_functional, "_GRADIENT_PART", cached)
+    norm = copy.deepcopy(norm).double()
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter)
+    x, weights = images(6, *shape), images(6, *shape, seed=1)
+    ghost, out, gradient = shared(nn.Sequential(norm), x, weights, workers=workers)
+
+    y = x.clone().requires_grad_()
+    plain = norm(y)
+    (plain * weights).sum().backward()
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(gradient, y.grad)
+    for name, parameter in norm.named_parameters():
+        torch.testing.assert_close(ghost[0].get_parameter(name).grad, parameter.grad)
+    across = [0, *range(2, x.ndim)]
+    expected = torch.cat([x.mean(across), x.var(across), torch.ones(1)])
+    torch.testing.assert_close(ghost[0].moments, expected)
+
+
+def test_what_lies_below_a_shared_span_has_the_right_gradient() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(4)).double()
+    x, weights = images(8, 3, 7, 7), images(8, 4, 3, 3, seed=1)
+    ghost, _, gradient = shared(model, x, weights, workers=4)
+    y = x.clone().requires_grad_()
+    (model(y) * weights).sum().backward()
+    torch.testing.assert_close(gradient, y.grad)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ghost.get_parameter(name).grad, parameter.grad)
+
+
+def test_channels_last_stays_so_in_a_shared_span() -> None:
+    norm = nn.BatchNorm2d(5).double()
+    x = images(6, 5, 4, 3).to(memory_format=torch.channels_last)
+    weights = images(6, 5, 4, 3, seed=1)
+    y = x.clone().requires_grad_()
+    _, out, gradient = shared(nn.Sequential(norm), x, weights, workers=2)
+    plain = norm(y)
+    (plain * weights).sum().backward()
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(gradient, y.grad)
+    for result in (out[:3], gradient[:3]):
+        assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_workers_with_images_of_different_size_share_the_moments_of_all_values() -> None:
+    """A channel's values are weighed alike, wherever they are; samples are not."""
+    norm = nn.BatchNorm2d(5).double()
+    nn.init.uniform_(norm.weight)
+    sizes = [(2, 3), (7, 5), (1, 1)]
+    parts = [images(2, 5, *size, seed=number) + number for number, size in enumerate(sizes)]
+    ghost = with_span(nn.Sequential(copy.deepcopy(norm)), 6)
+    twins = [copy.deepcopy(ghost) for _ in parts]
+
+    def work(group: Thread) -> tuple[Tensor, Tensor | None, SpanBatchNorm]:
+        layer = twins[group.rank][0]
+        assert isinstance(layer, SpanBatchNorm)
+        layer.group = group
+        x = parts[group.rank].clone().requires_grad_()
+        out = layer(x)
+        out.pow(3).sum().backward()
+        return out, x.grad, layer
+
+    results = on_threads(work, workers=3)
+    flat = [part.transpose(0, 1).flatten(1) for part in parts]  # C x values
+    y = torch.cat(flat, 1).T.clone().requires_grad_()  # values x C, all workers'
+    plain = nn.BatchNorm1d(5).double()
+    plain.load_state_dict(norm.state_dict())
+    expected = plain(y)
+    expected.pow(3).sum().backward()
+    assert y.grad is not None
+    counts = [part.shape[1] for part in flat]
+    rows = zip(results, expected.split(counts), y.grad.split(counts), strict=True)
+    for (out, gradient, _), right, right_gradient in rows:
+        assert gradient is not None
+        torch.testing.assert_close(out.transpose(0, 1).flatten(1).T, right)
+        torch.testing.assert_close(gradient.transpose(0, 1).flatten(1).T, right_gradient)
+    moments = torch.cat([y.mean(0), y.var(0), torch.ones(1)])
+    torch.testing.assert_close(results[0][2].moments, moments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_share_float32_moments(dtype: torch.dtype) -> None:
+    """Merged in half precision, the variance would be off by a hundredth."""
+    norm = nn.BatchNorm2d(5)
+    x, weights = (images(8, 5, 6, 6) + 20).to(dtype), images(8, 5, 6, 6, seed=1).to(dtype)
+    ghost, out, gradient = shared(nn.Sequential(norm), x, weights, workers=4)
+    y = x.detach().double().requires_grad_()
+    exact = copy.deepcopy(norm).double()(y)
+    (exact * weights).sum().backward()
+    assert out.dtype == gradient.dtype == dtype
+    assert y.grad is not None
+    for ours, right in ((out, exact), (gradient, y.grad)):
+        rounding = torch.finfo(dtype).eps * right.abs().max().item()
+        torch.testing.assert_close(ours.double(), right, rtol=0, atol=rounding)
+    expected = torch.cat([y.mean((0, 2, 3)), y.var((0, 2, 3))])
+    assert isinstance(ghost[0], SpanBatchNorm)
+    torch.testing.assert_close(ghost[0].moments[:-1].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_mean_ten_thousand_times_the_deviation_survives_the_merge_in_float32() -> None:
+    x = (images(12, 3, 8, 8) / 3 + 1e4).float()
+    weights = images(12, 3, 8, 8, seed=1).float()
+    ghost, out, gradient = shared(nn.Sequential(nn.BatchNorm2d(3)), x, weights, workers=4)
+    y = x.double().requires_grad_()
+    exact = nn.BatchNorm2d(3).double()(y)
+    (exact * weights).sum().backward()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=5e-3)
+    assert y.grad is not None
+    torch.testing.assert_close(gradient.double(), y.grad, rtol=0, atol=5e-3)
+    assert isinstance(ghost[0], SpanBatchNorm)
+    torch.testing.assert_close(ghost[0].moments[3:6].double(), y.var((0, 2, 3)), rtol=1e-4, atol=0)
+
+
+class Nobody(Thread):
+    """A group whose other workers never answer."""
+
+    def __init__(self) -> None:
+        super().__init__(0, [torch.empty(0)] * 2, threading.Barrier(1))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        pytest.fail("a worker outside training waits for others")
+
+
+def test_only_training_communicates() -> None:
+    """Polishing takes any share of the data on any worker, and whole spans by itself."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+    ghost, alone = (with_span(copy.deepcopy(net), 4) for _ in "ab")
+    nobody: Group = Nobody()
+    for layer in (ghost[0], ghost[2]):
+        assert isinstance(layer, SpanBatchNorm)
+        layer.group = nobody
+    data = images(12, 3, 5, 5)
+    labels = torch.zeros(12)
+    polish(ghost, [(data[:8], labels[:8]), (data[8:], labels[8:])], CPU)
+    polish(alone, [(part, labels[:4]) for part in data.split(4)], CPU)
+    torch.testing.assert_close(ghost.state_dict(), alone.state_dict())
+    torch.testing.assert_close(ghost.eval()(data), alone.eval()(data))
+    assert isinstance(ghost[0], SpanBatchNorm)
+    assert not ghost[0].moments.any()
+
+
+def test_a_worker_without_its_part_of_the_span_is_told() -> None:
+    model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 8)
+    assert isinstance(model[0], SpanBatchNorm)
+    model[0].group = Nobody()
+    with pytest.raises(
+        ValueError, match="2 workers share .* 8 samples, so each holds 4 .* given 3"
+    ):
+        model(torch.zeros(3, 3))
+
+
+def test_workers_that_cannot_be_grouped_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 workers cannot be divided into groups of 2"):
+        Spans(with_span(nn.Sequential(nn.BatchNorm1d(3)), 8), CPU, sync_workers=2)
+
+
+# The division of the global batch of 64 in spans of 8: workers, device batch, backend.
+MACHINES = [
+    pytest.param((1, 64, "serial"), id="1 x 64"),
+    pytest.param((1, 8, "serial"), id="1 x 8, accumulating 8"),
+    pytest.param((2, 16, "torch"), id="2 x 16, accumulating 2"),
+    pytest.param((4, 4, "torch"), id="4 x 4, accumulating 4, shared by two"),
+    pytest.param(
+        (4, 4, "horovod"),
+        id="4 x 4, accumulating 4, shared by two, on Horovod",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("horovod") is None,
+            reason="horovod is not installed; launch/install_horovod.sh builds it",
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def solved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    workers, device_batch, backend = request.param
+    path = tmp_path_factory.mktemp("spans") / "solved.pt"
+    if backend == "serial":
+        crown.solve_spans("serial", path, device_batch)
+    elif backend == "torch":
+        start_workers(crown.solve_spans, "torch", path, device_batch, workers=workers)
+    else:
+        horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
+        assert horovodrun is not None
+        command = [horovodrun, "-np", str(workers), "--gloo", sys.executable, crown.__file__]
+        subprocess.run([*command, "horovod", str(path), str(device_batch)], check=True, timeout=120)
+    result: dict[str, Any] = torch.load(path)
+    return result
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_division_trains_and_evaluates_as_plain_pytorch(
+    solved: dict[str, Any], optimizer: str
+) -> None:
+    expected = plain_pytorch("batchnorm", optimizer, chunk=SPAN)
+    ours = solved[optimizer]
+    torch.testing.assert_close(ours["state"], expected, rtol=1e-9, atol=1e-9)
+
+    model = crown.net("batchnorm").eval()
+    model.load_state_dict(expected)
+    images, labels = (part[:GLOBAL_BATCH] for part in crown.data())
+    logits = model(images)
+    measured = ours["evaluation"]
+    assert measured["samples"] == GLOBAL_BATCH
+    assert measured["top1"] == (logits.argmax(1) == labels).double().mean()
+    assert measured["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-9)
+
+
+def test_a_run_whose_workers_share_spans_is_the_run_of_one_worker(tmp_path: Path) -> None:
+    """Training, statistics pass and evaluation, through recipe, plan and pipeline."""
+    recipe = load_recipe(
+        DIGITS,
+        ["duration={steps: 6}", "schedule.warmup={steps: 2}", "polish.clean={steps: 2}"],
+    )
+    states = {}
+    for workers in (1, 4):
+        folder = tmp_path / str(workers)
+        result = run(recipe, workers=workers, out=folder)
+        assert (result.workers, result.device_batch) == (workers, 96 if workers == 1 else 24)
+        states[workers] = torch.load(max((folder / "checkpoints").iterdir()))["model"]
+        assert len(result.stages) == 3
+    torch.testing.assert_close(states[4], states[1], rtol=1e-3, atol=1e-4)

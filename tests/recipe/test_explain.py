@@ -1,0 +1,209 @@
+"""`largebatch explain`: what every key says of itself, and the picture of a recipe's rates."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import RecipeError
+from largebatch.recipe.explain import explain
+from largebatch.recipe.loading import load_recipe, sections_of
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Section
+from largebatch.report.figures import draw_rates
+from largebatch.report.style import COLOURS, MUTED
+from largebatch.schedules.build import follow
+
+DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits_96.yaml")
+DELL = "schedule={peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 5}, {epochs: 9}]}}"
+
+
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key of a recipe."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for below in sections_of(field.annotation):
+            yield from keys_of(below, f"{prefix}{name}.")
+
+
+def test_every_key_can_be_explained() -> None:
+    for key in keys_of(Recipe):
+        shown = explain(key)
+        assert shown.startswith(key)
+        assert "array" not in shown
+        assert all(len(line) <= 100 for line in shown.splitlines()[1:])
+
+
+@pytest.mark.parametrize("key", ["", "data", "loss", "optimizer", "polish", "schedule.decay"])
+def test_lists_hold_whole_first_sentences(key: str) -> None:
+    shown = " ".join(explain(key).split())
+    sections = sections_of(Recipe)
+    for name in filter(None, key.split(".")):
+        sections = sections_of(sections[0].model_fields[name].annotation)
+    for section in sections:
+        for name, field in section.model_fields.items():
+            if field.description and name != "kind":
+                assert " ".join(field.description.split()).split(". ")[0] in shown
+
+
+def test_every_key_of_the_schedule_has_a_description() -> None:
+    for key in keys_of(Recipe):
+        below = any(other.startswith(f"{key}.") for other in keys_of(Recipe))
+        span = key.endswith((".epochs", ".steps"))
+        if key.startswith("schedule.") and not below and not span:
+            heads = [part.splitlines() for part in explain(key).split("\n\n")]
+            assert all(len(lines) > 1 for lines in heads), key
+
+
+def test_the_sections_are_listed_each_with_a_description() -> None:
+    lines = explain("").splitlines()
+    assert lines[0] == "One training run, complete: the file is the experiment."
+    starts = {
+        line.split()[0]: line for line in lines[1:] if line.startswith("  ") and line[2] != " "
+    }
+    assert list(starts) == list(Recipe.model_fields)
+    assert all(len(line.split()) > 2 for line in starts.values())
+    assert "One of the kinds lars, sgd." in starts["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("optimizer.convention", "scaled-momentum"),
+        ("polish.statistics.samples", "integer > 0, required"),
+        ("data.mean", "data.mean: [number, number, number], default [0.485"),
+        ("tracking", "tracking: list of wandb, default []"),
+        ("optimizer.momentum", "(kind: lars, sgd): number >= 0 and < 1, default 0.9"),
+        ("polish", "polish: section or null, default null"),
+        ("loss", "loss: section, may be left out"),
+        ("schedule.decay", "kind: polynomial or poly: Fall to end_lr"),
+        ("schedule.decay.kind", "constant | fix | step | steps | nstep | exp"),
+        ("schedule.decay.at", "(kind: steps): list of sections, required"),
+        ("schedule.decay.half_cycle", "(kind: tri, tri2, triexp, sin, sin2, sinexp): section"),
+        ("schedule.decay.pieces.decay.low_lr", "(kind: tri, tri2, triexp, sin, sin2, sinexp, cos)"),
+        ("schedule.warmup", "How long the rate rises"),
+    ],
+)
+def test_an_explanation_says(key: str, shown: str) -> None:
+    assert shown in explain(key)
+
+
+def test_an_unknown_key_is_explained_by_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="did you mean optimizer.eta"):
+        explain("optimizer.etta")
+    with pytest.raises(RecipeError, match="`largebatch explain` lists them"):
+        explain("xyzzy")
+
+
+def test_the_facts_of_a_schedule_are_printed_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "schedule", DIGITS]) == DONE
+    shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert shown == {
+        "run": "599 steps, 40.02 epochs",
+        "first": "0 at step 0 (epoch 0.00)",
+        "peak": "0.5 at step 75 (epoch 5.01)",
+        "last": "0.00100182 at step 598 (epoch 39.95)",
+        "warm-up": "before step 75 (epoch 5.01)",
+        "clean": "from 0.0112226 at step 524 (epoch 35.01)",
+        "drawn": "digits-96-schedule.png",
+    }
+    with Image.open(tmp_path / "digits-96-schedule.png") as picture:
+        assert picture.size == (1920, 640)
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(2**20)}  # type: ignore[union-attr]  # few enough
+    for colour in (MUTED, COLOURS["train"], COLOURS["clean"]):
+        assert tuple(bytes.fromhex(colour[1:])) in colours
+
+
+def test_a_schedule_is_drawn_with_overrides_to_any_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [DIGITS, "--set", DELL, "--set", "polish=null", "--out", str(tmp_path / "dell.png")]
+    assert main(["explain", "schedule", *words]) == DONE
+    shown = capsys.readouterr().out
+    assert "0.4 at step 0 (epoch 0.00), 0.04 at step 75 (epoch 5.01), 0.004 at step 135" in shown
+    assert "clean" not in shown
+    assert (tmp_path / "dell.png").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([], id="polynomial"),
+        pytest.param([DELL], id="steps"),
+        pytest.param(
+            ["schedule.decay={kind: tri, low_lr: 0.1, half_cycle: {epochs: 4}}", "polish=null"],
+            id="tri",
+        ),
+        pytest.param(
+            ["duration={steps: 4}", "schedule.warmup={steps: 1}", "polish.clean={steps: 2}"],
+            id="short",
+        ),
+        pytest.param(
+            ["duration={steps: 9}", "schedule.warmup={steps: 4}", "polish.clean={steps: 6}"],
+            id="clean in the warm-up",
+        ),
+    ],
+)
+def test_the_drawing_holds_every_rate_at_its_epoch(overrides: list[str]) -> None:
+    course = follow(load_recipe(DIGITS, overrides))
+    figure = Figure()
+    draw_rates(figure, course, name="digits")
+    (axes,) = figure.axes
+    drawn: dict[int, float] = {}
+    for line in axes.lines:
+        assert line.get_drawstyle() == "steps-post"
+        steps = np.asarray(line.get_xdata(), float) * 1437 / 96
+        rates = np.asarray(line.get_ydata(), float)
+        np.testing.assert_allclose(steps, np.round(steps), atol=1e-9)
+        drawn |= dict(zip(np.round(steps).astype(int).tolist(), rates[:-1].tolist(), strict=False))
+    assert [drawn[step] for step in range(len(course.rates))] == list(course.rates)
+    assert axes.get_xlim() == (0, len(course.rates) * 96 / 1437)
+
+
+def test_a_drawing_names_few_rates_each_and_many_by_peak_and_last() -> None:
+    def words(*overrides: str) -> set[str]:
+        figure = Figure()
+        draw_rates(figure, follow(load_recipe(DIGITS, overrides)), name="digits")
+        return {text.get_text() for text in figure.axes[0].texts}
+
+    assert words(DELL, "polish=null") == {"train", "0.4", "0.04", "0.004"}
+    assert words() == {"warm-up", "train", "clean", "0.5", "0.001"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["schedule", "--out", "x.png"], "--out and --set are for `explain schedule RECIPE`"),
+        (["loss", DIGITS], "`explain loss` takes no recipe, only `explain schedule` does"),
+        (["schedule", DIGITS, "--out", "x.jpg"], "x.jpg: the picture is a PNG file"),
+        (["schedule", DIGITS, "--out", "/proc/no/x.png"], "cannot write the picture: No such file"),
+        (
+            ["schedule", DIGITS, "--set", "schedule.warmup.epochs=50"],
+            "must be shorter than duration",
+        ),
+        (["schedule", "no.yaml"], "no.yaml: cannot read the recipe"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *words]) == USER
+    assert message in capsys.readouterr().err
+
+
+def test_drawing_a_schedule_never_imports_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from largebatch.cli.main import main; "
+        f"code = main(['explain', 'schedule', {DIGITS!r}, '--out', {str(tmp_path / 'x.png')!r}]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

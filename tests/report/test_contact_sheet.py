@@ -1,0 +1,237 @@
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from real_subsets import SAMPLES, write_subset
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.report.contact_sheet import denormalized, draw_sheet, show
+
+Pixels = npt.NDArray[np.uint8]
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SIDE, CLASSES, EACH = 20, 3, 4
+PASSES = 6
+
+
+def recipe(*changes: str) -> Recipe:
+    """The digits recipe for the folder below, its pictures shown at their own size when clean."""
+    always = (
+        *("data.source=folder", f"data.classes={CLASSES}", f"data.image_size={SIDE}"),
+        *(f"data.train_samples={CLASSES * EACH}", f"data.val_samples={2 * CLASSES}"),
+        *("data.crop_area=[0.5,1.0]", "data.flip=true", "batch.global_batch=6", "batch.bn_span=6"),
+        *("duration.epochs=10", "schedule.warmup.epochs=1", "polish.clean.epochs=2"),
+        "polish.statistics.samples=12",
+    )
+    return load_recipe(RECIPES / "digits_96.yaml", [*always, *changes])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of noise, so that each is found again wherever it is shown."""
+    root = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for split, number in (("train", EACH), ("val", 2)):
+        for label in range(CLASSES):
+            (root / split / f"class-{label}").mkdir(parents=True)
+            for k in range(number):
+                pixels = random.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / f"class-{label}" / f"{k}.png")
+    return root
+
+
+def opened(chosen: Recipe, folder: Path) -> Pipeline:
+    plan = make_plan(chosen, workers=1)
+    return open_pipeline(
+        chosen, plan, Serial(torch.device("cpu")), folder=folder, decoder="torchvision"
+    )
+
+
+def files(folder: Path, split: str, name: str) -> list[Pixels]:
+    return [np.asarray(Image.open(path)) for path in sorted((folder / split / name).iterdir())]
+
+
+def test_training_shows_what_the_runs_batches_hold_pass_by_pass(folder: Path) -> None:
+    pipeline = opened(recipe(), folder)
+    shown = show(pipeline)
+    batches = list(pipeline.training(range(2 * PASSES), clean=False))
+    images = torch.cat([batch.images for batch in batches]).unflatten(0, (PASSES, -1))
+    labels = torch.cat([batch.labels for batch in batches]).unflatten(0, (PASSES, -1))
+    assert shown.classes == ("class-0", "class-1", "class-2")
+    for label, row in enumerate(shown.training):
+        assert len(row) == PASSES
+        for k, image in enumerate(row):
+            same = (images[k] == image).all(dim=(1, 2, 3))
+            assert labels[k][same].tolist() == [label]
+
+
+def test_clean_and_evaluation_show_the_files_to_the_last_bit(folder: Path) -> None:
+    chosen = recipe()
+    shown = show(opened(chosen, folder))
+    for name, clean, evaluation in zip(shown.classes, shown.clean, shown.evaluation, strict=True):
+        train, val = files(folder, "train", name), files(folder, "val", name)
+        (picture,) = (denormalized(image, chosen.data) for image in clean)
+        assert sum(np.array_equal(picture, file) for file in train) == 1
+        checks = [denormalized(image, chosen.data) for image in evaluation]
+        assert np.array_equal(checks, val)
+
+
+def test_a_row_shows_one_picture_in_training_and_clean(folder: Path) -> None:
+    """Without crops and flips training shows it as it is, in every pass."""
+    shown = show(opened(recipe("data.crop_area=null", "data.flip=false"), folder))
+    for row, (clean,) in zip(shown.training, shown.clean, strict=True):
+        assert all(torch.equal(image, clean) for image in row)
+
+
+def test_flips_and_crops_differ_from_pass_to_pass(folder: Path) -> None:
+    for row in show(opened(recipe(), folder)).training:
+        assert len({image.numpy().tobytes() for image in row}) == PASSES
+
+
+def test_a_short_run_shows_no_pass_it_does_not_make(folder: Path) -> None:
+    changes = ["duration.epochs=4", "polish.clean.epochs=1"]
+    assert {len(row) for row in show(opened(recipe(*changes), folder)).training} == {3}
+
+
+def find(sheet: Pixels, tile: Pixels) -> list[tuple[int, int]]:
+    """Return the places where a part of the sheet is exactly this."""
+    height, width = tile.shape[:2]
+    corners = (sheet[: -height + 1, : -width + 1] == tile[0, 0]).all(axis=-1)
+    places = [(int(y), int(x)) for y, x in np.argwhere(corners)]
+    return [p for p in places if np.array_equal(sheet[p[0] :, p[1] :][:height, :width], tile)]
+
+
+def test_the_sheet_has_every_picture_once_enlarged_and_in_its_row(folder: Path) -> None:
+    chosen = recipe()
+    pipeline = opened(chosen, folder)
+    shown = show(pipeline)
+    sheet = np.asarray(draw_sheet(shown, chosen, pipeline.plan))
+    rows = []
+    for stages in zip(shown.training, shown.clean, shown.evaluation, strict=True):
+        tiles = [denormalized(image, chosen.data) for row in stages for image in row]
+        places = [find(sheet, tile.repeat(6, axis=0).repeat(6, axis=1)) for tile in tiles]
+        assert [len(found) for found in places] == [1] * len(tiles)
+        flat = [found[0] for found in places]
+        assert len({y for y, _ in flat}) == 1
+        assert [x for _, x in flat] == sorted(x for _, x in flat)
+        rows.append(flat[0][0])
+    assert rows == sorted(rows)
+
+
+def words_of(monkeypatch: pytest.MonkeyPatch, chosen: Recipe, folder: Path) -> list[str]:
+    """Return the texts on a sheet."""
+    words: list[str] = []
+    write = ImageDraw.ImageDraw.text
+
+    def note(
+        pen: ImageDraw.ImageDraw, place: object, text: str, *rest: object, **more: object
+    ) -> None:
+        words.append(text)
+        write(pen, place, text, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", note)
+    pipeline = opened(chosen, folder)
+    draw_sheet(show(pipeline), chosen, pipeline.plan)
+    return words
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param([], "last 4 updates", id="clean epochs"),
+        pytest.param(["polish.clean=null"], "for statistics", id="statistics only"),
+        pytest.param(["polish=null"], "not in this recipe", id="no polishing"),
+        pytest.param(["duration.epochs=3"], "pass 1", id="one pass"),
+        pytest.param([], "class-2", id="class names"),
+        pytest.param([], "training: 50% to 100% of the area", id="crops"),
+        pytest.param(["data.crop_area=null"], "training: whole pictures, half", id="no crops"),
+        pytest.param(["data.eval_resize=24"], "short side 24, centre 20 x 20", id="centre"),
+        pytest.param(["data.flip=false"], "never mirrored", id="no flips"),
+    ],
+)
+def test_the_sheet_says_what_was_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], expected: str
+) -> None:
+    words = words_of(monkeypatch, recipe(*changes), folder)
+    assert any(expected in text for text in words), words
+
+
+def test_the_sheet_says_what_values_the_model_gets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluation's mean and deviation by NumPy, from the files."""
+    chosen = recipe("data.mean=[0.1,0.2,0.3]", "data.std=[0.5,0.4,0.3]")
+    pixels = np.stack([files(folder, "val", f"class-{label}") for label in range(CLASSES)]) / 255
+    values = (pixels - [0.1, 0.2, 0.3]) / [0.5, 0.4, 0.3]
+    words = words_of(monkeypatch, chosen, folder)
+    assert any(f"evaluation {values.mean():.2f} ± {values.std():.2f}" in text for text in words)
+
+
+def test_long_names_are_shortened_and_ten_classes_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split, number in (("train", 4), ("val", 1)):
+        for label in range(12):
+            path = tmp_path / split / f"{label:02d} {'a long name ' * 5}"
+            path.mkdir(parents=True)
+            for k in range(number):
+                Image.new("RGB", (SIDE, SIDE), (label, k, 0)).save(path / f"{k}.png")
+    sizes = ("data.classes=12", "data.train_samples=48", "data.val_samples=12")
+    words = words_of(monkeypatch, recipe(*sizes), tmp_path)
+    names = [text for text in words if text.endswith("...")]
+    assert len(names) == 10
+    assert names == sorted(names)
+    assert all(name[3:].startswith("a long name") for name in names)
+    assert all(len(name) < 45 for name in names)  # of 63 letters
+
+
+def test_the_command_writes_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "digits.png"
+    words = ["data", "show", str(RECIPES / "digits_96.yaml"), "--out", str(path)]
+    assert main([*words, "--set", "data.flip=true"]) == DONE
+    assert capsys.readouterr().out == f"sheet: {path}\n"
+    with Image.open(path) as sheet:
+        assert sheet.format == "PNG"
+        assert sheet.height > 10 * 128
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["--out", "sheet.jpg"], "give a name that ends in .png", id="no PNG"),
+        pytest.param(["--out", "no/where.png"], "cannot write the sheet: No such file", id="place"),
+        pytest.param(["--data", "x", "--out", "a.png"], "--data x would not be read", id="data"),
+    ],
+)
+def test_mistakes_are_one_message(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "show", str(RECIPES / "digits_96.yaml"), *words]) == USER
+    assert message in capsys.readouterr().err
+
+
+def test_cifar10_is_shown_as_it_is(
+    tmp_path: Path, real_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real pictures through the recipe's cache: clean and evaluation are the files' pixels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
+    chosen = load_recipe(RECIPES / "cifar10_resnet8_128.yaml", SAMPLES)
+    plan = make_plan(chosen, workers=1)
+    shown = show(open_pipeline(chosen, plan, Serial(), folder=root, decoder=None))
+    assert shown.classes == tuple(sorted((real_data / "cifar10/classes.txt").read_text().split()))
+    for name, (clean,), evaluation in zip(
+        shown.classes, shown.clean, shown.evaluation, strict=True
+    ):
+        picture = denormalized(clean, chosen.data)
+        assert sum(np.array_equal(picture, file) for file in files(root, "train", name)) == 1
+        for check, file in zip(evaluation, files(root, "val", name), strict=False):
+            assert np.array_equal(denormalized(check, chosen.data), file)

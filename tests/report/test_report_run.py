@@ -1,0 +1,155 @@
+"""What a report reads from a run folder: every step once, and what is wrong by file and line."""
+
+import json
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import fake_runs
+import pytest
+from fake_runs import FakeRun
+
+from largebatch.errors import CheckpointError
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.report import write_report
+from largebatch.report.numbers import subtitle
+from largebatch.report.run import read_run
+from largebatch.tracking.environment import versions
+from largebatch.tracking.events import JsonLines, Summary
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+
+
+def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
+    run = read_run(fake_runs.resumed(tmp_path / "run"))
+    assert [step.step for step in run.steps] == list(range(600))
+    assert max(step.images_per_second for step in run.steps) < 1000
+    assert [(found.step, found.top1) for found in run.evaluations] == [(300, 0.91), (600, 0.95)]
+    assert subtitle(run).endswith("resumed at step 300")
+
+
+def test_updates_that_a_resumed_run_has_not_made_again_do_not_count(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.train(0, 350)
+    run.start(300)
+    run.train(300, 310)
+    assert len(read_run(run.write(status="interrupted")).steps) == 310
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "kept"),
+    [pytest.param(600, True, id="after the end"), pytest.param(525, False, id="from before")],
+)
+def test_a_resumed_run_forgets_the_drift_it_will_measure_again(
+    resume_step: int, kept: bool, tmp_path: Path
+) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.drift(["bn1"])
+    run.start(resume_step)
+    assert (read_run(run.write()).drift is not None) == kept
+
+
+GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1": 0, "top5": 0, '
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        pytest.param("{", "Expecting property name", id="half a line"),
+        pytest.param("[]", "list indices", id="a list"),
+        pytest.param("{}", "'event' is missing", id="no event"),
+        pytest.param(GOOD + '"loss": 0}', "samples: Field required", id="no samples"),
+        pytest.param(GOOD + '"loss": "low", "samples": 1}', "loss: Input should be", id="a word"),
+        pytest.param(
+            GOOD.replace("train", "rest") + '"loss": 0, "samples": 1}',
+            "stage: Input should be 'train', 'clean', 'ema', 'affine' or 'statistics'",
+            id="unknown stage",
+        ),
+    ],
+)
+def test_a_malformed_line_is_named(line: str, reason: str, tmp_path: Path) -> None:
+    log = fake_runs.failed_at_once(tmp_path / "run") / "log.jsonl"
+    log.write_text(log.read_text() + line + "\n" + log.read_text())
+    with pytest.raises(CheckpointError, match=rf"log\.jsonl:2: .*{re.escape(reason)}"):
+        read_run(log.parent)
+
+
+def test_the_line_a_killed_run_was_writing_is_passed_over(tmp_path: Path) -> None:
+    log = fake_runs.killed(tmp_path / "run") / "log.jsonl"
+    whole = read_run(log.parent)
+    log.write_text(log.read_text() + '{"event": "st')
+    assert read_run(log.parent) == whole
+
+
+def test_other_events_are_passed_over(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.add("checkpoint", step=3)
+    assert read_run(run.write()).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        pytest.param({}, "log.jsonl: not found; a report is made from the folder", id="no log"),
+        pytest.param({"log.jsonl": ""}, "log.jsonl: holds no start record", id="empty log"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused(
+    files: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        write_report(tmp_path)
+
+
+def test_a_broken_summary_is_named(tmp_path: Path) -> None:
+    folder = fake_runs.full_run(tmp_path / "run")
+    (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
+    with pytest.raises(CheckpointError, match=r"summary\.json: .*commit: Field required"):
+        read_run(folder)
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_log_and_nan_in_the_report(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = FakeRun(folder)
+    run.train(0, 2)
+    run.records[-1] |= {"loss": math.inf, "skipped": True}
+    run.evaluate("train", 2, 0.5)
+    run.records[-1]["loss"] = math.nan
+    run.drift(["bn1"])
+    run.records[-1]["layers"][0]["log_variance_ratio"] = -math.inf
+    records = run.records
+    log = run.write() / "log.jsonl"
+    log.unlink()
+    tracker = JsonLines(log)
+    for record in records:
+        tracker.record(record)
+    tracker.finish({})
+    read = read_run(folder)
+    assert [math.isnan(step.loss) for step in read.steps] == [False, True]
+    assert [step.skipped for step in read.steps] == [False, True]
+    assert math.isnan(read.evaluations[0].loss)
+    assert read.drift is not None
+    assert math.isnan(read.drift.layers[0].log_variance_ratio)
+
+
+def test_what_a_run_writes_can_be_read(tmp_path: Path) -> None:
+    """The log and the summary through the code that writes them."""
+    plan = make_plan(load_recipe(RECIPE), workers=2)
+    tracker = JsonLines(tmp_path / "log.jsonl")
+    config = {"plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch}}
+    tracker.start({"name": "digits-96", **config}, resume_step=0)
+    tracker.finish({})
+    Summary(
+        recipe="digits-96", commit=None, versions=versions(), backend="serial", workers=2,
+        global_batch=96, device_batch=48, accumulation=1, steps=0, skipped_steps=0, samples=0,
+        seconds=0.1, images_per_second=None, peak_memory_bytes=1, top1=None, top5=None, loss=None,
+        stages=[], status="failed",
+    ).write(tmp_path / "summary.json")  # fmt: skip
+    run = read_run(tmp_path)
+    assert (run.plan.steps, run.plan.device_batch) == (plan.steps, plan.device_batch)
+    assert run.summary is not None
+    assert run.summary.backend == "serial"

@@ -1,0 +1,287 @@
+"""`largebatch polish` on weights from elsewhere, and --compare, from the command line."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_pictures import load, shuffled, training_files
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from largebatch import load_recipe, run
+from largebatch.cli.main import DONE, USER, main
+from largebatch.data.datasets import digits
+from largebatch.data.index.index import read_folder
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.models import zoo
+from largebatch.optional import require_torchvision
+from largebatch.runs.pretrained import Foreign, _fit, read_weights
+
+IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+SMALL = ["--set", "data.image_size=32", "--set", "data.eval_resize=null", "--samples", "320"]
+
+
+@pytest.fixture(scope="module")
+def pictures() -> str:
+    return str(digits.write_digits())
+
+
+def saved(path: Path, *, model: str = "resnet10t", classes: int = 10) -> dict[str, Tensor]:
+    """Write a model with fresh weights as its file and return them."""
+    torch.manual_seed(0)
+    state = zoo.build(model, num_classes=classes, arguments={}).state_dict()
+    if path.suffix == ".pth":
+        torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, path)
+    else:
+        save_file(state, path, metadata={"format": "pt"})
+    return dict(state)
+
+
+def loaded(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".pth":
+        wrapped = torch.load(path)["model"]
+        return {name.removeprefix("module."): value for name, value in wrapped.items()}
+    return load_file(path)
+
+
+@pytest.mark.parametrize("model", ["resnet10t", "torchvision/resnet18"])
+@pytest.mark.parametrize("kind", [".pth", ".safetensors"])
+def test_only_running_statistics_change_and_they_are_those_of_the_pictures(
+    model: str, kind: str, tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first layer's are computed here from the convolution of the pictures themselves."""
+    theirs, ours = tmp_path / f"theirs{kind}", tmp_path / f"ours{kind}"
+    before = saved(theirs, model=model)
+    words = ["--model", model, "--weights", str(theirs), "--data", pictures, "--out", str(ours)]
+    assert main(["polish", *words, *SMALL]) == DONE
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[:3]] == ["top-1:", "top-5:", "loss:"]
+    after = loaded(ours)
+    changed = {name for name in before if not after[name].equal(before[name])}
+    assert changed == {name for name in before if "running_" in name}
+    if model == "torchvision/resnet18":
+        files = training_files(Path(pictures))
+        order = shuffled(len(files), seed=0)[:320]
+        images, _ = load([files[row] for row in order], colours=IMAGENET)
+        net = zoo.build(model, num_classes=10, arguments={})
+        net.load_state_dict(before)
+        conv = net.get_submodule("conv1")(images).double()
+        mean, var = conv.mean((0, 2, 3)), conv.transpose(0, 1).flatten(1).var(1)
+        torch.testing.assert_close(after["bn1.running_mean"].double(), mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after["bn1.running_var"].double(), var, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, pictures: str) -> None:
+    """efficientnet_b0 is in both, and they call its parts by other names."""
+    for name in ("efficientnet_b0", "torchvision/efficientnet_b0"):
+        path = tmp_path / f"{name.replace('/', '-')}.pth"
+        torch.save(zoo.build(name, num_classes=10, arguments={}).state_dict(), path)
+        what = Foreign(model="efficientnet_b0", weights=path)
+        names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
+        recipe, _ = _fit(what, names, read_weights(path), Path(pictures), backend)
+        assert recipe.model.name == name
+    assert (recipe.data.image_size, recipe.data.eval_resize) == (224, 256)
+    assert recipe.data.interpolation == "bicubic"
+
+
+def test_pictures_are_prepared_as_the_library_does() -> None:
+    require_torchvision()
+    import timm
+    from torchvision import models
+
+    model = timm.create_model("resnet50.tv_in1k")
+    data: Any = timm.data
+    theirs = data.create_transform(**data.resolve_model_data_config(model))
+    ours = zoo.preparation("resnet50.tv_in1k")
+    assert (theirs.transforms[0].size, theirs.transforms[1].size) == (256, (224, 224))
+    assert (ours["eval_resize"], ours["image_size"]) == (256, 224)
+    assert ours["interpolation"] == theirs.transforms[0].interpolation.value == "bilinear"
+    assert zoo.preparation("resnet50")["eval_resize"] == 235  # crop_pct 0.95
+    transform = models.get_model_weights("inception_v3").DEFAULT.transforms()
+    found = zoo.preparation("torchvision/inception_v3")
+    assert (
+        (found["image_size"], found["eval_resize"])
+        == (299, 342)
+        == (
+            transform.crop_size[0],
+            transform.resize_size[0],
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--model", "resnt18", "--out", "x.safetensors"],
+            "timm has no model 'resnt18'; did you mean resnet18",
+        ),
+        (["--model", "resnet26"], "the weights do not fit: "),
+        (["--model", "vit_tiny_patch16_224"], "vit_tiny_patch16_224 has no BatchNorm statistics"),
+        (["--model", "resnet10t", "--set", "data.size=9"], "data.size: unknown key"),
+        (["--model", "resnet10t", "--out", "here.safetensors"], "a name that ends in .pth"),
+        (["--model", "resnet10t", "--ema"], "expected weights of an average by name"),
+        ([], "--model and --weights go together"),
+    ],
+)
+def test_a_mistake_is_one_message_and_no_file(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    pictures: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(Path("theirs.pth"))
+    out = [] if "--out" in words else ["--out", "ours.pth"]
+    assert main(["polish", "--weights", "theirs.pth", "--data", pictures, *words, *out]) == USER
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.pth"]
+
+
+def test_other_classes_than_the_folders_are_named(
+    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "theirs.pth", classes=1000)
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth")]
+    assert main(["polish", *words, "--data", pictures, "--out", str(tmp_path / "o.pth")]) == USER
+    shown = capsys.readouterr().err
+    assert "resnet10t, 10 classes: " in shown
+    assert "fc.bias: 1000, expected 10" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"),
+        (["run", "--model", "a", "--weights", "b"], "say what to polish"),
+        (["run"], "say where the result goes with --out"),
+        (["run", "--out", "x", "--set", "seed=1"], "--set is for --weights; a checkpoint has"),
+        (["run", "--out", "x", "--lr", "1"], "--epochs and --lr are for --compare, which makes"),
+        (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
+        (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
+        (["run", "--compare", "--epochs", "0"], "--epochs and --lr must be above 0"),
+        (["--model", "resnet18", "--weights", "b", "--out", "x"], "b: there is no such file"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["polish", *words]) == USER
+    assert message in capsys.readouterr().err
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["duration={steps: 20}", "schedule.warmup={steps: 3}", "polish=null"]
+    summary = run(load_recipe(DIGITS, changes), out=tmp_path / "run")
+    before = digest(tmp_path / "run")
+    words = ["polish", "--compare", str(tmp_path / "run"), "--out", str(tmp_path / "table.json")]
+    assert main([*words, "--epochs", "0.4"]) == DONE
+    assert digest(tmp_path / "run") == before
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[0].split() == ["top-1", "top-5", "loss", "seconds"]
+    assert [line.split()[0] for line in lines[1:]] == ["none", "statistics", "affine", "clean"]
+    rows = rows_of(tmp_path / "table.json")
+    assert (rows["none"]["top1"], rows["none"]["loss"]) == (summary.top1, summary.loss)
+    assert len({row["loss"] for row in rows.values()}) == 4
+    assert {mode: row["updates"] for mode, row in rows.items()} == {
+        "none": 0,
+        "statistics": 0,
+        "affine": 6,
+        "clean": 6,
+    }
+    assert rows["clean"]["lr"] == pytest.approx(0.001 * 96 / 256)
+    table = json.loads((tmp_path / "table.json").read_text())
+    told = json.loads((tmp_path / "run/summary.json").read_text())
+    assert {key: table[key] for key in ("commit", "versions")} == {
+        key: told[key] for key in ("commit", "versions")
+    }
+    folder = digits.write_digits()
+    assert table["data"] == {
+        "train": {"samples": 1437, "digest": read_folder(folder, "train").digest},
+        "val": {"samples": 360, "digest": read_folder(folder, "val").digest},
+    }
+
+    assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == DONE
+    polished = json.loads((tmp_path / "polished/summary.json").read_text())
+    assert polished["loss"] == pytest.approx(rows["statistics"]["loss"], rel=1e-6)
+    assert main(words) == USER
+    assert "table.json: is there already" in capsys.readouterr().err
+
+
+def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, pictures: str) -> None:
+    saved(tmp_path / "theirs.safetensors")
+    before = digest(tmp_path)
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.safetensors")]
+    others = ["--epochs", "0.3", "--lr", "0.05", "--out", str(tmp_path / "table.json")]
+    assert main(["polish", "--compare", *words, *SMALL, "--data", pictures, *others]) == DONE
+    rows = rows_of(tmp_path / "table.json")
+    (tmp_path / "table.json").unlink()
+    assert digest(tmp_path) == before
+    assert {row["lr"] for row in rows.values()} == {None, 0.05}
+    assert len({row["loss"] for row in rows.values()}) == 4
+
+
+def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
+    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Auxiliary(nn.Module):
+        aux_logits = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.main = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.Flatten(2))
+            self.head, self.side = nn.Linear(10, 10), nn.BatchNorm1d(10)
+
+        def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            logits: Tensor = self.head(self.main(images).mean(2))
+            return (logits, self.side(logits)) if self.training else logits
+
+    torch.save(Auxiliary().state_dict(), tmp_path / "theirs.pth")
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth"), "--data", pictures]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(zoo, "build", lambda *_, **__: Auxiliary())
+        assert main(["polish", "--compare", *words, *SMALL]) == USER
+        shown = capsys.readouterr()
+        assert "resnet10t has auxiliary classifiers" in shown.err
+        assert "top-1" not in shown.out
+        assert main(["polish", *words, *SMALL, "--out", str(tmp_path / "ours.pth")]) == DONE
+    after = torch.load(tmp_path / "ours.pth")
+    assert after["main.1.running_mean"].any()
+    assert not after["side.running_mean"].any()
+
+
+def test_a_rate_that_is_too_high_for_a_comparison_says_which_word_to_change(
+    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "theirs.pth")
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth"), "--lr", "1e38"]
+    assert main(["polish", "--compare", *words, *SMALL, "--data", pictures]) == USER
+    assert "affine: the training loss became" in (shown := capsys.readouterr().err)
+    assert shown.rstrip().endswith("lower --lr")
+
+
+def test_unknown_models_of_torchvision_and_unknown_tags_get_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="did you mean torchvision/resnet18"):
+        zoo.require_known("torchvision/resnet1")
+    with pytest.raises(RecipeError, match="timm has no model 'resnet50.a9_in1k'; did you mean"):
+        zoo.require_known("resnet50.a9_in1k")
+    zoo.require_known("resnet50.a1_in1k")
+    assert isinstance(zoo.build("torchvision/resnet18", num_classes=3, arguments={}), nn.Module)

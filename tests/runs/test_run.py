@@ -1,0 +1,359 @@
+"""Real data through the whole path: recipe, workers, training, polishing, evaluation, report."""
+
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from largebatch import load_recipe, run
+from largebatch.cli.main import INTERRUPTED, main
+from largebatch.errors import BackendError, DivergedError
+from largebatch.training.state import load_checkpoint, newest_checkpoint
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+DIGITS = str(FOLDER / "digits_96.yaml")
+COMMAND = [sys.executable, "-m", "largebatch", "train"]
+SHORT = [
+    *("--set", "duration.epochs=12", "--set", "polish.clean.epochs=2"),
+    *("--set", "schedule.warmup.epochs=2", "--set", "evaluation.every_epochs=4"),
+]
+
+
+def log(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return the newest checkpoint."""
+    state: dict[str, Any] = torch.load(max((folder / "checkpoints").iterdir()))
+    return state
+
+
+def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare weights, statistics and momentum bit by bit, and the step."""
+    torch.testing.assert_close(ours["model"], other["model"], rtol=0, atol=0)
+    momentum, expected = ours["optimizer"]["state"], other["optimizer"]["state"]
+    torch.testing.assert_close(momentum, expected, rtol=0, atol=0)
+    assert ours["step"] == other["step"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same short recipe on one worker, on two torch workers, and on two Horovod workers."""
+    root = tmp_path_factory.mktemp("runs")
+    machines = {
+        "one": [],
+        "torch": ["--workers", "2"],
+        "dali": ["--workers", "2", "--decoder", "dali"],
+    }
+    if shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
+        machines["horovod"] = ["--workers", "2", "--backend", "horovod"]
+    for name, words in machines.items():
+        command = [*COMMAND, DIGITS, *SHORT, *words, "--out", str(root / name)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        (root / f"{name}.txt").write_text(done.stdout)
+    return {name: root / name for name in machines}
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_two_workers_train_as_one_does(finished: dict[str, Path], name: str) -> None:
+    if name not in finished:
+        pytest.skip("horovod is not installed; launch/install_horovod.sh builds it")
+    ours, alone = (log(finished[which], "step") for which in (name, "one"))
+    assert [step["step"] for step in ours] == list(range(180))
+    for here, there in zip(ours[:10], alone[:10], strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], abs=1e-5)
+        assert here["lr"] == there["lr"]
+    # Rounding differences grow to 0.01 of the loss by step 20: the ends are two draws. Five seeds
+    # spread by 1.1 pictures of 360, so two draws lie within five at three standard deviations.
+    ends = [summary(finished[which])["top1"] for which in (name, "one")]
+    assert abs(ends[0] - ends[1]) <= 5 / 360 + 1e-9
+    assert summary(finished[name])["workers"] == 2
+    assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
+
+
+def test_dali_trains_as_torchvision_does(finished: dict[str, Path]) -> None:
+    """Pixels differ by 1/255 at most (test_decoders); training makes more of it with every step."""
+    ours, theirs = (log(finished[name], "step") for name in ("dali", "torch"))
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-4)
+    assert ours[0]["loss"] != theirs[0]["loss"]
+    assert summary(finished["dali"])["top1"] > 0.9
+
+
+def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
+    folder = finished["torch"]
+    assert {path.name for path in folder.iterdir()} >= {
+        *("recipe.yaml", "log.jsonl", "summary.json", "report.html", "checkpoints"),
+        *("loss.png", "accuracy.png", "throughput.png", "drift.png", "report.png"),
+    }
+    content = summary(folder)
+    assert content["status"] == "finished"
+    assert (content["global_batch"], content["device_batch"], content["accumulation"]) == (
+        96,
+        48,
+        1,
+    )
+    assert (content["steps"], content["samples"]) == (180, 180 * 96)
+    assert content["top1"] > 0.9
+    assert content["versions"]["torch"] == torch.__version__
+    assert 0 < content["images_per_second"] < 1e6
+    assert load_recipe(folder / "recipe.yaml").duration.epochs == 12
+    for name in ("loss", "accuracy", "throughput", "drift", "report"):
+        with Image.open(folder / f"{name}.png") as picture:
+            assert picture.width >= 400
+
+
+def test_every_stage_says_what_it_changed(finished: dict[str, Path]) -> None:
+    train, clean, statistics = summary(finished["torch"])["stages"]
+    assert [stage["name"] for stage in (train, clean, statistics)] == [
+        "train",
+        "clean",
+        "statistics",
+    ]
+    assert (train["steps"], clean["steps"], statistics["steps"]) == (150, 30, 0)
+    assert train["before"] is None
+    for earlier, later in ((train, clean), (clean, statistics)):
+        assert later["before"] == {key: earlier[key] for key in ("top1", "top5", "loss")}
+    evaluations = log(finished["torch"], "evaluation")
+    assert [record["step"] for record in evaluations] == [60, 120, 150, 180, 180]
+    assert all(record["samples"] == 360 for record in evaluations)
+    (drift,) = log(finished["torch"], "drift")
+    assert len(drift["layers"]) == 13
+    assert (drift["passes"], drift["settling"]) == (1, 0)
+    assert all(layer["mean_shift"] > 0 for layer in drift["layers"])
+
+
+def test_clean_steps_see_clean_pictures_in_the_same_order(finished: dict[str, Path]) -> None:
+    """The loss falls when augmentation ends, and not because the rate jumped."""
+    steps = log(finished["torch"], "step")
+    assert [step["stage"] for step in steps] == ["train"] * 150 + ["clean"] * 30
+    before = [step["loss"] for step in steps[140:150]]
+    after = [step["loss"] for step in steps[150:160]]
+    assert sum(after) < sum(before)
+    rates = [step["lr"] for step in steps]
+    assert max(rates) == rates[30] == 0.5
+    assert rates[149] > rates[150] > rates[151]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int) -> None:
+    """Bit by bit, with dropout, and whatever step it was stopped at: here 7 and 16 of 20."""
+    recipe = load_recipe(
+        DIGITS,
+        [
+            *("duration={steps: 20}", "schedule.warmup={steps: 3}", "polish.clean={steps: 4}"),
+            *("model.arguments.drop_rate=0.3", "evaluation={}"),
+        ],
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(recipe, workers=workers, out=whole).status == "finished"
+    assert run(recipe, workers=workers, out=parts, max_steps=7).status == "interrupted"
+    assert run(recipe, workers=workers, out=parts, max_steps=16, resume=True).steps == 16
+    resumed = run(recipe, workers=workers, out=parts, resume=True)
+    assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
+    assert [stage["name"] for stage in resumed.stages] == ["train", "clean", "statistics"]
+    ours, other = last_state(parts), last_state(whole)
+    assert_identical(ours, other)
+    assert ours["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+    assert [record["resume_step"] for record in log(parts, "start")] == [0, 7, 16]
+    assert [record["step"] for record in log(parts, "step")] == list(range(20))
+    again = run(recipe, workers=1, out=parts, resume=True)
+    assert (again.status, again.steps, again.top1) == ("finished", 20, resumed.top1)
+
+
+def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null"]
+    )
+    run(recipe, workers=1, out=tmp_path / "whole")
+    run(recipe, workers=2, out=tmp_path / "parts", max_steps=4)
+    run(recipe, workers=1, out=tmp_path / "parts", resume=True)
+    ours, alone = ([s["loss"] for s in log(tmp_path / name, "step")] for name in ("parts", "whole"))
+    assert ours == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
+    words = [DIGITS, "--workers", "2", "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and not (
+        (tmp_path / "run/log.jsonl").exists() and len(log(tmp_path / "run", "step")) > 5
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == INTERRUPTED
+    assert said.count("stopping after this step; once more stops at once\n") == 1
+    content = summary(tmp_path / "run")
+    assert content["status"] == "interrupted"
+    assert 5 < content["steps"] < 599
+    state = newest_checkpoint(tmp_path / "run/checkpoints")
+    assert state is not None
+    assert (tmp_path / "run/report.html").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        DIGITS,
+        [
+            *("optimizer={kind: sgd}", "schedule.peak_lr=1e20", "schedule.warmup=null"),
+            *("polish=null", "duration={steps: 50}"),
+        ],
+    )
+    with pytest.raises(
+        DivergedError, match=r"became (nan|inf) at step \d+ .*lower schedule.peak_lr"
+    ):
+        run(recipe, out=tmp_path / "run")
+    assert summary(tmp_path / "run")["status"] == "failed"
+    assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it
+
+
+def test_a_run_that_is_stopped_at_once_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("largebatch.runs.run.run_stages", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(load_recipe(DIGITS), out=tmp_path / "run")
+    assert summary(tmp_path / "run")["status"] == "stopped"
+    assert "was stopped at once" in (tmp_path / "run/report.html").read_text()
+
+
+def test_reaching_max_steps_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", DIGITS, *SHORT, "--max-steps", "1", "--out", str(out)]) == 0
+    assert (
+        "--max-steps 1 is reached; to go on: the same command with --resume --out "
+        f"{out} and without --max-steps\n"
+    ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["resnet50_86016_fujitsu", "resnet50_32768_mlperf"])
+def test_the_imagenet_recipes_start_on_synthetic_pictures(tmp_path: Path, name: str) -> None:
+    recipe = load_recipe(
+        FOLDER / f"{name}.yaml",
+        [
+            *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
+            *("batch.global_batch=16", "batch.bn_span=8", "model.name=resnet50"),
+        ],
+    )
+    result = run(recipe, out=tmp_path / "run", device_batch=8, max_steps=2)
+    assert (result.status, result.steps, result.accumulation) == ("interrupted", 2, 2)
+    first, second = log(tmp_path / "run", "step")
+    assert first["loss"] == pytest.approx(math.log(1000), abs=0.7)
+    assert math.isfinite(second["loss"])
+
+
+def test_a_saved_run_can_be_evaluated_and_polished(
+    finished: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished["one"]
+    assert main(["evaluate", str(folder)]) == 0
+    assert f"top-1 {summary(folder)['top1']:.2%}" in capsys.readouterr().out
+
+    unpolished = tmp_path / "unpolished"
+    recipe = load_recipe(
+        DIGITS, ["duration={epochs: 6}", "polish=null", "schedule.warmup.epochs=2"]
+    )
+    run(recipe, out=unpolished)
+    (checkpoint,) = (unpolished / "checkpoints").glob("step-00000090.pt")
+    assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
+    shown = capsys.readouterr().out
+    before, after = summary(tmp_path / "polished")["stages"]
+    assert f"top-1: {before['top1']:.2%} -> {after['top1']:.2%}" in shown
+    assert before["top1"] == summary(unpolished)["top1"]
+    assert after["before"]["top1"] == before["top1"]
+    (drift,) = log(tmp_path / "polished", "drift")
+    assert drift["samples"] == 1437
+    state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir()))
+    same = load_checkpoint(checkpoint).model
+    assert state.model["conv1.weight"].equal(same["conv1.weight"])
+    assert not state.model["bn1.running_mean"].equal(same["bn1.running_mean"])
+
+
+def test_evaluation_and_polishing_take_any_workers_and_batch(
+    finished: dict[str, Path], tmp_path: Path
+) -> None:
+    """Five does not divide the global batch of 96."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
+    words = ["--nproc-per-node=5", "-m", "largebatch", "evaluate", str(finished["one"])]
+    words += ["--device-batch", "144"]
+    done = subprocess.run(
+        [*torchrun, *words], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert f"top-1 {summary(finished['one'])['top1']:.2%}" in done.stdout
+    states = []
+    for size in ("7", "96"):  # 7 are no whole spans of 48; the pass takes whole ones all the same
+        out = tmp_path / size
+        words = ["polish", str(finished["one"]), "--out", str(out), "--device-batch", size]
+        assert main(words) == 0
+        states.append(last_state(out)["model"])
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_and_biases_follows_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    recipe = load_recipe(
+        DIGITS,
+        [
+            *("duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"),
+            "tracking=[wandb]",
+        ],
+    )
+    run(recipe, out=tmp_path / "run")
+    (offline,) = (tmp_path / "run/wandb").glob("offline-run-*")
+    assert list(offline.glob("files/media/images/report_*.png"))
+
+
+def test_torchrun_finds_its_workers(tmp_path: Path) -> None:
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert torchrun is not None
+    command = [torchrun, "--standalone", "--nproc-per-node=2", "-m", "largebatch", "train"]
+    words = [DIGITS, "--max-steps", "2", "--out", str(tmp_path / "run")]
+    subprocess.run([*command, *words], check=True, timeout=120)
+    assert summary(tmp_path / "run")["workers"] == 2
+
+
+def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BackendError, match="already one of several workers; leave --workers 2 out"):
+        run(load_recipe(DIGITS), workers=2)
+
+
+def test_local_workers_do_not_use_horovod_silently() -> None:
+    with pytest.raises(BackendError, match="horovodrun -np 2 largebatch train"):
+        run(load_recipe(DIGITS), workers=2, backend="horovod")
+
+
+def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[str, Path]) -> None:
+    lines = (finished["one"].parent / "one.txt").read_text().splitlines()
+    assert lines[0].startswith("digits-96: 180 steps of 96 samples = 1 workers x 1 x 96")
+    assert any(re.search(r"[\d.]+ samples/s  \d+:\d\d:\d\d left$", line) for line in lines)
+    assert any("top-1" in line for line in lines)
+    assert lines[-1] == f"report: {finished['one'] / 'report.html'}"

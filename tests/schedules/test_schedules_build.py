@@ -1,0 +1,298 @@
+"""From the recipe's words to the rate of every step."""
+
+from pathlib import Path
+from typing import Any
+
+import lrbench
+import numpy as np
+import pytest
+
+from largebatch.errors import RecipeError
+from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.build import build_schedule, follow
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+DIGITS = FOLDER / "digits_96.yaml"  # 14.97 steps an epoch, 75 steps of warm-up, 599 steps
+DELL = "{peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 10}, {epochs: 60}]}}"
+WARMUP, STEPS = 75, 599
+
+
+def digits(*overrides: str) -> Recipe:
+    return load_recipe(DIGITS, overrides)
+
+
+def pieces(*parts: str) -> str:
+    return f"schedule.decay={{kind: piecewise, pieces: [{', '.join(parts)}]}}"
+
+
+def test_fujitsus_rates_are_the_published_ones() -> None:
+    rate = build_schedule(load_recipe(FOLDER / "resnet50_86016_fujitsu.yaml"))
+    assert rate(540) == 13.0
+    assert rate(1275) == pytest.approx(0.057, abs=5e-4)  # FACTS: 0.057 -> 0.0325 while polishing
+    assert rate(1349) == pytest.approx(0.0325)
+
+
+def test_mlperfs_rates_follow_the_rule() -> None:
+    rate = build_schedule(load_recipe(FOLDER / "resnet50_32768_mlperf.yaml"))
+    assert rate(0) == pytest.approx(21.2 / 626)
+    assert rate(625) == pytest.approx(21.2)
+    decay = 2268 - 626 + 1
+    assert rate(2267) == pytest.approx(1e-4 + (21.2 - 1e-4) * (1 - (2268 - 626) / decay) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["schedule.decay={kind: constant}"], {0: 0.0, 75: 1.0, 598: 1.0}),
+        (["schedule.decay={kind: cosine}", "schedule.warmup=null"], {0: 1.0, 599: 0.0}),
+        (
+            ["schedule.decay={kind: cosine, end_lr: 0.5, over: {steps: 10}}"],
+            {75: 1.0, 80: 0.75, 85: 0.5, 300: 0.5},
+        ),
+        (
+            ["schedule.decay={kind: steps, at: [{epochs: 10}, {steps: 400}], gamma: 0.5}"],
+            {75: 1.0, 149: 1.0, 150: 0.5, 399: 0.5, 400: 0.25},
+        ),
+        (["schedule.start_lr=0.5", "schedule.first_step=1"], {0: 0.5 + 0.5 / 75, 74: 1.0}),
+        (
+            ["schedule.decay={kind: tri, low_lr: 0.25, half_cycle: {epochs: 1}}"],
+            {0: 0.0, 74: 0.25 * 74 / 75, 75: 0.25, 90: 1.0, 91: 0.95, 105: 0.25},
+        ),
+    ],
+)
+def test_the_recipes_schedule_has_these_rates(
+    overrides: list[str], expected: dict[int, float]
+) -> None:
+    rate = build_schedule(digits("schedule.peak_lr=1", *overrides))
+    assert {step: rate(step) for step in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "reference"),
+    [
+        ("kind: fix", {}),
+        ("kind: step, every: {steps: 60}, gamma: 0.5", {"n": 60, "gamma": 0.5}),
+        ("kind: step, every: {epochs: 4}", {"n": 60, "gamma": 0.1}),
+        ("kind: exp, gamma: 0.99", {"gamma": 0.99}),
+        ("kind: inv, gamma: 1e-4, power: 0.75", {"gamma": 1e-4, "p": 0.75}),
+        ("kind: poly, power: 1.5", {"n": STEPS - WARMUP, "p": 1.5}),
+        ("kind: poly, over: {steps: 300}", {"n": 300, "p": 2.0}),
+        ("kind: tri, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
+        ("kind: tri2, low_lr: 0.25, half_cycle: {epochs: 3}", {"n": 45, "k1": 0.25}),
+        (
+            "kind: triexp, low_lr: 0.25, half_cycle: {steps: 50}, gamma: 0.99",
+            {"n": 50, "k1": 0.25, "gamma": 0.99},
+        ),
+        ("kind: sin, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
+        ("kind: sin2, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
+        (
+            "kind: sinexp, low_lr: 0.25, half_cycle: {steps: 50}, gamma: 0.99",
+            {"n": 50, "k1": 0.25, "gamma": 0.99},
+        ),
+        ("kind: cos, low_lr: 0.25, cycle: {steps: 100}", {"n": 100, "k1": 0.25}),
+    ],
+)
+def test_every_kind_is_lrbenchs_function_after_the_warm_up(
+    words: str, reference: dict[str, Any]
+) -> None:
+    name = words.split(",", maxsplit=1)[0].removeprefix("kind: ")
+    rate = build_schedule(digits("schedule.peak_lr=1.5", f"schedule.decay={{{words}}}"))
+    known = {"k0": 1.5, "k1": 0.0, "n": 1, "gamma": 1.0, "p": 1.0} | reference
+    expected = lrbench.rates(name, np.arange(STEPS - WARMUP, dtype=float), **known)
+    rates = [rate(step) for step in range(STEPS)]
+    np.testing.assert_allclose(rates[WARMUP:], expected, rtol=1e-12, atol=1e-12)
+    ramp = expected[0] * np.arange(WARMUP) / WARMUP
+    np.testing.assert_allclose(rates[:WARMUP], ramp, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("kind: fix", "kind: constant"),
+        ("kind: poly, power: 3.0", "kind: polynomial, power: 3.0"),
+        ("kind: nstep, at: [{epochs: 9}]", "kind: steps, at: [{epochs: 9}]"),
+    ],
+)
+def test_lrbenchs_name_is_a_second_spelling(short: str, long: str) -> None:
+    ours, other = (digits(f"schedule.decay={{{words}}}") for words in (short, long))
+    assert follow(ours).rates == follow(other).rates
+    assert parse_recipe(dump_recipe(ours)) == ours
+
+
+def test_dells_schedule_is_a_line_of_a_recipe() -> None:
+    """FACTS section 9: 0.4 for 10 epochs, 0.04 until 60, 0.004 until 90."""
+    assert f"schedule: {DELL}" in (FOLDER.parent / "README.md").read_text()
+    recipe = digits(f"schedule={DELL}", "duration.epochs=90")
+    rate = build_schedule(recipe)
+    per_epoch = 1437 / 96
+    for step in range(1348):
+        epoch = step / per_epoch
+        if abs(epoch - 10) > 1 / per_epoch and abs(epoch - 60) > 1 / per_epoch:
+            assert rate(step) == pytest.approx(0.4 if epoch < 10 else 0.04 if epoch < 60 else 0.004)
+    assert follow(recipe).stretches == (0, 150, 898)  # 149.69 and 898.12 steps
+
+
+def test_pieces_begin_at_the_end_of_the_warm_up_and_epochs_do_not_drift() -> None:
+    """Seven times 3.1 epochs are 21.7 epochs, 324.8 steps; seven times 46 would be 322."""
+    part = "{length: {epochs: 3.1}, peak_lr: %s, decay: {kind: exp, gamma: 0.9}}"
+    rates = [0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1]
+    last = "{length: null, peak_lr: 0.05, decay: {kind: fix}}"
+    rate = build_schedule(digits(pieces(*(part % peak for peak in rates), last)))
+    starts = [75, 121, 168, 214, 261, 307, 353, 400]
+    for start, peak in zip(starts, [*rates, 0.05], strict=True):
+        assert rate(start) == peak
+        if peak != 0.05:
+            assert rate(start + 10) == pytest.approx(peak * 0.9**10)
+    assert rate(399) == pytest.approx(0.1 * 0.9**46)
+    assert rate(598) == 0.05
+
+
+def test_a_piece_holds_any_policy_on_a_clock_of_its_own() -> None:
+    rate = build_schedule(
+        digits(
+            pieces(
+                "{length: {steps: 100}, peak_lr: 0.2, decay: {kind: nstep, at: [{steps: 60}]}}",
+                "{length: {epochs: 10}, peak_lr: 0.5, decay: "
+                "{kind: tri, low_lr: 0.1, half_cycle: {steps: 50}}}",
+                "{length: null, peak_lr: 0.3, decay: {kind: poly, power: 1.0}}",
+            )
+        )
+    )
+    expected = {134: 0.2, 135: 0.02, 174: 0.02, 175: 0.1, 225: 0.5, 275: 0.1, 324: 0.492}
+    last = 325  # 100 steps and 149.69 after the warm-up
+    expected |= {last: 0.3, last + 137: 0.15, 598: 0.3 / 274}
+    assert {step: rate(step) for step in expected} == pytest.approx(expected)
+
+
+FIX = "{length: {epochs: 10}, peak_lr: 0.5, decay: {kind: fix}}"
+LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "schedule.decay={kind: steps, at: [{epochs: 2}]}",
+            "after the first step of this policy .75",
+        ),
+        ("schedule.decay={kind: steps, at: [{epochs: 5}]}", "got steps 75$"),
+        ("schedule.decay={kind: steps, at: [{epochs: 20}, {epochs: 10}]}", "got steps 299, 150"),
+        ("schedule.decay={kind: steps, at: [{steps: 599}]}", "before its end .599., got steps 599"),
+        (
+            "schedule.decay={kind: step, every: {steps: 524}}",
+            r"decay.every \(524 steps\) is too long .* 524 steps of this policy: at most 523",
+        ),
+        (
+            "schedule.decay={kind: poly, over: {steps: 525}}",
+            r"decay.over \(525 steps\) .* most 524",
+        ),
+        (
+            "schedule.decay={kind: tri, low_lr: 0.1, half_cycle: {steps: 524}}",
+            r"decay.half_cycle \(524 steps\) is too long .* at most 523",
+        ),
+        (
+            "schedule.decay={kind: cos, low_lr: 0.1, cycle: {steps: 1047}}",
+            r"decay.cycle \(1047 steps\) .* at most 1046",
+        ),
+        (
+            "schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}",
+            r"start_lr \(0\) must be below the rate at which tri begins \(0\)",
+        ),
+        ("schedule.start_lr=0.5", r"start_lr \(0.5\) must be below the rate at which polynomial"),
+        (
+            pieces(FIX.replace("10", "36"), LAST),
+            r"pieces.0.length: the piece would go from step 0 to 539 of the 524",
+        ),
+        (pieces(FIX.replace("10", "35"), LAST), "pieces.0.length: .* 0 to 524 of the 524"),
+        (
+            pieces(FIX, FIX.replace("epochs: 10", "steps: 400"), LAST),
+            "pieces.1.length: the piece would go from step 150 to 550",
+        ),
+        (
+            pieces(FIX, FIX.replace("10", "0.01"), LAST),
+            "pieces.1.length: the piece would go from step 150 to 150",
+        ),
+        (
+            pieces(FIX, LAST.replace("kind: fix", "kind: step, every: {epochs: 30}")),
+            r"schedule.decay.pieces.1.decay.every \(449 steps\) .* 374 steps of this policy",
+        ),
+        ("schedule.warmup.epochs=40", r"schedule.warmup \(599 steps\) must be shorter"),
+    ],
+)
+def test_lengths_and_rates_that_contradict_each_other_are_refused(
+    override: str, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        build_schedule(digits(override))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule.decay={kind: step, every: {steps: 523}}"],
+        ["schedule.decay={kind: poly, over: {steps: 524}}"],
+        ["schedule.decay={kind: steps, at: [{steps: 76}, {steps: 598}]}"],
+        [pieces(FIX.replace("epochs: 10", "steps: 523"), LAST)],
+    ],
+)
+def test_lengths_that_just_fit_are_taken(overrides: list[str]) -> None:
+    rates = follow(digits(*overrides)).rates
+    assert len(set(rates[WARMUP:])) > 1
+
+
+@pytest.mark.parametrize("kind", ["tri", "tri2", "triexp, gamma: 1.0", "sin", "sin2", "cos"])
+def test_the_longest_cycle_reaches_its_other_rate_at_the_last_step(kind: str) -> None:
+    name, length = ("cycle", 1046) if kind == "cos" else ("half_cycle", 523)
+    words = f"kind: {kind}, low_lr: 0.1, {name}: {{steps: {length}}}"
+    rates = follow(digits(f"schedule.decay={{{words}}}")).rates[WARMUP:]
+    assert rates[-1] == (0.1 if kind == "cos" else 0.5)
+    assert rates.index(rates[-1]) == len(rates) - 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "schedule.decay={kind: poly, end_lr: 0.5}",
+            "decay.end_lr (0.5) must be below peak_lr (0.5)",
+        ),
+        (
+            "schedule.decay={kind: tri2, low_lr: 0.6, half_cycle: {epochs: 1}}",
+            "schedule: decay.low_lr (0.6) must be below peak_lr (0.5)",
+        ),
+        (
+            "schedule.decay={kind: triexp, low: 0.1, half_cycle: {epochs: 1}, gamma: 0.9}",
+            "schedule.decay.low: unknown key; did you mean 'low_lr'?",
+        ),
+        (
+            "schedule.decay={kind: exp, gamma: 1.5}",
+            "schedule.decay.gamma: input should be less than",
+        ),
+        ("schedule.decay={kind: sin2, low_lr: 0.1}", "schedule.decay.half_cycle: missing"),
+        (
+            "schedule.decay={kind: nstep, at: [{epoch: 1}]}",
+            "schedule.decay.at.0.epoch: unknown key; did you mean 'epochs'?",
+        ),
+        (pieces(LAST), "schedule.decay: give two pieces or more, got 1"),
+        (pieces(LAST, LAST), "piece 1 has no length: only the last one's may be null"),
+        (pieces(FIX, FIX), "the last piece lasts until the run ends: its length must be null"),
+        (
+            pieces(LAST.replace("null", "{steps: 9}"), LAST),
+            "peak_lr (0.5) must be the highest peak_lr",
+        ),
+        (
+            pieces(FIX, LAST.replace("fix", "poly, end_lr: 0.2")),
+            "schedule.decay.pieces.1: decay.end_lr (0.2) must be below peak_lr (0.1)",
+        ),
+        (
+            pieces(FIX, LAST.replace("fix", "poly, pwer: 1.0")),
+            "schedule.decay.pieces.1.decay.pwer: unknown key; did you mean 'power'?",
+        ),
+        (pieces(FIX, LAST.replace("fix", "piecewise")), "pieces.1.decay.kind: expected one of"),
+    ],
+)
+def test_the_message_names_the_key(override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        digits(override)
+    assert message in str(caught.value)

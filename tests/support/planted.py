@@ -1,0 +1,207 @@
+"""The faults that mutants.py plants, and the test that must catch each."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault: in `module`, `find` becomes `put`, and `test` must fail."""
+
+    name: str
+    module: str
+    find: str
+    put: str
+    test: str
+
+
+MUTANTS = (
+    Mutant(
+        "the loss is not divided by the global batch",
+        "training/loop.py",
+        "criterion(model(images), labels) / global_batch",
+        "criterion(model(images), labels)",
+        "test_crown.py::test_four_micro_batches_on_one_worker_match_plain_pytorch",
+    ),
+    Mutant(
+        "gradients of the step before stay in the buffers",
+        "training/loop.py",
+        "        reducer.zero()\n",
+        "",
+        "test_crown.py::test_four_micro_batches_on_one_worker_match_plain_pytorch",
+    ),
+    Mutant(
+        "the reducer sends during the first micro-batch",
+        "training/loop.py",
+        "if micro == accumulation - 1:",
+        "if micro == 0:",
+        "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
+    ),
+    Mutant(
+        "the running statistics of a skipped step count",
+        "training/loop.py",
+        "spans.discard()",
+        "spans.update()",
+        "training/test_precision.py::test_a_skipped_step_changes_no_weight_momentum_or_statistic",
+    ),
+    Mutant(
+        "the rate does not enter the buffer",
+        "optim/lars.py",
+        "into=lr if rate_inside else 1.0",
+        "into=1.0",
+        "optim/test_lars_fast.py::test_every_path_is_the_formula",
+    ),
+    Mutant(
+        "fujitsu's ratio forgets the peak rate",
+        "optim/lars.py",
+        '(_number(group, "base_lr") if convention == "fujitsu" else 1)',
+        "1",
+        "optim/test_lars.py::test_fujitsus_decay_is_scaled_by_the_peak_rate",
+    ),
+    Mutant(
+        "the trust ratio forgets weight decay",
+        "optim/kernels/fused.py",
+        "(g + rule.ratio_decay * w + rule.eps)",
+        "(g + rule.eps)",
+        "optim/test_lars_fast.py::test_every_path_is_the_formula",
+    ),
+    Mutant(
+        "moments of the step before count again",
+        "models/batchnorm.py",
+        "for buffer in buffers])))\n        self._moments.zero_()\n",
+        "for buffer in buffers])))\n",
+        "models/test_batchnorm.py::test_without_momentum_the_running_statistics_are_the_mean_over_steps",
+    ),
+    Mutant(
+        "the groups of a device batch count as one span",
+        "models/batchnorm.py",
+        "self.moments[-1] += len(moments)",
+        "self.moments[-1] += 1",
+        "models/test_batchnorm.py::test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans",
+    ),
+    Mutant(
+        "workers that share a span average their variances",
+        "models/batchnorm_functional.py",
+        "(variances + (means - mean).square()).mean(0)",
+        "variances.mean(0)",
+        "models/test_spans.py::test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole",
+    ),
+    Mutant(
+        "backward divides a shared span's sums by one worker's samples",
+        "models/batchnorm_functional.py",
+        "                num *= ctx.group.world_size\n",
+        "",
+        "models/test_spans.py::test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole",
+    ),
+    Mutant(
+        "compressed sums are not divided before they are sent",
+        "distributed/reducer.py",
+        "torch.div(self.buffer, divisor, out=self.sent)",
+        "self.sent.copy_(self.buffer)",
+        "distributed/test_reducer.py::test_compressed_sums_do_not_overflow_and_norms_stay_exact",
+    ),
+    Mutant(
+        "a group is sent before its last gradient is there",
+        "distributed/reducer.py",
+        "len(self._groups) and not self._groups[sent].owed:",
+        "len(self._groups) and len(self._groups[sent].owed) < 2:",
+        "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
+    ),
+    Mutant(
+        "every batch counts alike, however many samples it has",
+        "polish/moments.py",
+        "count = values.numel() // len(mean)\n        total",
+        "count = 1\n        total",
+        "polish/test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "what batches differ by is no variance",
+        "polish/moments.py",
+        "        self.deviations.addcmul_(shift, shift, value=self.count * count / total)\n",
+        "",
+        "polish/test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "variances are the population's",
+        "polish/moments.py",
+        "return self.deviations / (self.count - 1)",
+        "return self.deviations / self.count",
+        "polish/test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "every worker counts alike, however many samples it has",
+        "polish/moments.py",
+        "new_tensor([part.count for part in parts])",
+        "new_tensor([1.0 + 0 * part.count for part in parts])",
+        "polish/test_polish_exact.py::test_every_kind_of_layer",
+    ),
+    Mutant(
+        "polishing leaves the model in evaluation mode",
+        "polish/statistics.py",
+        "            module.training = training\n",
+        "            pass\n",
+        "polish/test_polish.py::test_only_the_running_statistics_change",
+    ),
+    Mutant(
+        "layers normalise by statistics of the pass before",
+        "polish/statistics.py",
+        "        layer.running_mean, layer.running_var = mean, var\n    return",
+        "        pass\n    return",
+        "polish/test_polish_sequential.py::test_the_result_is_that_of_polishing_one_layer_at_a_time",
+    ),
+    Mutant(
+        "the average takes from the model what it should keep",
+        "training/ema.py",
+        "get_ema_multi_avg_fn(decay)",
+        "get_ema_multi_avg_fn(1 - decay)",
+        "training/test_ema.py::test_the_average_is_the_recursion_in_float64",
+    ),
+    Mutant(
+        "a skipped update is averaged",
+        "training/stages.py",
+        "session.average is not None and not update.skipped",
+        "session.average is not None",
+        "training/test_ema.py::test_a_skipped_update_is_not_averaged",
+    ),
+    Mutant(
+        "a stage that is undone leaves its loss scale",
+        "training/state.py",
+        '        self.scaler.load_state_dict(self.before["scaler"])\n',
+        "",
+        "training/test_guard.py::test_a_stage_that_is_undone_leaves_no_loss_scale",
+    ),
+    Mutant(
+        "what polishing is compared with has been polished already",
+        "runs/checkpoints.py",
+        "        session.model.load_state_dict(start)\n",
+        "",
+        "runs/test_checkpoints.py::test_each_row_of_a_comparison_is_momentum_sgd_from_the_checkpoint",
+    ),
+    Mutant(
+        "training goes on from what was polished of an unfinished run",
+        "runs/run.py",
+        "            require_resumable(state, session.plan, options.out)\n",
+        "",
+        "runs/test_checkpoints.py::test_what_was_polished_of_a_run_in_its_first_stage_is_refused_too",
+    ),
+    Mutant(
+        "updates that a diverged stage never made are counted",
+        "training/stages.py",
+        "        session.given_up += end - session.step\n",
+        "",
+        "training/test_guard.py::test_only_updates_that_were_made_are_counted_however_often_the_run_was_stopped",
+    ),
+    Mutant(
+        "a stage is kept that is as good as none",
+        "training/stages.py",
+        'found > last["held_out"]',
+        'found >= last["held_out"]',
+        "training/test_judging.py",
+    ),
+    Mutant(
+        "a stage that is not kept is not undone",
+        "training/stages.py",
+        "        session.go_back()\n",
+        "        pass\n",
+        "training/test_judging.py",
+    ),
+)

@@ -1,0 +1,65 @@
+"""Runs on the digits that are a few updates long, and what they leave."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from largebatch import load_recipe
+from largebatch.optional import require_torchvision
+from largebatch.recipe.recipe import Recipe
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+CLEAN = "clean: {steps: 2}"
+AFFINE = "affine: {steps: 3, lr: 0.05}"
+STATISTICS = "statistics: {samples: 480}"
+JUDGED = "keep: better, held_out: 200"
+LEARNED = ("duration={steps: 40}", "schedule.warmup={steps: 10}")
+"""Forty updates learn something."""
+HALF = ("precision=fp16", "batch.global_batch=48", "data.image_size=16")
+"""Arithmetic that is slow on processors, and so little of it."""
+
+BEFORE = 8
+"""Updates of the schedule, else."""
+
+
+def a_recipe(*polish: str, changes: tuple[str, ...] = ()) -> Recipe:
+    """Return the digits' recipe with a short schedule and these stages."""
+    return load_recipe(
+        DIGITS,
+        [
+            *(f"duration={{steps: {BEFORE}}}", "schedule.warmup={steps: 2}", "evaluation={}"),
+            *("model.arguments.drop_rate=0.3", f"polish={{{', '.join(polish)}}}"),
+            *changes,
+        ],
+    )
+
+
+def timms(recipe: Recipe) -> nn.Module:
+    """Return the recipe's model, built by timm alone."""
+    require_torchvision()
+    import timm
+
+    arguments: Any = recipe.model.arguments
+    model: nn.Module = timm.create_model("resnet18", num_classes=10, **arguments)
+    return model
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Return the newest checkpoint of a run."""
+    found: dict[str, Any] = torch.load(max((folder / "checkpoints").iterdir()))
+    return found
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Return the model in it."""
+    state: dict[str, Tensor] = content(folder)["model"]
+    return state
+
+
+def log(folder: Path, event: str) -> list[dict[str, Any]]:
+    """Return the records of a kind."""
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]

@@ -1,0 +1,113 @@
+"""The moving average of a model against one written by hand in float64."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.models.batchnorm import Spans, with_span
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.training import stages
+from largebatch.training.ema import Average
+from largebatch.training.loop import Update
+from largebatch.training.stages import make_updates
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(5))
+    layers(torch.zeros(2, 3, 6, 6))
+    return with_span(layers, 2)
+
+
+def drift(model: nn.Module) -> None:
+    """Change everything that an update changes."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor))
+            else:
+                tensor.add_(1)
+
+
+def test_the_average_is_the_recursion_in_float64() -> None:
+    model = a_model()
+    Spans(model, Serial(torch.device("cpu")))  # a layer with workers cannot be copied
+    average = Average(model, decay=0.9)
+    by_hand: dict[str, Tensor] = {}
+    for _ in range(25):
+        drift(model)
+        average.update()
+        now = {name: value.double() for name, value in model.state_dict().items()}
+        by_hand = {n: 0.9 * by_hand.get(n, v) + (1 - 0.9) * v for n, v in now.items()}
+    tracked = model.state_dict()["1.num_batches_tracked"].clone()
+    average.store()
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), by_hand[name], rtol=1e-5, atol=1e-6)
+        else:
+            assert value.equal(tracked)
+
+
+def test_a_saved_average_goes_on_bit_by_bit() -> None:
+    whole, halves = a_model(), a_model()
+    one, first = Average(whole, decay=0.7), Average(halves, decay=0.7)
+    for _ in range(3):
+        drift(whole)
+        halves.load_state_dict(whole.state_dict())
+        one.update()
+        first.update()
+    second = Average(halves, decay=0.7)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in range(3):
+        drift(whole)
+        halves.load_state_dict(whole.state_dict())
+        one.update()
+        second.update()
+    one.store()
+    second.store()
+    torch.testing.assert_close(halves.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_a_skipped_update_is_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's, after which the weights are those of the update before."""
+
+    def some(*_: object, steps: range, **__: object) -> Any:  # noqa: ANN401 -- a generator
+        for step in steps:
+            yield Update(step, 0.1, torch.zeros(()), 1.0, skipped=step in {2, 3})
+
+    seen: list[int] = []
+    session: Any = SimpleNamespace(
+        average=SimpleNamespace(update=lambda: seen.append(session.step)),
+        step=0,
+        log=SimpleNamespace(stopped=False, **dict.fromkeys(("add", "flush", "resume_clock"), no)),
+        plan=SimpleNamespace(accumulation=1, global_batch=1, evaluate_after=()),
+        pipeline=SimpleNamespace(training=lambda *_, **__: SimpleNamespace(close=no)),
+        recipe=SimpleNamespace(seed=0),
+        backend=SimpleNamespace(rank=0),
+        **dict.fromkeys(("model", "optimizer", "schedule", "criterion", "reducer", "spans")),
+        scaler=None,
+    )
+    monkeypatch.setattr(stages, "train", some)
+    make_updates(session, "train", range(6), until=6)
+    assert seen == [1, 2, 5, 6]
+
+
+def no(*_: object) -> None:
+    pass
+
+
+def test_an_average_longer_than_the_schedule_is_refused() -> None:
+    recipe = load_recipe(DIGITS, ["polish.ema=0.999", "duration={epochs: 60}"])
+    with pytest.raises(RecipeError, match=r"polish.ema \(0.999\) averages over 1,000 updates"):
+        make_plan(recipe, workers=1)
+    make_plan(load_recipe(DIGITS, ["polish.ema=0.998"]), workers=1)  # 500 of 599

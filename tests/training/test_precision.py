@@ -1,0 +1,188 @@
+"""fp16: the loss is scaled, and an overflow anywhere makes every worker skip the same step.
+
+The scaler itself is PyTorch's. What is ours is where it stands: after the sum over the workers.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD
+
+from largebatch import load_recipe, run
+from largebatch.data.types import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DivergedError
+from largebatch.models.batchnorm import Spans, with_span
+from largebatch.runs.build import build_model
+from largebatch.runs.launch import start_workers
+from largebatch.training.loop import Update, train
+from largebatch.training.state import load_checkpoint
+from largebatch.training.step_log import StepLog
+
+CPU = Serial(torch.device("cpu"))
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+STEPS = 6
+SCALE = 2.0**10
+FIRST_SCALE = 2.0**21
+Poison = Callable[[int, int], float | None]
+"""(rank, step) -> what to put into a gradient, if anything."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    layers = nn.Sequential(
+        nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
+    )
+    return with_span(layers.double(), 4)
+
+
+def state_of(model: nn.Module, optimizer: SGD) -> dict[str, Any]:
+    momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+    tensors = {**model.state_dict(), **{f"momentum {n}": m for n, m in enumerate(momentum)}}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def solve(backend: Backend, poison: Poison, *, scaled: bool = True) -> list[dict[str, Any]]:
+    """Train a small net; return after every step the whole state and what the update says."""
+    generator = torch.Generator().manual_seed(backend.rank)
+    model = net()
+    optimizer = SGD(model.parameters(), momentum=0.9)
+    step = 0
+
+    def poisoned(gradient: Tensor) -> Tensor | None:
+        value = poison(backend.rank, step)
+        return None if value is None else torch.full_like(gradient, value)
+
+    model.get_parameter("0.weight").register_hook(poisoned)
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(STEPS):
+            images = torch.randn(4, 5, dtype=torch.float64, generator=generator)
+            yield Batch(images, torch.randint(3, (4,), generator=generator))
+
+    seen = []
+    with Reducer(model.named_parameters(), backend) as reducer:
+        for update in train(
+            model, optimizer, batches(), lambda step: 0.1 / (step + 1),
+            nn.CrossEntropyLoss(reduction="sum"), reducer, Spans(model, backend),
+            GradScaler("cpu", init_scale=SCALE, growth_interval=3, enabled=scaled),
+            steps=range(STEPS), accumulation=1, global_batch=4 * backend.world_size,
+            seed=lambda step: step,
+        ):  # fmt: skip
+            seen.append({"skipped": update.skipped, "scale": update.loss_scale,
+                         "loss": update.loss.item(), **state_of(model, optimizer)})  # fmt: skip
+            step += 1
+    return seen
+
+
+def overflow_on_worker_1_at_step_2(rank: int, step: int) -> float | None:
+    return float("inf") if (rank, step) == (1, 2) else None
+
+
+def solve_on(backend_name: Name, folder: Path) -> None:
+    backend = connect(backend_name)
+    torch.save(solve(backend, overflow_on_worker_1_at_step_2), folder / f"{backend.rank}.pt")
+    backend.close()
+
+
+def test_an_overflow_on_one_worker_makes_all_skip_the_same_step(tmp_path: Path) -> None:
+    start_workers(solve_on, "torch", tmp_path, workers=2)
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for seen in (one, two):
+        assert [after["skipped"] for after in seen] == [False, False, True, False, False, False]
+        assert [after["scale"] / SCALE for after in seen] == [1, 1, 0.5, 0.5, 0.5, 1]
+    for ours, theirs in zip(one, two, strict=True):
+        tensors = [{k: v for k, v in s.items() if k != "loss"} for s in (ours, theirs)]
+        torch.testing.assert_close(*tensors, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan")])
+def test_a_skipped_step_changes_no_weight_momentum_or_statistic(poison: float) -> None:
+    seen = solve(CPU, lambda _, step: poison if step == 2 else None)
+    kept = [name for name in seen[0] if name not in {"skipped", "scale", "loss"}]
+    assert [name for name in kept if not seen[2][name].equal(seen[1][name])] == []
+    assert [name for name in kept if seen[3][name].equal(seen[2][name])] == []
+
+
+def test_scaling_the_loss_changes_no_result() -> None:
+    """A power of two is exact, so what was scaled and unscaled is the same number."""
+    plain, scaled = solve(CPU, lambda *_: None, scaled=False), solve(CPU, lambda *_: None)
+    for one, other in zip(plain, scaled, strict=True):
+        assert one.pop("scale") == 1.0
+        assert other.pop("scale") >= SCALE
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def fp16(*overrides: str) -> list[str]:
+    short = ("duration.epochs=1", "schedule.warmup=null", "polish=null", "evaluation={}")
+    return ["precision=fp16", *short, *overrides]
+
+
+def test_fp16_computes_in_fp16_and_keeps_fp32_weights_gradients_and_statistics() -> None:
+    model = build_model(load_recipe(DIGITS, fp16()), CPU)
+    seen: list[torch.dtype] = []
+    model.get_submodule("layer1").register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    model(torch.zeros(48, 3, 32, 32)).sum().backward()
+    assert seen == [torch.float16]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    kinds = {tensor.dtype for tensor in tensors if tensor is not None}
+    assert kinds == {torch.float32, torch.int64}
+
+
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin with a loss scale at which the first updates overflow."""
+
+    def overflow(device: str, **options: Any) -> GradScaler:  # noqa: ANN401 -- passed on
+        return GradScaler(device, **{**options, "init_scale": FIRST_SCALE})
+
+    monkeypatch.setattr("largebatch.runs.build.GradScaler", overflow)
+
+
+@pytest.mark.usefixtures("overflowing")
+def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(DIGITS, fp16())
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    done = run(recipe, out=whole, max_steps=6)
+    lines = map(json.loads, (whole / "log.jsonl").read_text().splitlines())
+    steps = [record for record in lines if record["event"] == "step"]
+    assert 0 < done.skipped_steps < 6
+    assert done.skipped_steps == sum(step["skipped"] for step in steps)
+    scales = [FIRST_SCALE, *(step["loss_scale"] for step in steps)]
+    halved = [after == before / 2 for before, after in itertools.pairwise(scales)]
+    assert halved == [step["skipped"] for step in steps]
+    said = capsys.readouterr().out
+    assert f"updates skipped because fp16 overflowed: {done.skipped_steps}" in said
+    assert "fp16 on a CPU is several times slower than fp32" in said
+
+    run(recipe, out=parted, max_steps=2)
+    resumed = run(recipe, out=parted, max_steps=6, resume=True)
+    assert resumed.skipped_steps == done.skipped_steps
+    ours, other = (load_checkpoint(max((f / "checkpoints").iterdir())) for f in (parted, whole))
+    torch.testing.assert_close(ours.model, other.model, rtol=0, atol=0)
+    assert ours.scaler == other.scaler
+    assert ours.scaler["scale"] == scales[-1]
+
+
+def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
+    records: list[dict[str, Any]] = []
+    plan: Any = type("Plan", (), {"global_batch": 8, "epoch": lambda _, step: step / 10})()
+    log = StepLog(plan, CPU, records.append, lambda: False)
+    nan = torch.tensor(float("nan"))
+    log.add("train", Update(0, 0.1, nan, 1.0, skipped=True))
+    log.add("train", Update(1, 0.1, nan, 0.5, skipped=True))
+    with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
+        log.flush()
+    assert (log.skipped, len(records)) == (2, 2)
