@@ -21,15 +21,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from polishing_cells import Cell, Size, device_batch, recipe_of, train_arms  # noqa: E402
 from polishing_data import SETS, draw  # noqa: E402
 from polishing_figure import draw_all  # noqa: E402
-from polishing_study import (  # noqa: E402
-    GRID,
-    _wanted,
-    best_rates,
-    cells,
-    has,
-    to_tune,
-    write,
-)
+from polishing_study import GRID, _wanted, best_rates, cells, has, to_tune, write  # noqa: E402
 from polishing_tables import student, tables  # noqa: E402
 
 STATISTICS = Statistics(samples=1437)

@@ -9,7 +9,7 @@ layer's moments over every value that it was given; what it is given depends on 
 before it normalise, and there are two answers:
 
 - In one pass, the default, each layer normalises by the statistics of its batch, as in training, so
-  that the layers above see what they were trained on. With a span (`norm.py`) those are the
+  that the layers above see what they were trained on. With a span (`batchnorm.py`) those are the
   recipe's, and neither batch size nor number of workers shows in the result; a plain BatchNorm's
   are the whole batch's. One value per channel, which training refuses, is normalised to zero.
 - `sequential`, each layer normalises by statistics that are polished already, as in evaluation, so

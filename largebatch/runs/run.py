@@ -14,11 +14,7 @@ from largebatch.errors import BackendError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
-from largebatch.runs.build import (
-    Decoder,
-    Options,
-    open_session,
-)
+from largebatch.runs.build import Decoder, Options, open_session
 from largebatch.runs.folder import check_folder, default_folder, open_folder, read_state
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions

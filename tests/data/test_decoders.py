@@ -19,14 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from decoding import (
-    Decode,
-    augmented,
-    both_decoders,
-    needs_dali,
-    photograph,
-    run,
-)
+from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run
 from PIL import Image
 from torch import Tensor
 
