@@ -192,12 +192,13 @@ def _first_batch(root: Path, decoder: str) -> None:
         "data.val_samples": CLASSES,
         "batch.global_batch": BATCH,
         "batch.bn_span": BATCH,
+        "execution.decoder": decoder,
         "polish": "null",
     }
     recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changes.items()])
     plan = make_plan(recipe, workers=1)
     backend = Serial(torch.device("cpu"))
-    pipeline = open_pipeline(recipe, plan, backend, folder=root, decoder=decoder)
+    pipeline = open_pipeline(recipe, plan, backend, folder=root)
     batches = pipeline.training(range(plan.steps), clean=False)
     assert len(next(batches).labels) == BATCH
     batches.close()

@@ -47,7 +47,7 @@ Rival = Iterator[object]
 
 
 def view(size: int) -> View:
-    return View(image_size=size, mean=MEAN, std=STD, interpolation="bilinear", antialias=True)
+    return View(image_size=size, mean=MEAN, std=STD, interpolation="bilinear")
 
 
 def requests(index: Index, batch: int, area: tuple[float, float] = AREA) -> Iterator[Request]:
@@ -86,7 +86,7 @@ def dali_reader(folder: Path, *, batch: int, threads: int, device: torch.device 
             random_area=list(AREA),
             random_aspect_ratio=list(ASPECT),
         )
-        images = fn.resize(images, size=[224, 224], interp_type=types.INTERP_LINEAR, antialias=True)
+        images = fn.resize(images, size=[224, 224], interp_type=types.INTERP_LINEAR)
         images = fn.crop_mirror_normalize(
             images,
             mirror=fn.random.coin_flip(),

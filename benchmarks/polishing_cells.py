@@ -18,7 +18,7 @@ from largebatch.errors import DivergedError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Affine, Polish, Span, Statistics
+from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
 from largebatch.training.state import newest_checkpoint, parse_checkpoint, save_checkpoint
 
 Arms = dict[str, dict[str, float | None]]
@@ -166,7 +166,7 @@ def carry_out(
 
 def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -> Arms:
     """Train a trunk in `folder` and an arm for each way to polish; return what each reaches."""
-    trunk, batch = folder / "trunk", device_batch(recipe)
+    trunk, recipe = folder / "trunk", recipe.with_execution(device_batch=device_batch(recipe))
     statistics = Statistics(samples=recipe.train_samples)
     arms: Arms = {}
 
@@ -174,7 +174,7 @@ def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -
         """Part from the trunk where it is now."""
         out = folder / name
         own = part(trunk, recipe.model_copy(update={"polish": polish}), out)
-        summary = run(own, out=out, data=data, device_batch=batch, resume=True)
+        summary = run(own, out=out, data=data, resume=True)
         _require(summary.status == "finished", own)
         for stage in summary.stages:
             if stage["name"] != "train":
@@ -184,14 +184,12 @@ def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -
     def train(until: int) -> list[dict[str, Any]]:
         """Let the trunk grow to so many updates."""
         there = trunk.exists()
-        summary = run(
-            recipe, out=trunk, data=data, device_batch=batch, resume=there, max_steps=until
-        )
+        summary = run(recipe, out=trunk, data=data, resume=there, max_steps=until)
         _require(summary.steps == until, recipe)
         return summary.stages
 
     for epochs in sorted(cell.clean, reverse=True):
-        polish = Polish(clean=Span(epochs=epochs), statistics=statistics)
+        polish = Polish(clean=Duration(epochs=epochs), statistics=statistics)
         steps = make_plan(recipe.model_copy(update={"polish": polish}), workers=1).train_steps
         train(steps)
         follow(f"clean {epochs}", polish)

@@ -209,9 +209,9 @@ def test_the_digits_kept_on_the_gpu_are_those_kept_in_memory(clean: bool) -> Non
     both = []
     scale = ["data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]"]
     for way, device in (("device", GPU), ("memory", torch.device("cpu"))):
-        recipe = load_recipe(DIGITS, [f"data.cache={way}", *scale])
+        recipe = load_recipe(DIGITS, [f"execution.cache={way}", *scale])
         plan = make_plan(recipe, workers=1)
-        pipeline = open_pipeline(recipe, plan, Serial(device), folder=None, decoder=None)
+        pipeline = open_pipeline(recipe, plan, Serial(device), folder=None)
         both.append([*pipeline.training(range(3), clean=clean), *pipeline.validation()])
     for ours, theirs in zip(*both, strict=True):
         difference = steps_apart(ours, theirs)

@@ -12,7 +12,7 @@ from scipy.stats import ttest_1samp
 
 from largebatch import load_recipe, run
 from largebatch.data.index.index import Index
-from largebatch.recipe.sections import Affine, Polish, Span, Statistics
+from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
 from largebatch.training.state import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ from polishing_tables import student, tables  # noqa: E402
 
 STATISTICS = Statistics(samples=1437)
 POLISHED = {
-    "clean 1": Polish(clean=Span(epochs=1), statistics=STATISTICS),
+    "clean 1": Polish(clean=Duration(epochs=1), statistics=STATISTICS),
     "affine": Polish(affine=Affine(epochs=2, lr=0.1), statistics=STATISTICS),
 }
 
@@ -43,7 +43,7 @@ def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
     assert set(arms) == cell.arms
     for name, polish in POLISHED.items():
         own = recipe.model_copy(update={"polish": polish})
-        run(own, out=tmp_path / name, device_batch=device_batch(recipe))
+        run(own.with_execution(device_batch=device_batch(recipe)), out=tmp_path / name)
         alone = load_checkpoint(max((tmp_path / name / "checkpoints").glob("*.pt")))
         shared = load_checkpoint(max((tmp_path / "shared" / name / "checkpoints").glob("*.pt")))
         for key, tensor in alone.model.items():
@@ -107,7 +107,7 @@ def test_both_batches_make_as_many_epochs_with_one_span(data: str, optimizer: st
     )
     assert large.batch.global_batch == 32 * small.batch.global_batch
     assert large.batch.bn_span == small.batch.bn_span == small.batch.global_batch
-    assert large.duration == small.duration == Span(epochs=12)
+    assert large.duration == small.duration == Duration(epochs=12)
     assert large.data == small.data
 
 

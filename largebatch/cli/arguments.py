@@ -34,6 +34,22 @@ def add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_execution(parser: argparse.ArgumentParser) -> None:
+    """Let the command override the settings of `execution` that are asked for most."""
+    for option, key, kind, text in (
+        ("--device-batch", "device_batch", "N", "samples a worker holds at a time"),
+        ("--decoder", "decoder", "NAME", "dali or torchvision"),
+    ):
+        parser.add_argument(
+            option,
+            action="append",
+            dest="set",
+            type=f"execution.{key}={{}}".format,
+            metavar=kind,
+            help=f"{text}: --set execution.{key}={kind}",
+        )
+
+
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
     parser.add_argument(
@@ -43,11 +59,5 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         help="who adds up gradients (auto: the launcher's)",
     )
     parser.add_argument(
-        "--device-batch", type=count, metavar="N", help="samples a worker holds at a time"
-    )
-    parser.add_argument(
         "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"
-    )
-    parser.add_argument(
-        "--decoder", choices=["dali", "torchvision"], help="instead of the recipe's"
     )

@@ -59,7 +59,6 @@ def _decode_one(decode: Callable[..., Iterator[object]]) -> None:
             mean=(0.0, 0.0, 0.0),
             std=(1.0, 1.0, 1.0),
             interpolation="bilinear",
-            antialias=True,
         )
         batches = decode(
             found,

@@ -22,7 +22,7 @@ from typing import NoReturn
 from largebatch.cli import data as cli_data
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
-from largebatch.cli.arguments import add_command, add_machine, add_set, count
+from largebatch.cli.arguments import add_command, add_execution, add_machine, add_set, count
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import (
     BackendError,
@@ -106,7 +106,7 @@ def _train(args: argparse.Namespace) -> int:
 
     folder = args.out or default_folder(recipe)
     if args.backend == "horovod" and args.workers > 1 and launched_rank() is None:
-        make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
+        make_plan(recipe, workers=args.workers)
         check_folder(folder, resume=args.resume)
         _become_horovodrun(args)
     from largebatch.runs.run import run
@@ -117,8 +117,6 @@ def _train(args: argparse.Namespace) -> int:
         out=folder,
         data=args.data,
         backend=args.backend,
-        device_batch=args.device_batch,
-        decoder=args.decoder,
         resume=args.resume,
         max_steps=args.max_steps,
     )
@@ -155,8 +153,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         out=Path(),
         data=args.data,
         backend=args.backend,
-        device_batch=args.device_batch,
-        decoder=args.decoder,
+        overrides=tuple(args.set),
     )
     metrics = evaluate_checkpoint(args.checkpoint, options)
     if _rank() == 0:
@@ -194,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", _train, "train, polish and evaluate as a recipe says")
     train.add_argument("recipe", type=Path, help="a YAML file, as in recipes/")
     add_set(train)
+    add_execution(train)
     train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(train)
     train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
@@ -202,6 +200,8 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
     evaluate.add_argument("checkpoint", type=Path, help="a .pt file or a run folder")
+    add_set(evaluate)
+    add_execution(evaluate)
     add_machine(evaluate)
 
     cli_polish.add_commands(command)

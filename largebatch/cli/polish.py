@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.cli.arguments import Call, add_machine, add_set, count
+from largebatch.cli.arguments import Call, add_execution, add_machine, add_set, count
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import CheckpointError, LargebatchError
 
@@ -48,6 +48,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
         "--lr", type=float, help="of their first (0.001 for a global batch of 256, in proportion)"
     )
     add_set(polish)
+    add_execution(polish)
     add_machine(polish)
 
 
@@ -89,8 +90,6 @@ def _check(args: argparse.Namespace) -> None:
         raise LargebatchError(
             "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"
         )
-    if args.weights is None and args.set:
-        raise LargebatchError("--set is for --weights; a checkpoint has its own recipe")
     if not args.compare and (args.epochs is not None or args.lr is not None):
         raise LargebatchError(
             "--epochs and --lr are for --compare, which makes updates; the statistics pass makes "
@@ -153,9 +152,7 @@ def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"
 def _foreign(args: argparse.Namespace) -> "Foreign":
     from largebatch.runs.pretrained import Foreign
 
-    return Foreign(
-        model=args.model, weights=args.weights, averaged=args.ema, overrides=tuple(args.set)
-    )
+    return Foreign(model=args.model, weights=args.weights, averaged=args.ema)
 
 
 def _options(args: argparse.Namespace) -> "Options":
@@ -165,6 +162,5 @@ def _options(args: argparse.Namespace) -> "Options":
         out=args.out or Path(),
         data=args.data,
         backend=args.backend,
-        device_batch=args.device_batch,
-        decoder=args.decoder,
+        overrides=tuple(args.set),
     )

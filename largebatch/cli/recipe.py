@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from largebatch.cli.arguments import Call, add_set, count
+from largebatch.cli.arguments import Call, add_execution, add_set, count
 from largebatch.errors import LargebatchError
 from largebatch.recipe.explain import explain
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import Plan, describe_spans, make_plan
+from largebatch.recipe.plan import Plan, describe_decoding, describe_spans, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
@@ -20,7 +20,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     plan.add_argument("recipe", type=Path)
     add_set(plan)
     plan.add_argument("--workers", type=count, default=1, metavar="N")
-    plan.add_argument("--device-batch", type=count, metavar="N")
+    add_execution(plan)
 
     check = command("check", _check, "validate recipes without running them")
     check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
@@ -35,7 +35,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 def _plan(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
-    plan = make_plan(recipe, workers=args.workers, device_batch=args.device_batch)
+    plan = make_plan(recipe, workers=args.workers)
     course = follow(recipe)
     rates, peak = course.rates, course.peak
     rows = {
@@ -44,7 +44,7 @@ def _plan(args: argparse.Namespace) -> int:
         f"micro-batches x {plan.device_batch}",
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
-        "pictures": recipe.data.who_decodes(),
+        "images": describe_decoding(recipe),
         "an epoch": f"{plan.steps_per_epoch:.2f} steps",
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
         "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
@@ -82,7 +82,7 @@ def _check(args: argparse.Namespace) -> int:
     for path in args.recipes:
         try:
             recipe = load_recipe(path, args.set)
-            make_plan(recipe, workers=1)
+            make_plan(recipe.mathematics, workers=1)
             build_schedule(recipe)
         except LargebatchError as error:
             problems.append(str(error))

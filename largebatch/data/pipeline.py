@@ -38,7 +38,6 @@ class Pipeline:
     train_index: Index
     val_index: Index
     decode: Decode
-    decode_clean: Decode
     held_out_samples: IntArray
     """Training pictures that no stage is trained or measured on."""
 
@@ -52,14 +51,13 @@ class Pipeline:
 
         Clean pictures are prepared like validation pictures, in the same order of samples.
         """
-        decode = self.decode_clean if clean else self.decode
-        return decode(self.train_index, self._training_requests(steps, clean=clean))
+        return self.decode(self.train_index, self._training_requests(steps, clean=clean))
 
     def validation(self) -> Batches:
         """Return this worker's share of the validation pictures, which may be none."""
         samples = np.arange(len(self.val_index))
         requests = self._clean(self.val_index, samples, size=self.plan.device_batch)
-        return self.decode_clean(self.val_index, requests)
+        return self.decode(self.val_index, requests)
 
     def statistics(self, num_samples: int) -> Batches:
         """Return this worker's share of the first `num_samples` of the training order, clean.
@@ -68,12 +66,12 @@ class Pipeline:
         """
         samples = self._samples(range(num_samples))
         requests = self._clean(self.train_index, samples, size=self.plan.statistics_batch)
-        return self.decode_clean(self.train_index, requests)
+        return self.decode(self.train_index, requests)
 
     def held_out(self) -> Batches:
         """Return this worker's share of the training pictures held out, clean; it may be none."""
         requests = self._clean(self.train_index, self.held_out_samples, size=self.plan.device_batch)
-        return self.decode_clean(self.train_index, requests)
+        return self.decode(self.train_index, requests)
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Ask for what training shows at these positions of the run."""
@@ -109,34 +107,31 @@ class Pipeline:
             yield self.clean_request(index, samples[start : start + size])
 
 
-def open_pipeline(
-    recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | None, decoder: str | None
-) -> Pipeline:
+def open_pipeline(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | None) -> Pipeline:
     """Find the pictures a recipe names and prepare to decode them on this worker's device.
 
     Worker 0 reads and judges the folder and gives the index to the others. Raises DataError where
     the folder is not what the recipe describes, MissingPackageError where the decoder is missing.
     """
     data = recipe.data
-    _refuse_unused(data, folder, decoder)
-    train, val = _open_indexes(data, backend, folder)
+    if folder is not None and data.source != "folder":
+        raise DataError(
+            f"--data {folder} would not be read: the recipe's data.source is {data.source}"
+        )
+    train, val = _open_indexes(recipe, backend, folder)
     threads = max(1, available_cores() // backend.local_size)
-    if data.cache is not None:
-        decode = decode_clean = _open_cache(data, train, val, backend=backend, threads=threads)
+    decode: Decode
+    if recipe.execution.cache is not None:
+        decode = _open_cache(recipe, train, val, backend=backend, threads=threads)
     else:
-        opened: list[Decode] = [
-            partial(
-                _choose_decode(data, decoder or name),
-                view=_view(data),
-                device=backend.device,
-                threads=threads,
-                batch_size=plan.statistics_batch,  # the largest of any stage
-            )
-            for name in data.decoders
-        ]
-        for one in opened:
-            one(train, iter(())).close()  # what cannot decode is found out here, not in the run
-        decode, decode_clean = opened
+        decode = partial(
+            _choose_decode(recipe),
+            view=_view(data),
+            device=backend.device,
+            threads=threads,
+            batch_size=plan.statistics_batch,  # the largest of any stage
+        )
+        decode(train, iter(())).close()  # what cannot decode is found out here, not in the run
     train, held_out = _hold_out(train, recipe)
     return Pipeline(
         recipe=recipe,
@@ -145,7 +140,6 @@ def open_pipeline(
         train_index=train,
         val_index=val,
         decode=decode,
-        decode_clean=decode_clean,
         held_out_samples=held_out,
     )
 
@@ -159,19 +153,20 @@ def _hold_out(train: Index, recipe: Recipe) -> tuple[Index, IntArray]:
     return replace(train, trained=trained), held_out
 
 
-def _choose_decode(data: Data, name: str) -> Callable[..., Batches]:
-    if data.source == "synthetic":
+def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
+    if recipe.data.source == "synthetic":
         return synthetic.decode
-    return dali.decode if name == "dali" else torchvision.decode
+    return dali.decode if recipe.execution.decoder == "dali" else torchvision.decode
 
 
-def _open_cache(data: Data, *indexes: Index, backend: Backend, threads: int) -> Decode:
+def _open_cache(recipe: Recipe, *indexes: Index, backend: Backend, threads: int) -> Decode:
     """Keep the decoded pictures of the indexes; return what cuts and resizes from them."""
-    view, device = _view(data), backend.device
+    view, device = _view(recipe.data), backend.device
     in_memory = {
         one.digest: pixel_cache.keep(one, backend=backend, threads=threads) for one in indexes
     }
-    if data.cache == "memory" or device.type == "cpu":  # where the device's memory is the same
+    # The memory of a CPU "device" is the same.
+    if recipe.execution.cache == "memory" or device.type == "cpu":
 
         def decode(index: Index, requests: Iterator[Request]) -> Batches:
             pictures = in_memory[index.digest]
@@ -189,25 +184,11 @@ def _view(data: Data) -> View:
         mean=data.mean,
         std=data.std,
         interpolation=data.interpolation,
-        antialias=data.antialias,
     )
 
 
-def _refuse_unused(data: Data, folder: Path | None, decoder: str | None) -> None:
-    if folder is not None and data.source != "folder":
-        raise DataError(
-            f"--data {folder} would not be read: the recipe's data.source is {data.source}"
-        )
-    if decoder is not None and data.source == "synthetic":
-        raise DataError(f"--decoder {decoder} would not be used: the pictures are synthetic")
-    if decoder is not None and data.cache is not None:
-        raise DataError(
-            f"--decoder {decoder} would not be used: data.cache is {data.cache}, so all pictures "
-            "are decoded once; leave it out, or add --set data.cache=null"
-        )
-
-
-def _open_indexes(data: Data, backend: Backend, folder: Path | None) -> tuple[Index, Index]:
+def _open_indexes(recipe: Recipe, backend: Backend, folder: Path | None) -> tuple[Index, Index]:
+    data = recipe.data
     if data.source == "synthetic":
         sizes = (data.train_samples, data.val_samples)
         train, val = (synthetic.synthetic_index(n, data.classes, data.image_size) for n in sizes)
@@ -215,7 +196,7 @@ def _open_indexes(data: Data, backend: Backend, folder: Path | None) -> tuple[In
     if backend.rank > 0:
         return share_index(None, None, backend), share_index(None, None, backend)
     root = _root(data, folder)
-    unread = data.cache is not None  # their pixels are kept
+    unread = recipe.execution.cache is not None  # training reads the cached pixels
     contents = [open_content(root, split, every_file=unread) for split in ("train", "val")]
     _check(data, *(index_of(content, root) for content in contents))
     train, val = (share_index(root, content, backend) for content in contents)

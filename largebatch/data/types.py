@@ -60,5 +60,3 @@ class View:
     """Of red, green and blue on the scale 0 .. 1."""
 
     interpolation: Interpolation
-    antialias: bool
-    """Whether the filter is widened where the part is made smaller."""

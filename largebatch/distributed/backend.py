@@ -37,9 +37,6 @@ class Group(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape: every worker's tensor (all of one shape), by rank."""
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum a world_size x ... tensor over the group and return this worker's row of it."""
-
 
 class Backend(Group, Protocol):
     """What training asks of a communication library: the group of all workers, and more."""

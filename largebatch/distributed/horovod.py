@@ -76,15 +76,6 @@ class HorovodGroup:
             )
         return gathered.to(tensor.dtype)
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this worker's row of the sum of world_size x ... tensors."""
-        hvd, sent = self._hvd, _sendable(tensor.detach())
-        with self._speaking_to_peers():
-            rows: Tensor = hvd.reducescatter(
-                sent, name=self._name(sent), op=hvd.Sum, process_set=self._set
-            )
-        return rows.squeeze(0).to(tensor.dtype)
-
     def _name(self, sent: Tensor) -> str:
         return f"{self._prefix}{sent.dtype}{list(sent.shape)}"
 

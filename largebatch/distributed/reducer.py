@@ -18,12 +18,12 @@ at run time, and differs from the next in what it does to accumulation.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from largebatch.distributed.backend import Work
+from largebatch.distributed.backend import Group, Work
 from largebatch.errors import UnusedParametersError
 
 Named = tuple[str, nn.Parameter]
@@ -95,17 +95,6 @@ def _cut(num_tensors: int, counts: Iterable[int]) -> list[range]:
     return groups
 
 
-class Summing(Protocol):
-    """All workers, as far as a sum needs them: a Backend, or what makes its sums in two levels."""
-
-    @property
-    def world_size(self) -> int:
-        """How many workers there are."""
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Start to replace `tensor`, in place, by its elementwise sum over all of them."""
-
-
 @dataclass(slots=True)
 class _Group:
     """Some parameters, one buffer, and what the running step has brought and still owes."""
@@ -124,7 +113,7 @@ class _Group:
     owed: set[str] = field(default_factory=set)
     """Who gets another gradient in the armed backward pass."""
 
-    def send(self, workers: Summing, divisor: float) -> Work:
+    def send(self, workers: Group, divisor: float) -> Work:
         if self.sent is not self.buffer:
             torch.div(self.buffer, divisor, out=self.sent)
         return workers.all_reduce(self.sent)
@@ -154,7 +143,7 @@ class Reducer:
     def __init__(
         self,
         parameters: Iterable[Named],
-        workers: Summing,
+        workers: Group,
         *,
         grouping: Grouping = cubic,
         dtype: torch.dtype | None = None,

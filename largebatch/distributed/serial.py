@@ -39,10 +39,6 @@ class Serial:
         """Return 1 x tensor.shape."""
         return tensor.unsqueeze(0)
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the only row."""
-        return tensor.squeeze(0).clone()
-
     def split(self, parts: Sequence[Sequence[int]]) -> Self:
         """Return the group of the only worker: this one."""
         own_part(parts, rank=self.rank, world_size=self.world_size)

@@ -66,17 +66,6 @@ class TorchGroup:
             dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group)
         return gathered
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this worker's row of the sum of world_size x ... tensors.
-
-        Every worker sends each row to its owner, who adds them up: as many bytes as a ring sends.
-        Gloo's own reduce-scatter is an all-reduce of a copy, twice as many.
-        """
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        with _speaking_to_peers(self._worker):
-            dist.all_to_all_single(received, tensor.contiguous(), group=self._group)
-        return received.sum(0, dtype=tensor.dtype)
-
 
 class TorchDistributed(TorchGroup):
     """A Backend over the default process group of torch.distributed, which it opens and closes."""

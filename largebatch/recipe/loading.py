@@ -24,6 +24,18 @@ _NUMBER = re.compile(
 )
 
 
+_MOVED = {
+    **{f"data.{key}": f"now execution.{key}" for key in ("decoder", "cache")},
+    "optimizer.lars.kernels": "now execution.kernels",
+    "optimizer.kernels": "now execution.kernels",
+    "reduction.groups": "now execution.groups",
+    "reduction.hierarchical": "gone: NCCL sums inside each machine first by itself; leave it out",
+    "data.eval_decoder": "gone: execution.decoder decodes all images; leave it out",
+    "data.antialias": "gone: images are always resized with antialiasing; leave it out",
+}
+"""Keys that recipes had, and what stands in their place."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML 1.2 numbers; every key at most once."""
 
@@ -158,7 +170,7 @@ def _explain(problem: ErrorDetails) -> str:
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            return f"{where}: unknown key; {_nearest(keys[-1], known)}"
+            return f"{where}: {_MOVED.get(where) or f'unknown key; {_nearest(keys[-1], known)}'}"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Span
+from largebatch.recipe.sections import Duration
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""
@@ -88,10 +88,11 @@ class Plan:
         return range(start, start + self.device_batch)
 
 
-def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) -> Plan:
-    """Divide a recipe over workers; `device_batch` None chooses the largest that fits the limit.
+def make_plan(recipe: Recipe, *, workers: int) -> Plan:
+    """Divide a recipe over workers.
 
-    Whole BatchNorm spans in a device batch are preferred; where a worker's share has none, several
+    Where `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
+    BatchNorm spans in a device batch are preferred; where a worker's share has none, several
     workers share each span.
 
     Raises PlanError where the global batch cannot be divided so, RecipeError where the recipe's
@@ -106,6 +107,7 @@ def make_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) 
         )
     per_worker = batch.global_batch // workers
     possible = _device_batches(per_worker, workers=workers, span=span)
+    device_batch = recipe.execution.device_batch
     if device_batch is None:
         device_batch = _choose_device_batch(possible, span=span)
     if device_batch not in possible:
@@ -155,13 +157,14 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
         )
 
 
-def measuring_plan(recipe: Recipe, *, workers: int, device_batch: int | None = None) -> Plan:
+def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:
     """Plan to evaluate or polish on any number of workers, with any device batch.
 
     Its positions are no updates of the recipe; only forward passes may use it.
     """
-    alone = make_plan(recipe, workers=1)
-    return replace(alone, workers=workers, device_batch=device_batch or alone.device_batch)
+    alone = make_plan(recipe.mathematics, workers=1)
+    device_batch = recipe.execution.device_batch or alone.device_batch
+    return replace(alone, workers=workers, device_batch=device_batch)
 
 
 def describe_spans(plan: Plan) -> str:
@@ -180,15 +183,26 @@ def describe_spans(plan: Plan) -> str:
     )
 
 
+def describe_decoding(recipe: Recipe) -> str:
+    """Say where pixels come from."""
+    execution = recipe.execution
+    if recipe.data.source == "synthetic":
+        return "synthetic"
+    if execution.cache is None:
+        return f"decoded by {execution.decoder or 'torchvision'}"
+    where = "; on CPU workers: the same as memory" if execution.cache == "device" else ""
+    return f"decoded once, cached as bytes (execution.cache: {execution.cache}{where})"
+
+
 def converter(recipe: Recipe) -> Callable[..., int]:
     """Return what turns epochs into steps: the nearest number, but at least one."""
     steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
 
-    def steps_in(span: Span, rounding: Callable[[float], int] = round) -> int:
-        if span.steps is not None:
-            return span.steps
-        assert span.epochs is not None
-        return max(1, rounding(round(span.epochs * steps_per_epoch, 9)))
+    def steps_in(duration: Duration, rounding: Callable[[float], int] = round) -> int:
+        if duration.steps is not None:
+            return duration.steps
+        assert duration.epochs is not None
+        return max(1, rounding(round(duration.epochs * steps_per_epoch, 9)))
 
     return steps_in
 
@@ -200,7 +214,7 @@ def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
     steps_in = converter(recipe)
     last_epoch = steps * recipe.batch.global_batch / recipe.train_samples
     epochs = [offset + k * every for k in range(math.ceil(last_epoch / every) + 1)]
-    points = {steps_in(Span(epochs=epoch)) for epoch in epochs if epoch > 0}
+    points = {steps_in(Duration(epochs=epoch)) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
 
 

@@ -1,9 +1,9 @@
 """What a recipe may say: one YAML file that describes a training run completely.
 
-A recipe states the mathematics of an experiment and never the machine: how many workers there are,
-how much one holds and where the data lies are said on the command line and cannot change the
-result. Every section is frozen and strict; an unknown key is an error. What decides the result has
-no default, except where the literature agrees on one.
+A recipe states the mathematics of an experiment. What only makes a machine fast stands apart, in
+`execution`; how many workers there are and where the data lies is said on the command line, and
+none of it can change the result. Every section is frozen and strict; an unknown key is an error.
+What decides the result has no default, except where the literature agrees on one.
 """
 
 from typing import Annotated, Literal, Self
@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from largebatch.recipe.schedule import Schedule
-from largebatch.recipe.sections import Data, Momentum, Polish, Section, Span
+from largebatch.recipe.sections import Data, Duration, Execution, Momentum, Polish, Section
 
 
 class Model(Section):
@@ -51,9 +51,6 @@ class LARS(Section):
 
     eps: NonNegativeFloat = 0.0
     """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
-
-    kernels: Literal["torch", "apex"] = "torch"
-    """What computes the update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
 
 
 class SGD(Section):
@@ -98,56 +95,13 @@ class BatchSizes(Section):
         return self
 
 
-class Groups(Section):
-    """Base of the ways to put gradients into groups; each group is sent as one tensor."""
-
-
-class CubicGroups(Groups):
-    """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
-
-    kind: Literal["cubic"]
-
-
-class QuadraticGroups(Groups):
-    """3 (k+1)^2 - 3 k^2 tensors: 3, 9, 15, 21 ..."""
-
-    kind: Literal["quadratic"]
-
-
-class ConstantGroups(Groups):
-    """The same number of tensors in each."""
-
-    kind: Literal["constant"]
-
-    tensors: PositiveInt
-    """How many."""
-
-
-class GroupsByBytes(Groups):
-    """As many tensors as fill a number of bytes, at least one."""
-
-    kind: Literal["bytes"]
-
-    megabytes: PositiveFloat
-    """A group is complete when it has at least this many million bytes of fp32 gradients, whatever
-    they are sent as."""
-
-
 class Reduction(Section):
-    """How gradients are summed over the workers while the backward pass is running."""
-
-    groups: Annotated[
-        CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
-    ] = CubicGroups(kind="cubic")
-    """What is sent together, counted from the last layer."""
+    """What gradients are sent as when they are summed over the workers."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Sent in this type. Gradients are divided by the global batch before they are rounded and
-    summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last group.
-    fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
-
-    hierarchical: bool = False
-    """Sum inside each machine first, then across machines, each worker a part of every group."""
+    """Gradients are sent in this type. They are divided by the global batch before they are rounded
+    and summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last
+    group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
 
 
 class Evaluation(Section):
@@ -175,7 +129,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Fixes the weights at the start, the order of the samples, crops, flips and dropout."""
 
-    duration: Span
+    duration: Duration
     """How long to train, clean epochs included."""
 
     data: Data
@@ -189,11 +143,24 @@ class Recipe(Section):
     the loss and skips updates whose gradients overflow."""
 
     reduction: Reduction = Reduction()
-
+    execution: Execution = Execution()
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
     tracking: tuple[Literal["wandb"], ...] = ()
     """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
+
+    @property
+    def mathematics(self) -> Self:
+        """The recipe without its execution: what a run and a resumed part of it have in common."""
+        return self.model_copy(update={"execution": Execution()})
+
+    def with_execution(self, **changes: object) -> Self:
+        """Return the recipe with other settings of `execution`, such as device_batch=64.
+
+        Raises pydantic.ValidationError, a ValueError, for what that section does not allow.
+        """
+        changed = self.model_dump() | {"execution": {**self.execution.model_dump(), **changes}}
+        return self.model_validate(changed)
 
     @property
     def train_samples(self) -> int:
@@ -222,6 +189,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _synthetic_images_are_not_decoded(self) -> Self:
+        if self.data.source == "synthetic":
+            for key in ("decoder", "cache"):
+                if getattr(self.execution, key) is not None:
+                    raise ValueError(
+                        f"execution.{key} would not be used: data.source: synthetic has no files"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _small_gradients_are_sent(self) -> Self:
         if self.reduction.dtype == "fp16" and self.precision != "fp16":
             raise ValueError(
@@ -240,15 +217,6 @@ class Recipe(Section):
         return self
 
 
-def portable(recipe: Recipe) -> Recipe:
-    """Return the recipe without what only makes the training machine fast."""
-    optimizer = recipe.optimizer
-    if isinstance(optimizer, LARS):
-        optimizer = optimizer.model_copy(update={"kernels": "torch"})
-    reduction = recipe.reduction.model_copy(update={"hierarchical": False})
-    return recipe.model_copy(update={"optimizer": optimizer, "reduction": reduction})
-
-
-def plainest(recipe: Recipe) -> Recipe:
-    """Return the recipe for what any machine can measure, whatever the training machine had."""
-    return portable(recipe).model_copy(update={"reduction": Reduction()})
+def anywhere(recipe: Recipe) -> Recipe:
+    """Return the recipe as any machine can compute it, whatever the one had that trained."""
+    return recipe.with_execution(kernels="torch").model_copy(update={"reduction": Reduction()})

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from largebatch.recipe.sections import Fraction, Section, Span
+from largebatch.recipe.sections import Duration, Fraction, Section
 
 
 class Constant(Section):
@@ -18,24 +18,24 @@ class Constant(Section):
     kind: Literal["constant", "fix"]
 
 
-class Staircase(Section):
+class StepDecay(Section):
     """Multiply the rate by gamma again and again, after stretches of one length."""
 
     kind: Literal["step"]
 
-    every: Span
+    every: Duration
     """How long the rate stays the same."""
 
     gamma: Fraction = 0.1
     """The rate is multiplied by this at each stair."""
 
 
-class Steps(Section):
+class MultiStepDecay(Section):
     """Multiply the rate by gamma at given points."""
 
     kind: Literal["steps", "nstep"]
 
-    at: Annotated[tuple[Span, ...], Field(min_length=1)]
+    at: Annotated[tuple[Duration, ...], Field(min_length=1)]
     """The points, counted from the start of the run, warm-up included; in a piece, from its
     start."""
 
@@ -70,7 +70,7 @@ class Fall(Section):
     end_lr: NonNegativeFloat = 0.0
     """The rate that the fall reaches, and stays at; below peak_lr."""
 
-    over: Span | None = None
+    over: Duration | None = None
     """How long the fall takes, from the end of the warm-up; null: until the run, or piece, ends."""
 
 
@@ -99,7 +99,7 @@ class Cycle(Section):
 class HalfCycle(Cycle):
     """Base of the cycles that begin at low_lr."""
 
-    half_cycle: Span
+    half_cycle: Duration
     """How long the rate rises from low_lr; it falls back in the same time."""
 
 
@@ -150,14 +150,14 @@ class CosineCycles(Cycle):
 
     kind: Literal["cos"]
 
-    cycle: Span
+    cycle: Duration
     """How long it takes to fall and rise again: the paper's l, and twice that of its code."""
 
 
 Simple: TypeAlias = (
     Constant
-    | Staircase
-    | Steps
+    | StepDecay
+    | MultiStepDecay
     | Exponential
     | Inverse
     | Polynomial
@@ -176,7 +176,7 @@ Simple: TypeAlias = (
 class Piece(Section):
     """A part of the run with a policy of its own, which counts from the start of the piece."""
 
-    length: Span | None
+    length: Duration | None
     """How long it lasts; null for the last piece, and only there: until the run ends."""
 
     peak_lr: PositiveFloat
@@ -221,7 +221,7 @@ class Schedule(Section):
     peak_lr: PositiveFloat
     """The highest rate of the run."""
 
-    warmup: Span | None
+    warmup: Duration | None
     """How long the rate rises in a straight line to where the policy begins, which is peak_lr, but
     low_lr for tri, sin and their like; null: no warm-up."""
 

@@ -9,9 +9,7 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 Triple = tuple[float, float, float]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 
-Decoder = Literal["dali", "torchvision"]
 Interpolation = Literal["bilinear", "bicubic"]
-Cache = Literal["memory", "device"]
 
 
 class Section(BaseModel):
@@ -26,7 +24,7 @@ class Section(BaseModel):
     )
 
 
-class Span(Section):
+class Duration(Section):
     """A stretch of training, in epochs or in steps."""
 
     epochs: PositiveFloat | None = None
@@ -81,20 +79,6 @@ class Data(Section):
     interpolation: Interpolation = "bilinear"
     """How a part is resized to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
 
-    antialias: bool = True
-    """Widen the filter where a part is made smaller, as Pillow always does; false needs DALI."""
-
-    decoder: Decoder = "dali"
-    """What decodes and resizes the pictures, unless there is a cache; --decoder overrides it."""
-
-    eval_decoder: Decoder | None = None
-    """What decodes the clean pictures instead; null: the same. Their pixels differ slightly."""
-
-    cache: Cache | None = None
-    """Decode once and keep the pixels of small sets. `memory`: in one file that all workers of a
-    machine map, in the user's cache, where a file is removed after 30 days without use. `device`:
-    besides on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
-
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
         for key in ("crop_area", "crop_aspect"):
@@ -107,40 +91,8 @@ class Data(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _somebody_can_do_it(self) -> Self:
-        if self.cache is not None and self.source == "synthetic":
-            raise ValueError(f"cache: {self.cache} keeps decoded pictures, and these are synthetic")
-        if self.cache is not None and self.eval_decoder is not None:
-            raise ValueError(
-                f"eval_decoder: {self.eval_decoder} would not be used: cache: {self.cache} decodes "
-                "all pictures once"
-            )
-        if not self.antialias and (self.cache or "torchvision" in self.decoders):
-            raise ValueError(
-                "antialias: false can only be done by decoder: dali, without eval_decoder or cache"
-            )
-        return self
 
-    @property
-    def decoders(self) -> tuple[Decoder, Decoder]:
-        """Who decodes training pictures and who clean ones, where there is no cache."""
-        return self.decoder, self.eval_decoder or self.decoder
-
-    def who_decodes(self) -> str:
-        """Say in words where pixels come from, and whether all of them come from there."""
-        if self.source == "synthetic":
-            return "made up"
-        if self.cache is not None:
-            where = "; on CPU workers: the same as memory" if self.cache == "device" else ""
-            return f"decoded once, kept as bytes (cache: {self.cache}{where})"
-        train, clean = self.decoders
-        if train == clean:
-            return f"decoded by {train}"
-        return f"decoded by {train} to train and by {clean} to evaluate: not the same pixels"
-
-
-class Affine(Span):
+class Affine(Duration):
     """More updates after the schedule, of BatchNorm's scales and shifts and of the classifier."""
 
     lr: PositiveFloat
@@ -164,7 +116,7 @@ class Polish(Section):
     The stages come in this order, and each ends with an evaluation.
     """
 
-    clean: Span | None = None
+    clean: Duration | None = None
     """The last part of the schedule trains on clean pictures, at the schedule's rate, and all
     weights move; null: none of it."""
 
@@ -208,4 +160,73 @@ class Polish(Section):
             )
         if self.keep == "always" and self.held_out is not None:
             raise ValueError("held_out pictures would not be used: give keep: better too")
+        return self
+
+
+class Groups(Section):
+    """Base of the ways to put gradients into groups; each group is sent as one tensor."""
+
+
+class CubicGroups(Groups):
+    """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
+
+    kind: Literal["cubic"]
+
+
+class QuadraticGroups(Groups):
+    """3 (k+1)^2 - 3 k^2 tensors: 3, 9, 15, 21 ..."""
+
+    kind: Literal["quadratic"]
+
+
+class ConstantGroups(Groups):
+    """The same number of tensors in each."""
+
+    kind: Literal["constant"]
+
+    tensors: PositiveInt
+    """How many."""
+
+
+class GroupsByBytes(Groups):
+    """As many tensors as fill a number of bytes, at least one."""
+
+    kind: Literal["bytes"]
+
+    megabytes: PositiveFloat
+    """A group is complete when it has at least this many million bytes of fp32 gradients, whatever
+    they are sent as."""
+
+
+class Execution(Section):
+    """The machine: what only makes a run faster. A resumed run may change it."""
+
+    device_batch: PositiveInt | None = None
+    """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides
+    its share of the global batch."""
+
+    decoder: Literal["dali", "torchvision"] | None = None
+    """Decodes and resizes the images (--decoder). `dali`: NVIDIA DALI, on the GPU where there is
+    one; pixels differ from torchvision's by 1/255 at most. null: torchvision."""
+
+    cache: Literal["memory", "device"] | None = None
+    """Decode once and keep the pixels of small sets. `memory`: in one file that all workers of a
+    machine map, in the user's cache, where a file is removed after 30 days without use. `device`:
+    besides on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
+
+    groups: Annotated[
+        CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
+    ] = CubicGroups(kind="cubic")
+    """Which gradients are sent together, counted from the last layer."""
+
+    kernels: Literal["torch", "apex"] = "torch"
+    """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
+
+    @model_validator(mode="after")
+    def _decoder_is_used(self) -> Self:
+        if self.decoder is not None and self.cache is not None:
+            raise ValueError(
+                f"decoder: {self.decoder} would not be used: cache: {self.cache} decodes all "
+                "images once; give one of the two"
+            )
         return self

@@ -25,7 +25,7 @@ from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.recipe.plan import Plan, make_plan
+from largebatch.recipe.plan import Plan, describe_decoding, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER
@@ -77,7 +77,7 @@ def show(pipeline: Pipeline) -> Shown:
         return (pipeline.training_request(range(p, p + 1), clean=clean) for p in each)
 
     training = _images(pipeline.decode(index, ask(places, clean=False)))
-    clean = _images(pipeline.decode_clean(index, ask(places[:, 0], clean=True)))
+    clean = _images(pipeline.decode(index, ask(places[:, 0], clean=True)))
     return Shown(
         classes=tuple(index.classes[label] for label in labels),
         training=_in_rows(training, [num_passes] * len(samples)),
@@ -119,7 +119,7 @@ def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
     index = pipeline.val_index
     chosen = [np.flatnonzero(index.labels == label)[:CHECKS] for label in labels]
     requests = (pipeline.clean_request(index, sample[None]) for row in chosen for sample in row)
-    return _in_rows(_images(pipeline.decode_clean(index, requests)), list(map(len, chosen)))
+    return _in_rows(_images(pipeline.decode(index, requests)), list(map(len, chosen)))
 
 
 def _images(batches: Batches) -> Iterator[Tensor]:
@@ -166,8 +166,8 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
     """
     if path.suffix.lower() != ".png":
         raise LargebatchError(f"{path}: the sheet is a PNG file: give a name that ends in .png")
-    plan = make_plan(recipe, workers=1)
-    pipeline = open_pipeline(recipe, plan, Serial(), folder=folder, decoder=None)
+    plan = make_plan(recipe.mathematics, workers=1)
+    pipeline = open_pipeline(recipe, plan, Serial(), folder=folder)
     sheet = draw_sheet(show(pipeline), recipe, plan)
     try:
         sheet.save(path)
@@ -235,7 +235,7 @@ def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
         values.append(f"{group.name} {images.mean():z.2f} ± {images.std():.2f}")
     size, flips = f"{data.image_size} x {data.image_size}", "half" if data.flip else "never"
     return [
-        f"{recipe.model.name} sees {size}, {data.interpolation}, {data.who_decodes()}",
+        f"{recipe.model.name} sees {size}, {data.interpolation}, {describe_decoding(recipe)}",
         f"training: {crops}, {flips} mirrored; clean and evaluation: {clean}",
         f"values after normalisation, mean ± std of these pictures: {', '.join(values)}",
     ]

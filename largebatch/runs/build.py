@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
 from largebatch.distributed.environment import available_cores
-from largebatch.distributed.hierarchical import in_two_levels
 from largebatch.distributed.reducer import (
     Grouping,
     Reducer,
@@ -34,8 +33,9 @@ from largebatch.models import affine_parameters, build, norm_parameters, param_g
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe import recipe as recipes
+from largebatch.recipe import sections
 from largebatch.recipe.plan import Plan, make_plan, measuring_plan
-from largebatch.recipe.recipe import Recipe, plainest
+from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.interrupts import stop_requests
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
@@ -47,8 +47,6 @@ from largebatch.training.state import Means, Session
 from largebatch.training.step_log import StepLog
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Decoder = Literal["dali", "torchvision"]
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -110,7 +108,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
 def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
 
-    Raises RecipeError where `optimizer.kernels` cannot update this model, MissingPackageError where
+    Raises RecipeError where `execution.kernels` cannot update this model, MissingPackageError where
     they are not installed.
     """
     section, peak_lr = recipe.optimizer, recipe.schedule.peak_lr
@@ -125,10 +123,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
                     eta=section.eta,
                     eps=section.eps,
                     convention=section.convention,
-                    kernels=section.kernels,
+                    kernels=recipe.execution.kernels,
                 )
             except ValueError as error:
-                raise RecipeError(f"optimizer.kernels: {error}") from None
+                raise RecipeError(f"execution.kernels: {error}") from None
         case recipes.SGD():
             for group in groups:
                 del group["adapt"]
@@ -169,8 +167,8 @@ def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer
         )
     return Reducer(
         model.named_parameters(),
-        in_two_levels(backend) if section.hierarchical else backend,
-        grouping=_grouping(section.groups),
+        backend,
+        grouping=_grouping(recipe.execution.groups),
         dtype=_SENT_AS[section.dtype],
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=_kept_exact(recipe, model),
@@ -202,18 +200,16 @@ def describe_groups(recipe: Recipe) -> str:
             arguments=recipe.model.arguments,
             head_std=recipe.model.head_std,
         )
-    exact = _kept_exact(recipe, model)
-    groups = divide(model.named_parameters(), grouping=_grouping(section.groups), exact=exact)
+    exact, grouping = _kept_exact(recipe, model), _grouping(recipe.execution.groups)
+    groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
     width = 4 if section.dtype == "fp32" else 2
     said = []
     for group in groups:
         kept = bool(exact) and group[0][1] in exact
         size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
         said.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
-    ways = "in the machine, then across" if section.hierarchical else "over all workers"
-    return (
-        f"{section.groups.kind}, in {section.dtype}, {ways}; tensors: {', '.join(_shorten(said))}"
-    )
+    kind = recipe.execution.groups.kind
+    return f"{kind}, in {section.dtype}; tensors: {', '.join(_shorten(said))}"
 
 
 def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
@@ -229,19 +225,19 @@ def _kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
 
 
 def _grouping(
-    section: recipes.CubicGroups
-    | recipes.QuadraticGroups
-    | recipes.ConstantGroups
-    | recipes.GroupsByBytes,
+    section: sections.CubicGroups
+    | sections.QuadraticGroups
+    | sections.ConstantGroups
+    | sections.GroupsByBytes,
 ) -> Grouping:
     match section:
-        case recipes.CubicGroups():
+        case sections.CubicGroups():
             return cubic
-        case recipes.QuadraticGroups():
+        case sections.QuadraticGroups():
             return quadratic
-        case recipes.ConstantGroups():
+        case sections.ConstantGroups():
             return constant(section.tensors)
-        case recipes.GroupsByBytes():
+        case sections.GroupsByBytes():
             return by_bytes(section.megabytes * 1e6)
         case _:
             assert_never(section)
@@ -274,11 +270,8 @@ class Options:
     """The pictures, for a recipe whose data.source is folder."""
 
     backend: Name = "auto"
-    device_batch: int | None = None
-    """Samples a worker holds at a time; None: the largest that fits plan.DEVICE_BATCH_LIMIT."""
-
-    decoder: Decoder | None = None
-    """Instead of the recipe's."""
+    overrides: tuple[str, ...] = ()
+    """Changes to the recipe of a checkpoint, or of weights, such as execution.device_batch=64."""
 
     resume: bool = False
     """Go on from the newest checkpoint in `out`."""
@@ -339,13 +332,13 @@ def build_session(
             tracker.record(record)
 
     divide = measuring_plan if measuring else make_plan
-    plan = divide(recipe, workers=backend.world_size, device_batch=options.device_batch)
-    pipeline = open_pipeline(recipe, plan, backend, folder=options.data, decoder=options.decoder)
+    plan = divide(recipe, workers=backend.world_size)
+    pipeline = open_pipeline(recipe, plan, backend, folder=options.data)
     model = build_model(recipe, backend)
     share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
     here = recipe
     if measuring:
-        here = plainest(recipe)
+        here = anywhere(recipe)
     else:
         require_trainable(model, recipe)
     polish = recipe.polish

@@ -1,7 +1,7 @@
 """What can be done with a checkpoint after its run: evaluate it, polish it, compare polishings."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +9,9 @@ from typing import Literal, get_args
 
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
+from largebatch.recipe.loading import dump_recipe, parse_recipe
 from largebatch.recipe.plan import Plan
-from largebatch.recipe.recipe import Recipe, plainest
+from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.sections import Affine, Polish, Statistics
 from largebatch.runs.build import Options, build_extra, open_session
 from largebatch.runs.folder import check_folder
@@ -170,7 +171,7 @@ def _update(session: Session, mode: Mode, *, lr: float) -> int:
 
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
-    state = _load(path)
+    state = _load(path, options)
     facts = {"command": "evaluate", "checkpoint": checksum(state.model)}
     with open_session(state.recipe, options, facts, measuring=True) as (session, _):
         session.restore(state)
@@ -187,7 +188,7 @@ def polish_checkpoint(
     checkpoint as it was and as it became.
     """
     check_folder(options.out, resume=False)
-    state = _load(path, averaged=averaged)
+    state = _load(path, options, averaged=averaged)
     recipe = with_statistics(state.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state.model), "--ema": averaged}
     with open_session(recipe, options, facts, measuring=True) as (session, trackers):
@@ -219,8 +220,8 @@ def compare_checkpoint(
 
     `lr` None: a small one. The machine that trained it may have had what this one lacks.
     """
-    state = _load(path, averaged=averaged)
-    recipe = plainest(state.recipe)
+    state = _load(path, options, averaged=averaged)
+    recipe = anywhere(state.recipe)
     rate = lr or small_rate(recipe)
     recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
     facts = {"command": "polish --compare", "checkpoint": checksum(state.model), "--ema": averaged}
@@ -232,8 +233,8 @@ def compare_checkpoint(
         yield compare(session)
 
 
-def _load(path: Path, *, averaged: bool = False) -> Checkpoint:
-    """Read a checkpoint file, or the newest checkpoint of a run folder.
+def _load(path: Path, options: Options, *, averaged: bool = False) -> Checkpoint:
+    """Read a checkpoint file, or the newest checkpoint of a run folder, with this execution.
 
     Raises CheckpointError where the moving average is asked for and there is none.
     """
@@ -250,7 +251,17 @@ def _load(path: Path, *, averaged: bool = False) -> Checkpoint:
             "recipe has polish.ema, until the schedule ends and it becomes the model; leave --ema "
             "out"
         )
-    return state
+    return replace(state, recipe=_with_execution(state.recipe, options.overrides, path=path))
+
+
+def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
+    """Return the recipe of a checkpoint with other settings of its execution, and of that alone."""
+    for override in overrides:
+        if not override.startswith("execution"):
+            raise LargebatchError(
+                f"--set {override}: a checkpoint has its own recipe; only execution can be changed"
+            )
+    return parse_recipe(dump_recipe(recipe), overrides, source=str(path)) if overrides else recipe
 
 
 def _stage(state: Checkpoint, plan: Plan) -> str:

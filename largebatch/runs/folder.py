@@ -11,7 +11,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
-from largebatch.recipe.recipe import Recipe, portable
+from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import JsonLines, Tracker
 from largebatch.tracking.wandb import Wandb
@@ -53,7 +53,7 @@ def read_state(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | N
     if not content:
         return None
     state = parse_checkpoint(content, source=str(folder))
-    there, here = portable(state.recipe), portable(recipe)
+    there, here = state.recipe.mathematics, recipe.mathematics
     if there != here:
         changed = "; ".join(_differences(there.model_dump(), here.model_dump()))
         raise CheckpointError(f"{folder}: the run there has another recipe: {changed}")

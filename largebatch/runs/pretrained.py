@@ -215,9 +215,6 @@ class Foreign:
     averaged: bool = False
     """Take the moving average that the file holds beside the weights."""
 
-    overrides: Sequence[str] = ()
-    """Changes to the recipe that is made, such as data.image_size=288."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polished:
@@ -239,7 +236,7 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
     weights = read_weights(what.weights, averaged=what.averaged)
     facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
     with join(options, facts) as backend:
-        recipe, state = _fit(what, names, weights, options.data, backend)
+        recipe, state = _fit(names, weights, options, backend)
         recipe = with_statistics(recipe, samples)
         assert recipe.polish is not None
         section = recipe.polish.statistics
@@ -264,7 +261,7 @@ def compare_weights(
     asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
     with join(options, facts) as backend:
-        recipe, state = _fit(what, names, weights, options.data, backend)
+        recipe, state = _fit(names, weights, options, backend)
         rate = lr or small_rate(recipe)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
         with _open(recipe, state, options, backend, measuring=False) as session:
@@ -274,7 +271,7 @@ def compare_weights(
 def _facts(what: Foreign, weights: Weights) -> Facts:
     """Return what every worker must be given alike, beside what is asked of the weights."""
     content = checksum(weights.tensors)
-    return {"--model": what.model, "--weights": content, "--set": list(what.overrides)}
+    return {"--model": what.model, "--weights": content}
 
 
 @contextmanager
@@ -294,16 +291,16 @@ def _open(
 
 
 def _fit(
-    what: Foreign, names: list[str], weights: Weights, folder: Path | None, backend: Backend
+    names: list[str], weights: Weights, options: Options, backend: Backend
 ) -> tuple[Recipe, dict[str, Tensor]]:
     """Return a recipe for the model that fits the weights, and these under its names.
 
     timm and torchvision have models of the same name whose parts differ: of `names`, the first that
     fits is it.
     """
-    if folder is None:
+    if options.data is None:
         raise DataError("polishing measures pictures: say where they are with --data DIR")
-    classes, train, val = _count(folder, backend)
+    classes, train, val = _count(options.data, backend)
     problems = []
     for name in names:
         with torch.device("meta"):
@@ -316,7 +313,7 @@ def _fit(
             problems.append(f"{name}, {classes} classes: {error}")
             continue
         numbers = {"classes": classes, "train_samples": train, "val_samples": val}
-        return _recipe(name, numbers, what.overrides), state
+        return _recipe(name, numbers, options.overrides), state
     raise CheckpointError("\n".join(problems))
 
 
@@ -350,7 +347,6 @@ def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Rec
             **zoo.preparation(name),
             "crop_area": None,
             "flip": False,
-            "decoder": "torchvision",
         },
         "model": {"name": name},
         "batch": {"global_batch": 256, "bn_span": 64},

@@ -14,7 +14,7 @@ from largebatch.errors import BackendError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
-from largebatch.runs.build import Decoder, Options, open_session
+from largebatch.runs.build import Options, open_session
 from largebatch.runs.folder import check_folder, default_folder, open_folder, read_state
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
@@ -35,8 +35,6 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     out: Path | str | None = None,
     data: Path | str | None = None,
     backend: Name = "auto",
-    device_batch: int | None = None,
-    decoder: Decoder | None = None,
     resume: bool = False,
     max_steps: int | None = None,
 ) -> Summary:
@@ -50,8 +48,6 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
         backend=backend,
-        device_batch=device_batch,
-        decoder=decoder,
         resume=resume,
         max_steps=max_steps,
     )
@@ -64,7 +60,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
                 f"this process is already one of several workers; leave --workers {workers} out"
             )
         return run_worker(recipe, chosen)
-    make_plan(recipe, workers=workers, device_batch=chosen.device_batch)
+    make_plan(recipe, workers=workers)
     if workers == 1:
         return run_worker(recipe, chosen)
     if chosen.backend not in {"auto", "torch"}:

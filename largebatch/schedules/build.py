@@ -13,7 +13,7 @@ from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
 from largebatch.recipe.plan import converter, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Span
+from largebatch.recipe.sections import Duration
 from largebatch.schedules import functions
 from largebatch.schedules.functions import Schedule
 
@@ -27,7 +27,7 @@ def build_schedule(recipe: Recipe) -> Schedule:
     Raises RecipeError where the lengths in the recipe contradict each other.
     """
     section = recipe.schedule
-    plan = make_plan(recipe, workers=1)
+    plan = make_plan(recipe.mathematics, workers=1)
     stretch = _Stretch(
         key="schedule.decay",
         before=plan.warmup_steps,
@@ -54,11 +54,11 @@ class _Stretch:
     """Steps between the point that the recipe counts from and the first of these."""
 
     steps: int
-    steps_in: Callable[[Span], int]
+    steps_in: Callable[[Duration], int]
 
-    def length(self, name: str, span: Span, *, limit: int) -> int:
+    def length(self, name: str, duration: Duration, *, limit: int) -> int:
         """Return a length in steps; more than `limit` would be too long to take effect."""
-        length = self.steps_in(span)
+        length = self.steps_in(duration)
         if length > limit:
             raise RecipeError(
                 f"{self.key}.{name} ({length} steps) is too long to take effect in the "
@@ -74,9 +74,9 @@ class _Stretch:
         """Return how many steps a cycle rises: the last step is at the peak, or an earlier one."""
         return self.length("half_cycle", cycle.half_cycle, limit=self.steps - 1)
 
-    def points(self, spans: tuple[Span, ...]) -> list[int]:
+    def points(self, durations: tuple[Duration, ...]) -> list[int]:
         """Return the points of `steps`, counted from the start of the policy."""
-        points = [self.steps_in(span) for span in spans]
+        points = [self.steps_in(duration) for duration in durations]
         end = self.before + self.steps
         if points != sorted(set(points)) or points[0] <= self.before or points[-1] >= end:
             raise RecipeError(
@@ -93,10 +93,10 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
     match decay:
         case schedule.Constant():
             return functions.constant(peak=peak)
-        case schedule.Staircase(every=every, gamma=gamma):
+        case schedule.StepDecay(every=every, gamma=gamma):
             stairs = stretch.length("every", every, limit=stretch.steps - 1)
             return functions.step(peak=peak, steps=stairs, gamma=gamma)
-        case schedule.Steps(at=at, gamma=gamma):
+        case schedule.MultiStepDecay(at=at, gamma=gamma):
             return functions.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
         case schedule.Exponential(gamma=gamma):
             return functions.exponential(peak=peak, gamma=gamma)
@@ -154,7 +154,7 @@ def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[i
         assert piece.length is not None
         epochs += piece.length.epochs or 0.0
         steps += piece.length.steps or 0
-        boundaries.append(steps + (stretch.steps_in(Span(epochs=epochs)) if epochs else 0))
+        boundaries.append(steps + (stretch.steps_in(Duration(epochs=epochs)) if epochs else 0))
     return boundaries
 
 
@@ -209,7 +209,7 @@ class Course:
 
 def follow(recipe: Recipe) -> Course:
     """Compute every rate of a recipe's run."""
-    plan = make_plan(recipe, workers=1)
+    plan = make_plan(recipe.mathematics, workers=1)
     return Course(
         rates=tuple(map(build_schedule(recipe), range(plan.steps))),
         begin=max(0, plan.warmup_steps - recipe.schedule.first_step),

@@ -137,10 +137,10 @@ def test_a_run_is_not_resumed_with_another_recipe(
 def test_a_checkpoint_is_measured_without_what_its_machine_had(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was trained by apex's kernels on several machines; here is one, without apex."""
+    """It was trained by apex's kernels; here is a machine without apex."""
     assert main(["train", DIGITS, "--out", str(tmp_path / "run"), "--max-steps", "1"]) == DONE
     state = load_checkpoint(max((tmp_path / "run" / "checkpoints").iterdir()))
-    elsewhere = ["optimizer.kernels=apex", "reduction={hierarchical: true, dtype: bf16}"]
+    elsewhere = ["execution.kernels=apex", "reduction.dtype=bf16"]
     path = save_checkpoint(
         tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere))
     )

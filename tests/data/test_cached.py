@@ -165,9 +165,9 @@ def test_on_a_cpu_the_device_is_memory(
     monkeypatch.setattr(cached, "upload", None)  # would fail if it were called
     both = []
     for way in ("memory", "device"):
-        recipe = load_recipe(DIGITS, [f"data.cache={way}"])
+        recipe = load_recipe(DIGITS, [f"execution.cache={way}"])
         plan = make_plan(recipe, workers=1)
-        pipeline = open_pipeline(recipe, plan, Serial(CPU), folder=None, decoder=None)
+        pipeline = open_pipeline(recipe, plan, Serial(CPU), folder=None)
         both.append(list(pipeline.training(range(2), clean=clean)))
     for ours, theirs in zip(*both, strict=True):
         assert torch.equal(ours.images, theirs.images)
@@ -182,5 +182,5 @@ def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:
     pictures = keep(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "from_numpy", lambda _: Full())
-        with pytest.raises(DataError, match="do not fit on cpu; use data.cache: memory"):
+        with pytest.raises(DataError, match="do not fit on cpu; use execution.cache: memory"):
             cached.upload(pictures, CPU)

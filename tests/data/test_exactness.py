@@ -36,16 +36,18 @@ Seen = list[tuple[int, tuple[int, ...], bool]]
 
 def a_recipe(**changes: object) -> Recipe:
     settings = {"source": "synthetic", **changes}
-    words = [f"data.{key}={value}" for key, value in settings.items() if key != "global_batch"]
-    batch = settings.get("global_batch", 96)
+    batch = settings.pop("global_batch", 96)
+    machine = {"decoder", "cache"} & settings.keys()
+    words = [f"execution.{key}={settings.pop(key)}" for key in machine]
+    words += [f"data.{key}={value}" for key, value in settings.items()]
     others = ["batch.bn_span=null", "polish=null", f"batch.global_batch={batch}"]
     others += ["schedule.warmup=null"]  # which must be shorter than a run may be here
     return load_recipe(DIGITS, [*words, *others, "data.crop_area=[0.2, 1]", "data.flip=true"])
 
 
 def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> Pipeline:
-    plan = make_plan(recipe, workers=workers, device_batch=device_batch)
-    return replace(open_pipeline(recipe, plan, CPU, folder=None, decoder=None), rank=rank)
+    plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
+    return replace(open_pipeline(recipe, plan, CPU, folder=None), rank=rank)
 
 
 def seen(
@@ -195,8 +197,8 @@ def test_decoders_show_that_order_at_any_depth_of_prefetching(
     size = {"train_samples": 30, "val_samples": 2, "classes": 2, "global_batch": 12}
     changes = {"source": "folder", "mean": "[0, 0, 0]", "std": "[1, 1, 1]", **size, key: value}
     recipe = a_recipe(**changes)
-    plan = make_plan(recipe, workers=workers, device_batch=3)
-    opened = open_pipeline(recipe, plan, CPU, folder=colours, decoder=None)
+    plan = make_plan(recipe.with_execution(device_batch=3), workers=workers)
+    opened = open_pipeline(recipe, plan, CPU, folder=colours)
 
     def numbers(rank: int) -> Iterator[list[int]]:
         for images, labels in replace(opened, rank=rank).training(range(4, 9), clean=False):

@@ -54,8 +54,8 @@ def a_recipe(num_samples: int, held_out: int, *, batch: int = 12, measured: int 
 
 
 def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Pipeline:
-    plan = make_plan(recipe, workers=workers, device_batch=device_batch)
-    return replace(open_pipeline(recipe, plan, CPU, folder=None, decoder=None), rank=rank)
+    plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
+    return replace(open_pipeline(recipe, plan, CPU, folder=None), rank=rank)
 
 
 class Asked:
@@ -81,7 +81,7 @@ class Asked:
         for pipeline in self.workers:
             asked: list[Request] = []
             note = functools.partial(_note, asked)
-            list(batches(replace(pipeline, decode=note, decode_clean=note)))  # type: ignore[operator]
+            list(batches(replace(pipeline, decode=note)))  # type: ignore[operator]
             parts.append(asked)
         longest = max(map(len, parts))
         rounds = [[p[i] for p in parts if i < len(p)] for i in range(longest)]
@@ -145,10 +145,11 @@ def test_the_contact_sheet_shows_pictures_that_are_trained_on() -> None:
 
     def note(index: Index, wanted: Iterable[Request]) -> Batches:
         for request in wanted:
-            asked.append(request)
+            if index is pipeline.train_index:
+                asked.append(request)
             yield from decode(index, iter([request]))
 
-    decode = pipeline.decode_clean
+    decode = pipeline.decode
     show(replace(pipeline, decode=note))
     assert asked
     assert not {int(one.samples[0]) for one in asked} & by_hand(1, 20, 12)

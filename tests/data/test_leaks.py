@@ -40,9 +40,9 @@ EACH_TIME = 1_000_000
 some 30 MB at some time, and then stays (measured over 300 times)."""
 
 WAYS = {
-    "dali": "data.decoder=dali",
-    "torchvision": "data.decoder=torchvision",
-    "cache": "data.cache=memory",
+    "dali": "execution.decoder=dali",
+    "torchvision": "execution.decoder=torchvision",
+    "cache": "execution.cache=memory",
 }
 
 
@@ -116,7 +116,7 @@ def open_and_close(way: str, number: int, backend: Backend | None = None) -> int
     recipe = load_recipe(DIGITS, [WAYS[way]])
     backend = backend or Serial(CPU)
     plan = make_plan(recipe, workers=backend.world_size)
-    pipeline = open_pipeline(recipe, plan, backend, folder=None, decoder=None)
+    pipeline = open_pipeline(recipe, plan, backend, folder=None)
     stages = (
         lambda: pipeline.training(range(3), clean=False),
         lambda: pipeline.training(range(3), clean=True),

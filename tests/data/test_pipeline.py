@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index import folder as index_folder
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_pipeline
@@ -38,8 +37,8 @@ def requests(
         asked.extend(wanted)
         yield from ()
 
-    opened = open_pipeline(recipe, plan, CPU, folder=None, decoder=None)
-    noting = replace(opened, decode=note, decode_clean=note, rank=rank)
+    opened = open_pipeline(recipe, plan, CPU, folder=None)
+    noting = replace(opened, decode=note, rank=rank)
     list(noting.statistics(statistics) if statistics else noting.training(steps, clean=clean))
     return asked
 
@@ -84,49 +83,10 @@ def test_statistics_are_measured_over_whole_spans_where_workers_share_them_in_tr
     np.testing.assert_array_equal(np.concatenate([part.samples for part in order]), expected)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "folder", "decoder", "message"),
-    [
-        ([], Path("x"), None, "--data x would not be read: the recipe's data.source is digits"),
-        (["data.source=synthetic"], None, "dali", "--decoder dali would not be used"),
-        (["data.cache=memory"], None, "torchvision", "not be used: data.cache is memory"),
-    ],
-)
-def test_what_would_not_be_used_is_refused(
-    overrides: list[str], folder: Path | None, decoder: str | None, message: str
-) -> None:
-    recipe = load_recipe(DIGITS, overrides)
-    with pytest.raises(DataError, match=message):
-        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=folder, decoder=decoder)
-
-
-def test_clean_pictures_may_have_a_decoder_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    called = []
-    for decoder in (dali, torchvision):
-        name = decoder.__name__.rpartition(".")[2]
-
-        def decode(*_: object, name: str = name, **__: object) -> Batches:
-            called.append(name)
-            return (batch for batch in list[Batch]())
-
-        monkeypatch.setattr(decoder, "decode", decode)
-    recipe = load_recipe(DIGITS, ["data.decoder=dali", "data.eval_decoder=torchvision"])
-    plan = make_plan(recipe, workers=1)
-
-    def decoders_of(decoder: str | None) -> list[str]:
-        opened = open_pipeline(recipe, plan, CPU, folder=None, decoder=decoder)
-        called.clear()
-        opened.training(range(1), clean=False)
-        opened.training(range(1), clean=True)
-        opened.validation()
-        opened.statistics(96)
-        return list(called)
-
-    assert decoders_of(None) == ["dali", "torchvision", "torchvision", "torchvision"]
-    assert decoders_of("torchvision") == ["torchvision"] * 4
+def test_a_folder_that_would_not_be_read_is_refused() -> None:
+    recipe = load_recipe(DIGITS)
+    with pytest.raises(DataError, match="--data x would not be read: the recipe's data.source"):
+        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=Path("x"))
 
 
 def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +95,7 @@ def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Mon
     def stages(*overrides: str) -> list[Batch]:
         recipe = load_recipe(DIGITS, list(overrides))
         plan = make_plan(recipe, workers=1)
-        opened = open_pipeline(recipe, plan, CPU, folder=None, decoder=None)
+        opened = open_pipeline(recipe, plan, CPU, folder=None)
         return [
             *opened.training(range(2), clean=False),
             *opened.training(range(2), clean=True),
@@ -143,9 +103,9 @@ def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Mon
             *opened.statistics(96),
         ]
 
-    decoded = stages("data.decoder=torchvision")
+    decoded = stages("execution.decoder=torchvision")
     for kind in ("memory", "device"):
-        for ours, other in zip(stages(f"data.cache={kind}"), decoded, strict=True):
+        for ours, other in zip(stages(f"execution.cache={kind}"), decoded, strict=True):
             assert torch.equal(ours.labels, other.labels)
             std = min(load_recipe(DIGITS).data.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
@@ -160,11 +120,11 @@ def test_kept_pictures_are_compared_with_every_file_since_none_is_read(
     def train_index(*overrides: str) -> Index:
         recipe = load_recipe(DIGITS, list(overrides))
         plan = make_plan(recipe, workers=1)
-        return open_pipeline(recipe, plan, CPU, folder=None, decoder="torchvision").train_index
+        return open_pipeline(recipe, plan, CPU, folder=None).train_index
 
     path = train_index().locate(1).path
     os.utime(path, ns=(0, 0))  # in place: only the file itself shows it
     assert len(train_index())
-    recipe = load_recipe(DIGITS, ["data.cache=memory"])
+    recipe = load_recipe(DIGITS, ["execution.cache=memory"])
     with pytest.raises(DataError, match=f"{path.name} was changed"):
-        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=None, decoder=None)
+        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=None)

@@ -245,7 +245,7 @@ def test_where_nothing_can_be_kept_that_is_said_and_nothing_is_left(
     expected = (
         f"{place}: {size:.1f} MB of decoded pictures cannot be kept there "
         f"({os.strerror(number)}); set XDG_CACHE_HOME to a folder that can be written to and has "
-        "room for them, or decode them each time with --set data.cache=null"
+        "room for them, or decode them each time with --set execution.cache=null"
     )
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         keep(folder)

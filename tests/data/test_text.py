@@ -90,7 +90,7 @@ def test_any_number_of_steps_reads_all_words_almost_equally_often(
 @pytest.mark.parametrize(("workers", "device_batch"), [(1, 96), (1, 48), (2, 48), (4, 12)])
 def test_a_worker_reads_the_same_rows_in_every_step(workers: int, device_batch: int) -> None:
     """So the state of a recurrent network can stay where it is."""
-    plan = make_plan(load_recipe(DIGITS), workers=workers, device_batch=device_batch)
+    plan = make_plan(load_recipe(DIGITS).with_execution(device_batch=device_batch), workers=workers)
     text, length = np.arange(96 * 100), 7
 
     def read(step: int, micro: int, rank: int) -> Windows:

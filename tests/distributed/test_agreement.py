@@ -55,7 +55,11 @@ def of_a_run(*overrides: str, command: str = "train", **options: object) -> Fact
 
 
 def of_a_plan(device_batch: int) -> Facts:
-    return {"plan": asdict(make_plan(load_recipe(DIGITS), workers=1, device_batch=device_batch))}
+    return {
+        "plan": asdict(
+            make_plan(load_recipe(DIGITS).with_execution(device_batch=device_batch), workers=1)
+        )
+    }
 
 
 @given(facts=st.dictionaries(st.text(), JSON))
@@ -64,7 +68,7 @@ def test_workers_that_agree_exchange_32_bytes_once(facts: Facts) -> None:
     class Watched:
         def __init__(self, worker: Thread) -> None:
             self.rank, self.world_size = worker.rank, worker.world_size
-            self.all_reduce, self.reduce_scatter = worker.all_reduce, worker.reduce_scatter
+            self.all_reduce = worker.all_reduce
             self.worker, self.sent = worker, list[tuple[torch.dtype, torch.Size]]()
 
         def all_gather(self, tensor: Tensor) -> Tensor:
@@ -114,14 +118,19 @@ def test_workers_that_agree_exchange_32_bytes_once(facts: Facts) -> None:
             id="command",
         ),
         pytest.param(
-            of_a_run(device_batch=24),
+            of_a_run("execution.device_batch=24"),
             of_a_run(),
-            "--device-batch: 24 on worker 0 and null on worker 1",
+            "execution.device_batch: 24 on worker 0 and null on worker 1",
             id="device batch",
         ),
         pytest.param(of_a_run(resume=True), of_a_run(), "--resume: true on", id="resume"),
         pytest.param(of_a_run(), of_a_run(max_steps=3), "--max-steps: null on", id="max steps"),
-        pytest.param(of_a_run(decoder="dali"), of_a_run(), '--decoder: "dali"', id="decoder"),
+        pytest.param(
+            of_a_run("execution.decoder=dali"),
+            of_a_run(),
+            'execution.decoder: "dali"',
+            id="decoder",
+        ),
         pytest.param(of_a_run(data=Path("a")), of_a_run(), '--data: "a" on', id="data"),
         pytest.param(
             {"versions": versions()},
@@ -229,11 +238,12 @@ def test_a_run_states_everything_it_depends_on(
 ) -> None:
     stated: list[Any] = []
     monkeypatch.setattr(build, "require_agreement", lambda facts, *_: stated.append(facts))
-    recipe = load_recipe(DIGITS, ["duration={steps: 2}", "schedule.warmup=null", "polish=null"])
-    run(recipe, out=tmp_path / "run", device_batch=48)
+    changes = ["duration={steps: 2}", "schedule.warmup=null", "polish=null"]
+    recipe = load_recipe(DIGITS, [*changes, "execution.device_batch=48"])
+    run(recipe, out=tmp_path / "run")
     first, second = stated
     assert recipe.model_dump(mode="json").items() <= first.items()
-    assert (first["command"], first["--device-batch"]) == ("train", 48)
+    assert first["command"] == "train"
     assert first["versions"] == versions()
     assert second["plan"]["accumulation"] == 2
     assert second["index"]["train"]["samples"] == 1437

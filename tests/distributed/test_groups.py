@@ -17,7 +17,7 @@ import largebatch
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError, WorkerFailedError
+from largebatch.errors import RecipeError
 from largebatch.runs.build import build_reducer
 from largebatch.runs.launch import start_workers
 
@@ -71,24 +71,6 @@ def test_forty_thousand_on_four_workers_stays_finite(start: Start) -> None:
     start("compressed_fp16" if start is on_horovod else "compressed_fp16 compressed_bf16", 4)
 
 
-@every_backend
-def test_two_machines_of_two_sum_like_four_workers(start: Start) -> None:
-    start("two_levels two_levels_under_backward", 4)
-
-
-def test_two_levels_are_for_machines_of_equal_size() -> None:
-    on_torch("one_level unequal_nodes", 4)
-
-
-def test_a_worker_lost_inside_a_machine_is_noticed_by_wait(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    with pytest.raises(WorkerFailedError, match="worker 1 ended without a word"):
-        start_workers(group_work.lose_a_peer, told, workers=4)
-    first, second = told.read_text().splitlines()
-    assert first.startswith("worker 0 lost contact with another worker (")
-    assert second == first  # the sum that was queued behind it has failed with it
-
-
 def test_bf16_on_horovod_is_refused_by_name() -> None:
     recipe = load_recipe(DIGITS, ["reduction.dtype=bf16"])
     backend = Serial(torch.device("cpu"))
@@ -100,28 +82,23 @@ def test_bf16_on_horovod_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("settings", "groups"),
     [
-        pytest.param([], "cubic, in fp32, over all workers; tensors: 3 (8.2 MB), 21 (", id="cubic"),
+        pytest.param([], "cubic, in fp32; tensors: 3 (8.2 MB), 21 (", id="cubic"),
+        pytest.param(["reduction.dtype=fp16"], "cubic, in fp16; tensors: 3 (", id="fp16"),
         pytest.param(
-            ["reduction.dtype=fp16", "reduction.hierarchical=true"],
-            "cubic, in fp16, in the machine, then across; tensors: 3 (",
-            id="fp16",
-        ),
-        pytest.param(
-            ["reduction.dtype=bf16", "reduction.groups={kind: bytes, megabytes: 1000}"],
+            ["reduction.dtype=bf16", "execution.groups={kind: bytes, megabytes: 1000}"],
             # 25.56 million numbers: 53,120 of them in 53 BatchNorms of two tensors each
-            "bytes, in bf16, over all workers; tensors: 55 (51 MB), "
-            "106 (0.212 MB) of normalisation in fp32",
+            "bytes, in bf16; tensors: 55 (51 MB), 106 (0.212 MB) of normalisation in fp32",
             id="by bytes",
         ),
         pytest.param(
-            ["reduction.groups={kind: constant, tensors: 2}"], ", ... 74 more ..., 1 (", id="many"
+            ["execution.groups={kind: constant, tensors: 2}"], ", ... 74 more ..., 1 (", id="many"
         ),
     ],
 )
 def test_plan_prints_the_gradient_groups(
     settings: list[str], groups: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = ["reduction.dtype=fp32", "reduction.hierarchical=false", *settings]
+    chosen = ["reduction.dtype=fp32", *settings]
     words = [word for setting in chosen for word in ("--set", setting)]
     assert (
         main(["plan", FUJITSU, "--workers", "1024", "--set", "model.name=resnet50", *words]) == DONE

@@ -1,7 +1,6 @@
 """The Horovod backend against a fake module, itself checked against the real one."""
 
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,17 +86,6 @@ def test_a_gathered_tensor_has_one_more_dimension(backend: Backend, tensor: Tens
     torch.testing.assert_close(gathered, torch.stack([tensor.detach(), tensor.detach()]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4)])
-def test_a_scattered_sum_is_this_workers_row(
-    backend: Backend, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    row = backend.reduce_scatter(tensor)
-    assert row.dtype == dtype
-    torch.testing.assert_close(row, 2 * tensor[1])
-
-
 def test_a_part_of_the_workers_is_a_group_of_its_own(hvd: FakeHorovod, backend: Backend) -> None:
     alone, both = backend.split([[0], [1]]), backend.split([[0, 1]])
     assert (alone.rank, alone.world_size, both.rank, both.world_size) == (0, 1, 1, 2)
@@ -106,7 +94,6 @@ def test_a_part_of_the_workers_is_a_group_of_its_own(hvd: FakeHorovod, backend: 
         group.all_reduce(tensor).wait()
         assert tensor.tolist() == [workers] * 3
         assert group.all_gather(tensor).shape == (workers, 3)
-        assert group.reduce_scatter(torch.ones(workers, 3)).tolist() == [workers] * 3
     assert hvd.process_sets == {(0,), (1,), (0, 1)}  # all of them, on every worker
 
 
@@ -163,7 +150,6 @@ def test_every_step_repeats_the_names_of_the_first(hvd: FakeHorovod, backend: Ba
         pytest.param(lambda backend: backend.all_reduce(torch.ones(2)), id="all_reduce"),
         pytest.param(lambda backend: backend.broadcast(torch.ones(2)), id="broadcast"),
         pytest.param(lambda backend: backend.all_gather(torch.ones(2)), id="all_gather"),
-        pytest.param(lambda backend: backend.reduce_scatter(torch.ones(2)), id="reduce_scatter"),
         pytest.param(lambda backend: backend.split([[0], [1]]), id="split"),
         pytest.param(lambda backend: backend.barrier(), id="barrier"),
     ],

@@ -162,7 +162,7 @@ def test_the_recipes_optimizer_holds_everything_in_its_groups() -> None:
 def test_apex_on_the_cpu_is_refused_by_the_name_of_its_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recipe = digits("optimizer.kernels=apex")
+    recipe = digits("execution.kernels=apex")
     model = build_model(recipe, CPU)
     monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
     with pytest.raises(RecipeError, match=r"optimizer\.kernels: .* on cpu"):

@@ -44,7 +44,7 @@ def test_epochs_become_steps_once_and_nothing_is_dropped() -> None:
 def test_every_position_is_taken_once_in_every_division() -> None:
     for workers, device_batch in product((1, 2, 4), (8, 12, 24)):
         recipe = digits("batch.bn_span=4", "polish=null")
-        plan = make_plan(recipe, workers=workers, device_batch=device_batch)
+        plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
         taken = [
             position
             for step in range(2)
@@ -76,7 +76,6 @@ def test_the_device_batch_is_the_largest_that_holds_whole_spans() -> None:
             32,
             "device batch of 32 does not divide .* spans of 48; possible device batches: 48, 96",
         ),
-        (1, 0, "device batch of 0 does not divide"),
         (
             *(2, 16),  # three workers would have to share a span
             "48 samples into whole .* spans of 48, nor a span evenly .*; possible .*: 24, 48$",
@@ -88,7 +87,7 @@ def test_a_batch_that_cannot_be_divided_is_refused(
     workers: int, device_batch: int | None, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        make_plan(digits(), workers=workers, device_batch=device_batch)
+        make_plan(digits().with_execution(device_batch=device_batch), workers=workers)
 
 
 def test_workers_share_spans_where_a_worker_can_hold_no_whole_one() -> None:
@@ -99,7 +98,7 @@ def test_workers_share_spans_where_a_worker_can_hold_no_whole_one() -> None:
     words = describe_spans(plan)
     assert words.startswith("128 samples = 4 workers x 32, who exchange statistics (a worker's 32")
     assert make_plan(recipe, workers=256).sync_workers == 1
-    asked = make_plan(recipe, workers=256, device_batch=64)
+    asked = make_plan(recipe.with_execution(device_batch=64), workers=256)
     assert (asked.accumulation, asked.sync_workers) == (2, 2)
     assert describe_spans(asked).endswith("(as the device batch asks for)")
     assert make_plan(digits(), workers=96).sync_workers == 48
@@ -124,7 +123,7 @@ def test_every_division_of_the_global_batch_has_a_plan_with_whole_spans(
 
 def test_measuring_takes_any_device_batch_and_whole_spans_for_statistics() -> None:
     for device_batch, whole in ((None, 96), (5, 48), (48, 48), (60, 96)):
-        plan = measuring_plan(digits(), workers=5, device_batch=device_batch)
+        plan = measuring_plan(digits().with_execution(device_batch=device_batch), workers=5)
         assert (plan.workers, plan.device_batch) == (5, device_batch or 96)
         assert (plan.statistics_batch, plan.sync_workers) == (whole, 1)
 

@@ -50,9 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(chosen: Recipe, folder: Path) -> Pipeline:
     plan = make_plan(chosen, workers=1)
-    return open_pipeline(
-        chosen, plan, Serial(torch.device("cpu")), folder=folder, decoder="torchvision"
-    )
+    return open_pipeline(chosen, plan, Serial(torch.device("cpu")), folder=folder)
 
 
 def files(folder: Path, split: str, name: str) -> list[Pixels]:
@@ -226,7 +224,7 @@ def test_cifar10_is_shown_as_it_is(
     root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
     chosen = load_recipe(RECIPES / "cifar10_resnet8_128.yaml", SAMPLES)
     plan = make_plan(chosen, workers=1)
-    shown = show(open_pipeline(chosen, plan, Serial(), folder=root, decoder=None))
+    shown = show(open_pipeline(chosen, plan, Serial(), folder=root))
     assert shown.classes == tuple(sorted((real_data / "cifar10/classes.txt").read_text().split()))
     for name, (clean,), evaluation in zip(
         shown.classes, shown.clean, shown.evaluation, strict=True

@@ -32,6 +32,7 @@ from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
+from largebatch.runs.build import Options
 from largebatch.runs.checkpoints import _load, _stage
 from largebatch.training.stages import make_updates
 
@@ -119,7 +120,7 @@ def test_the_stage_of_the_weights_is_the_one_under_way_or_the_last_that_was_kept
     polish: tuple[str, ...], step: int, ended: dict[str, bool], name: str, unfinished: Path
 ) -> None:
     stages: list[dict[str, Any]] = [{"name": key, "kept": kept} for key, kept in ended.items()]
-    state = replace(_load(unfinished), step=step, stages=stages)
+    state = replace(_load(unfinished, Options(out=Path())), step=step, stages=stages)
     assert _stage(state, make_plan(a_recipe(*polish), workers=1)) == name
 
 

@@ -54,8 +54,10 @@ def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     state = zoo.build("resnet10t", num_classes=10, arguments={}).state_dict()
     torch.save(state, tmp_path / "theirs.pth")
-    what = Foreign(model="resnet10t", weights=tmp_path / "theirs.pth", overrides=SMALL)
-    first, second = (Options(out=tmp_path / f"{n}.pth", data=tmp_path / "data") for n in (1, 2))
+    what = Foreign(model="resnet10t", weights=tmp_path / "theirs.pth")
+    first, second = (
+        Options(out=tmp_path / f"{n}.pth", data=tmp_path / "data", overrides=SMALL) for n in (1, 2)
+    )
     together = start_workers(polished, what, second, workers=2)
     assert together == pytest.approx(polished(what, first), rel=1e-4)
     rows, alone = start_workers(compared, what, second, workers=2), compared(what, first)

@@ -259,7 +259,7 @@ def test_the_imagenet_recipes_start_on_synthetic_pictures(tmp_path: Path, name: 
             *("batch.global_batch=16", "batch.bn_span=8", "model.name=resnet50"),
         ],
     )
-    result = run(recipe, out=tmp_path / "run", device_batch=8, max_steps=2)
+    result = run(recipe.with_execution(device_batch=8), out=tmp_path / "run", max_steps=2)
     assert (result.status, result.steps, result.accumulation) == ("interrupted", 2, 2)
     first, second = log(tmp_path / "run", "step")
     assert first["loss"] == pytest.approx(math.log(1000), abs=0.7)

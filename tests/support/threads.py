@@ -46,10 +46,6 @@ class Thread:
         assert [list(part) for part in parts] == [list(range(self.world_size))]
         return self
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Add everybody's up and take a row."""
-        return self.all_gather(tensor).sum(0)[self.rank]
-
 
 def on_threads(work: Callable[[Thread], T], *, workers: int) -> list[T]:
     """Do the work on so many workers at a time and return what each returned."""

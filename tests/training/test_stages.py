@@ -80,7 +80,7 @@ def test_affine_is_momentum_sgd_on_clean_pictures_at_a_rate_that_falls_to_zero(
     head: dict[str, Any] = {"params": [named["fc.weight"]], "weight_decay": 0.01}
     optimizer = SGD([head, {"params": plain}], lr=1, momentum=0.9)
     pipeline = open_pipeline(
-        recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None, decoder=None
+        recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None
     )
     batches = pipeline.training(range(BEFORE, BEFORE + 3), clean=True)
     for step, (images, labels) in enumerate(batches):
@@ -176,7 +176,7 @@ def test_statistics_are_those_of_the_averaged_weights(
         now = torch.load(path)["model"].items()
         average = {n: 0.7 * average.get(n, v.double()) + 0.3 * v.double() for n, v in now}
     recipe = a_recipe(CLEAN, "ema: 0.7", "statistics: {samples: 97}")
-    run(recipe, out=tmp_path / "run", device_batch=96)
+    run(recipe.with_execution(device_batch=96), out=tmp_path / "run")
     files = training_files(digits.write_digits())
     order = shuffled(len(files), seed=recipe.seed)[:97]
     images, labels = load([files[row] for row in order], colours=GREY)

@@ -80,7 +80,7 @@ def upload(on_host: Kept[Bytes], device: torch.device) -> Kept[Tensor]:
     except torch.OutOfMemoryError:
         raise DataError(
             f"{on_host.index.root}: {len(on_host.pixels) / 1e9:.1f} GB of decoded pictures do not "
-            f"fit on {device}; use data.cache: memory"
+            f"fit on {device}; use execution.cache: memory"
         ) from None
     return kept(on_host.index, pixels, on_host.starts)
 

@@ -100,7 +100,7 @@ class _Graph:
             images,
             size=[view.image_size, view.image_size],
             interp_type=types.INTERP_CUBIC if bicubic else types.INTERP_LINEAR,
-            antialias=view.antialias,  # makes it Pillow's filter, but for the outermost pixels
+            antialias=True,  # makes it Pillow's filter, but for the outermost pixels
         )
         return fn.crop_mirror_normalize(
             images,

@@ -93,9 +93,9 @@ def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
     total = int(starts[-1])
     if total > LIMIT:
         raise DataError(
-            f"{index.root}: {len(index)} decoded pictures are {total / 1e9:.1f} GB, and data.cache "
-            f"keeps at most {LIMIT / 1e9:.1f} GB; decode them each time with data.cache: null, or "
-            "make the pictures smaller"
+            f"{index.root}: {len(index)} decoded images are {total / 1e9:.1f} GB, and "
+            f"execution.cache stores at most {LIMIT / 1e9:.1f} GB; decode them each time with "
+            "execution.cache: null, or make the images smaller"
         )
     path = _place(index)
     for mine in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
@@ -149,7 +149,7 @@ def _write(path: Path, index: Index, threads: int) -> None:
         raise DataError(
             f"{path.parent}: {size:,.1f} MB of decoded pictures cannot be kept there "
             f"({error.strerror or error}); set XDG_CACHE_HOME to a folder that can be written to "
-            "and has room for them, or decode them each time with --set data.cache=null"
+            "and has room for them, or decode them each time with --set execution.cache=null"
         ) from None
 
 

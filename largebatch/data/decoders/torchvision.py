@@ -43,11 +43,6 @@ def decode(
     A box is cut out, resized, then mirrored if asked for.
     """
     require_torchvision()
-    if not view.antialias:
-        raise DataError(
-            "data.antialias: false cannot be done by decoder torchvision: Pillow widens the filter "
-            "wherever it makes a picture smaller; use decoder dali"
-        )
     return _decode(index, requests, view, device=device, threads=threads)
 
 

@@ -77,6 +77,6 @@ def _open() -> Any:  # noqa: ANN401 -- an untyped extension module
         import amp_C
     except ModuleNotFoundError:
         raise MissingPackageError(
-            "NVIDIA's apex", purpose="optimizer.kernels: apex", install=INSTALL
+            "NVIDIA's apex", purpose="execution.kernels: apex", install=INSTALL
         ) from None
     return amp_C
