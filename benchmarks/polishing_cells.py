@@ -19,6 +19,7 @@ from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
+from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageResult
 from largebatch.training.state import newest_checkpoint, parse_checkpoint, save_checkpoint
 
 Arms = dict[str, dict[str, float | None]]
@@ -177,11 +178,11 @@ def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -
         summary = run(own, out=out, data=data, resume=True)
         _require(summary.status == "finished", own)
         for stage in summary.stages:
-            if stage["name"] != "train":
-                label = f"{name} + statistics" if stage["name"] == "statistics" else name
+            if stage.name != "train":
+                label = f"{name} + statistics" if stage.name == "statistics" else name
                 arms[label if name != "statistics" else name] = _reached(stage)
 
-    def train(until: int) -> list[dict[str, Any]]:
+    def train(until: int) -> tuple[StageResult, ...]:
         """Let the trunk grow to so many updates."""
         there = trunk.exists()
         summary = run(recipe, out=trunk, data=data, resume=there, max_steps=until)
@@ -209,11 +210,11 @@ def device_batch(recipe: Recipe) -> int:
 
 def part(trunk: Path, recipe: Recipe, out: Path) -> Recipe:
     """Put the trunk's newest checkpoint into `out`, as one of `recipe`; return that recipe."""
-    content = newest_checkpoint(trunk / "checkpoints")
+    content = newest_checkpoint(trunk / CHECKPOINTS)
     assert content is not None, "a run that ended or was stopped has saved"
-    state = parse_checkpoint(content, source=str(trunk))
-    save_checkpoint(out / "checkpoints", replace(state, recipe=recipe))
-    (out / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    checkpoint = parse_checkpoint(content, source=str(trunk))
+    save_checkpoint(out / CHECKPOINTS, replace(checkpoint, recipe=recipe))
+    (out / RECIPE).write_text(dump_recipe(recipe), encoding="utf-8")
     return recipe
 
 
@@ -223,5 +224,5 @@ def _require(complete: bool, recipe: Recipe) -> None:  # noqa: FBT001 -- what is
         raise RuntimeError(f"{recipe.name} was stopped before its end; its cell has no result")
 
 
-def _reached(stage: dict[str, Any]) -> dict[str, float | None]:
-    return {"top1": stage["top1"], "loss": stage["loss"]}
+def _reached(stage: StageResult) -> dict[str, float | None]:
+    return {"top1": stage.top1, "loss": stage.loss}

@@ -46,12 +46,12 @@ def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
         run(own.with_execution(device_batch=device_batch(recipe)), out=tmp_path / name)
         alone = load_checkpoint(max((tmp_path / name / "checkpoints").glob("*.pt")))
         shared = load_checkpoint(max((tmp_path / "shared" / name / "checkpoints").glob("*.pt")))
-        for key, tensor in alone.model.items():
-            assert torch.equal(shared.model[key], tensor), (name, key)
+        for key, tensor in alone.state["model"].items():
+            assert torch.equal(shared.state["model"][key], tensor), (name, key)
         names = ("control" if name == "affine" else "", name, f"{name} + statistics")
         for arm, stage in zip(names, alone.stages, strict=True):
             if arm:
-                assert arms[arm] == {"top1": stage["top1"], "loss": stage["loss"]}
+                assert arms[arm] == {"top1": stage.top1, "loss": stage.loss}
 
 
 def test_parts_of_a_set_are_disjoint_balanced_and_the_first_is_always_the_same() -> None:

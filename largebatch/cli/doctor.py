@@ -26,7 +26,7 @@ def examine() -> Iterator[str]:
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
-        "W&B": ("wandb", lambda: Wandb(Path())),
+        "W&B": ("wandb", lambda: Wandb(Path(), {})),
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():

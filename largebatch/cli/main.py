@@ -36,6 +36,7 @@ from largebatch.errors import (
 )
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
+from largebatch.tracking.events import REPORT
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
@@ -127,7 +128,7 @@ def _train(args: argparse.Namespace) -> int:
             if asked_to_stop:
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
             print(again)
-        print(f"report: {folder / 'report.html'}")
+        print(f"report: {folder / REPORT}")
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 

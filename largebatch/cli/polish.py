@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from largebatch.cli.arguments import Call, add_execution, add_machine, add_set, count
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
     from largebatch.runs.build import Options
@@ -66,11 +67,11 @@ def _polish(args: argparse.Namespace) -> int:
         from largebatch.runs.checkpoints import polish_checkpoint
 
         summary = polish_checkpoint(
-            args.checkpoint, _options(args), samples=args.samples, averaged=args.ema
+            args.checkpoint, _options(args), samples=args.samples, ema=args.ema
         )
-        before, after = summary.stages
-        discarded = "" if after["kept"] else " (discarded: no better on the pictures held out)"
-        done = f"report: {args.out / 'report.html'}{discarded}"
+        before, after = map(asdict, summary.stages)
+        undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
+        done = f"report: {args.out / REPORT}{undone}"
     if (launched_rank() or 0) == 0:
         for name, key, form in (
             ("top-1", "top1", ".2%"),
@@ -146,13 +147,13 @@ def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"
         return compare_weights(_foreign(args), _options(args), **how)
     from largebatch.runs.checkpoints import compare_checkpoint
 
-    return compare_checkpoint(args.checkpoint, _options(args), **how, averaged=args.ema)
+    return compare_checkpoint(args.checkpoint, _options(args), **how, ema=args.ema)
 
 
 def _foreign(args: argparse.Namespace) -> "Foreign":
     from largebatch.runs.pretrained import Foreign
 
-    return Foreign(model=args.model, weights=args.weights, averaged=args.ema)
+    return Foreign(model=args.model, weights=args.weights, ema=args.ema)
 
 
 def _options(args: argparse.Namespace) -> "Options":

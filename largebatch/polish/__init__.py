@@ -5,5 +5,5 @@ workers.
 """
 
 from largebatch.polish.statistics import Drift as Drift
-from largebatch.polish.statistics import LayerDrift as LayerDrift
 from largebatch.polish.statistics import polish as polish
+from largebatch.tracking.events import LayerDrift as LayerDrift

@@ -32,6 +32,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans
 from largebatch.polish.moments import Moments, pool
+from largebatch.tracking.events import LayerDrift
 
 Data = Iterable[tuple[Tensor, Tensor]]
 
@@ -40,24 +41,6 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 _SPARE_PASSES = 20
 """Passes beyond one per layer, for layers that are used several times in a forward pass."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDrift:
-    """How far one layer's polished statistics lie from its running ones."""
-
-    name: str
-    channels: int
-
-    mean_shift: float
-    """Root mean square over the channels of (polished mean - running mean) / running std."""
-
-    log_variance_ratio: float
-    """Root mean square over the channels of ln(polished variance / running variance)."""
-
-    shift_quantiles: tuple[float, ...]
-    ratio_quantiles: tuple[float, ...]
-    """QUANTILES over the channels of these two, each with its sign."""
 
 
 class Drift(tuple[LayerDrift, ...]):

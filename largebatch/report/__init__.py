@@ -8,6 +8,7 @@ from pathlib import Path
 
 from largebatch.report.page import make_page, write_pictures
 from largebatch.report.run import read_run
+from largebatch.tracking.events import REPORT
 
 
 def write_report(run_folder: Path) -> Path:
@@ -18,6 +19,6 @@ def write_report(run_folder: Path) -> Path:
     """
     run = read_run(run_folder)
     write_pictures(run, run_folder)
-    page = run_folder / "report.html"
+    page = run_folder / REPORT
     page.write_text(make_page(run), encoding="utf-8")
     return page

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from largebatch.recipe.plan import Plan
 from largebatch.report.run import Run, images_per_second
-from largebatch.tracking.events import Plan
 
 UNKNOWN = "–"
 
@@ -27,7 +27,7 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     rate = images_per_second(run)
     seconds = run.summary.seconds if run.summary else None
     time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
-    polishing = sum(stage.cost.seconds for stage in run.stages[1:] if stage.cost)
+    polishing = sum(stage.result.seconds for stage in run.stages[1:] if stage.result)
     return (
         _accuracy(run),
         _gain(run),
@@ -79,7 +79,7 @@ def _gain(run: Run) -> Headline:
         return Headline(label, UNKNOWN, "", "not polished")
     first, last = run.stages[0].after, run.result
     assert last is not None
-    made = sum(stage.cost.steps for stage in run.stages[1:] if stage.cost and stage.kept)
+    made = sum(stage.result.steps for stage in run.stages[1:] if stage.result and stage.kept)
     epochs = made / run.plan.steps_per_epoch
     pictures = abs(round((last.top1 - first.top1) * last.samples))
     good = None if last.top1 == first.top1 else last.top1 > first.top1

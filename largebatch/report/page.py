@@ -23,6 +23,7 @@ from largebatch.report.numbers import (
 )
 from largebatch.report.run import Run, Stage
 from largebatch.report.style import MARGIN, MUTED, make_svg, save_png
+from largebatch.tracking.events import OVERVIEW
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
@@ -83,7 +84,7 @@ def _stages(run: Run) -> str:
 
 
 def _stage_row(stage: Stage, names: list[str]) -> str:
-    before, after, cost, judged = stage.before, stage.after, stage.cost, stage.decision
+    before, after, cost, judged = stage.before, stage.after, stage.result, stage.decision
     cells = {
         "Updates": f"{cost.steps:,}" if cost else UNKNOWN,
         "Time": duration(cost.seconds) if cost else UNKNOWN,
@@ -257,7 +258,7 @@ def write_pictures(run: Run, folder: Path) -> None:
         width, height = picture.size(run, WIDE)
         save_png(folder / f"{name}.png", draw, size=(width, height + 40), pixels=2 * WIDE)
     save_png(
-        folder / "report.png",
+        folder / OVERVIEW,
         lambda figure: _draw_overview(figure, run),
         size=(1120, 700),
         pixels=1600,

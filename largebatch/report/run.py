@@ -5,59 +5,36 @@ only the end of a run knows. A resumed run appends to its log, and its `start` r
 which step on earlier records are superseded: every step is read once, however often it was resumed.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
+from largebatch.recipe.plan import Plan
 from largebatch.tracking.events import (
+    EVENTS,
+    LOG,
+    RECIPE,
+    SUMMARY,
     Decision,
     Drift,
     Evaluation,
+    Event,
     Note,
-    Plan,
-    StageCost,
     StageName,
+    StageResult,
     Start,
     Step,
+    Summary,
 )
 
 FloatArray = npt.NDArray[np.float64]
-
-Record = Start | Step | Evaluation | Decision | Note | Drift
-
-_KINDS: dict[str, TypeAdapter[Any]] = {
-    "start": TypeAdapter(Start),
-    "step": TypeAdapter(Step),
-    "evaluation": TypeAdapter(Evaluation),
-    "decision": TypeAdapter(Decision),
-    "note": TypeAdapter(Note),
-    "drift": TypeAdapter(Drift),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The part of summary.json that the log does not hold."""
-
-    status: str
-    commit: str | None
-    versions: dict[str, str]
-    backend: str
-    steps: int
-    skipped_steps: int
-    seconds: float
-    images_per_second: float | None
-    peak_memory_bytes: int | None
-    stages: tuple[StageCost, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +44,7 @@ class Stage:
     name: StageName
     before: Evaluation | None
     after: Evaluation
-    cost: StageCost | None
+    result: StageResult | None
     """None where the stage, or the run, did not end by itself."""
 
     decision: Decision | None = None
@@ -132,13 +109,13 @@ class Run:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Each stage with the last evaluation in it and in the one it went on from."""
-        costs = {cost.name: cost for cost in self.summary.stages} if self.summary else {}
+        results = {stage.name: stage for stage in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
         decisions = {decision.stage: decision for decision in self.decisions}
         stages: list[Stage] = []
         before = None
         for name, after in last.items():
-            stages.append(Stage(name, before, after, costs.get(name), decisions.get(name)))
+            stages.append(Stage(name, before, after, results.get(name), decisions.get(name)))
             if stages[-1].kept:
                 before = after
         return tuple(stages)
@@ -183,13 +160,13 @@ def images_per_second(run: Run) -> float | None:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder. Raises CheckpointError naming the file, and the line in a log."""
-    log = _read_log(folder / "log.jsonl")
+    log = _read_log(folder / LOG)
     if not log.starts:
         raise CheckpointError(
             f"{folder / 'log.jsonl'}: holds no start record, so nothing tells what ran; "
             "expected it in the first line"
         )
-    recipe = folder / "recipe.yaml"
+    recipe = folder / RECIPE
     return Run(
         folder=folder.resolve().name,
         starts=tuple(log.starts),
@@ -198,7 +175,7 @@ def read_run(folder: Path) -> Run:
         drift=log.drift,
         decisions=tuple(log.decisions.values()),
         notes=tuple(log.notes.values()),
-        summary=_read_summary(folder / "summary.json"),
+        summary=_read_summary(folder / SUMMARY),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
     )
 
@@ -214,23 +191,23 @@ class _Log:
     notes: dict[str, Note] = field(default_factory=dict)
     drift: Drift | None = None
 
-    def add(self, record: Record) -> None:
-        match record:
+    def add(self, event: Event) -> None:
+        match event:
             case Start():
-                self.starts.append(record)
-                self._take_back(record.resume_step)
+                self.starts.append(event)
+                self._drop_from(event.resume_step)
             case Step():
-                self.steps[record.step] = record
+                self.steps[event.step] = event
             case Evaluation():
-                self.evaluations[record.stage, record.step] = record
+                self.evaluations[event.stage, event.step] = event
             case Decision():
-                self.decisions[record.stage] = record
+                self.decisions[event.stage] = event
             case Note():
-                self.notes[record.stage] = record
+                self.notes[event.stage] = event
             case Drift():
-                self.drift = record
+                self.drift = event
 
-    def _take_back(self, resume_step: int) -> None:
+    def _drop_from(self, resume_step: int) -> None:
         """Forget updates from `resume_step` on, and evaluations of more updates than that."""
         self.steps = {key: step for key, step in self.steps.items() if key < resume_step}
         self.evaluations = {
@@ -244,9 +221,6 @@ class _Log:
             self.drift = None
 
 
-_SUMMARY = TypeAdapter(Summary)
-
-
 def _read_log(path: Path) -> _Log:
     if not path.exists():
         raise CheckpointError(
@@ -254,25 +228,22 @@ def _read_log(path: Path) -> _Log:
             "recipe.yaml, log.jsonl and checkpoints/ (the --out of `largebatch train`)"
         )
     log = _Log()
-    for record in _records(path):
-        log.add(record)
+    for event in _events(path):
+        log.add(event)
     return log
 
 
-def _records(path: Path) -> Iterator[Record]:
-    """Yield the records of the kinds a report shows.
+def _events(path: Path) -> Iterator[Event]:
+    """Yield the events of a log; those of a kind that is not known are passed over.
 
-    A last line without its end is what a killed run was writing, and is passed over.
+    A last line without its end is what a killed run was writing, and is passed over too.
     """
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            record = json.loads(line)
-            kind = _KINDS.get(record["event"])
-            if kind is not None:
-                yield kind.validate_python(record)
-        except (ValueError, KeyError, TypeError) as error:
+            yield EVENTS.validate_json(line)
+        except ValidationError as error:
+            if error.errors()[0]["type"] == "union_tag_invalid":
+                continue
             if not line.endswith(b"\n"):
                 return
             raise CheckpointError(
@@ -285,18 +256,17 @@ def _read_summary(path: Path) -> Summary | None:
     if not path.exists():
         return None
     try:
-        return _SUMMARY.validate_python(json.loads(path.read_bytes()))
-    except ValueError as error:
+        return TypeAdapter(Summary).validate_json(path.read_bytes())
+    except ValidationError as error:
         raise CheckpointError(
             f"{path}: not the summary of a run ({_reason(error)}); delete it to see what the log "
             "alone says"
         ) from None
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return str(error)
+def _reason(error: ValidationError) -> str:
+    first = error.errors()[0]
+    if first["type"] == "union_tag_not_found":
+        return "'event' is missing"
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]

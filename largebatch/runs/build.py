@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 from torch import nn
@@ -40,11 +40,12 @@ from largebatch.runs.interrupts import stop_requests
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import Tracker
-from largebatch.training.ema import Average
+from largebatch.tracking.events import CHECKPOINTS, Event, Tracker
+from largebatch.training.ema import EMA
 from largebatch.training.loss import cross_entropy
-from largebatch.training.state import Means, Session
+from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
+from largebatch.training.trainer import Trainer
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -137,7 +138,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 def build_extra(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
-) -> Means:
+) -> Updater:
     """Build what makes the updates after the schedule, and freeze the weights they leave alone.
 
     Momentum SGD without a trust ratio, as LARS does for most of these weights: `affine_only` are
@@ -155,7 +156,7 @@ def build_extra(
     optimizer = SGD(groups, lr=lr, momentum=section.momentum, nesterov=nesterov)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     reducer = build_reducer(recipe, model, backend)
-    return optimizer, lambda step: fall(step - plan.steps), reducer
+    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
 
 
 def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer:
@@ -305,32 +306,26 @@ def join(options: Options, facts: Facts) -> Iterator[Backend]:
 
 
 @contextmanager
-def open_session(
+def open_trainer(
     recipe: Recipe, options: Options, facts: Facts, *, measuring: bool = False
-) -> Iterator[tuple[Session, list[Tracker]]]:
-    """Join the other workers and build every object of a run; see join and build_session."""
+) -> Iterator[Trainer]:
+    """Join the other workers and build every object of a run; see join and build_trainer."""
     with (
         join(options, {**facts, **recipe.model_dump(mode="json")}) as backend,
-        build_session(recipe, options, backend, measuring=measuring) as opened,
+        build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
-        yield opened
+        yield trainer
 
 
 @contextmanager
-def build_session(
+def build_trainer(
     recipe: Recipe, options: Options, backend: Backend, *, measuring: bool
-) -> Iterator[tuple[Session, list[Tracker]]]:
-    """Build every object of a run; who follows it can join later.
+) -> Iterator[Trainer]:
+    """Build every object of a run; trackers can join later.
 
     `measuring` promises that nothing will be trained: any number of workers then fits, and what the
     training machine had to have is not needed.
     """
-    trackers: list[Tracker] = []
-
-    def emit(record: dict[str, Any]) -> None:
-        for tracker in trackers:
-            tracker.record(record)
-
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
     pipeline = open_pipeline(recipe, plan, backend, folder=options.data)
@@ -341,36 +336,51 @@ def build_session(
         here = anywhere(recipe)
     else:
         require_trainable(model, recipe)
-    polish = recipe.polish
+    state = _build_state(here, plan, model, backend)
+    trackers: list[Tracker] = []
+    emit = partial(_emit, trackers)
+    smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
     with stop_requests(heard=backend.rank == 0) as wants_stop:
-        session = Session(
-            recipe=recipe,
-            plan=plan,
-            backend=backend,
-            pipeline=pipeline,
-            model=model,
-            optimizer=build_optimizer(here, model),
-            criterion=cross_entropy(
-                smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
-            ),
-            schedule=build_schedule(recipe),
-            reducer=build_reducer(here, model, backend),
-            build_affine=partial(_build_affine, here, plan, model, backend),
-            average=Average(model, decay=polish.ema) if polish and polish.ema else None,
-            spans=Spans(model, backend, sync_workers=plan.sync_workers),
-            scaler=build_scaler(recipe, plan, backend),
-            emit=emit,
-            log=StepLog(plan, backend, emit, wants_stop),
-            checkpoints=options.out / "checkpoints",
-        )
         try:
-            yield session, trackers
+            yield Trainer(
+                recipe=recipe,
+                plan=plan,
+                backend=backend,
+                pipeline=pipeline,
+                criterion=cross_entropy(smoothing=smoothing, off_target=off_target),
+                spans=Spans(model, backend, sync_workers=plan.sync_workers),
+                state=state,
+                build_affine=partial(_build_affine, here, plan, model, backend),
+                trackers=trackers,
+                emit=emit,
+                step_log=StepLog(plan, backend, state, emit=emit, wants_stop=wants_stop),
+                checkpoints=options.out / CHECKPOINTS,
+            )
         finally:
-            session.reducer.close()
+            state.updater.reducer.close()
 
 
-def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Means:
+def _emit(trackers: list[Tracker], event: Event) -> None:
+    for tracker in trackers:
+        tracker.record(event)
+
+
+def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
+    decay = recipe.polish.ema if recipe.polish else None
+    return TrainState(
+        model=model,
+        updater=Updater(
+            build_optimizer(recipe, model),
+            build_schedule(recipe),
+            build_reducer(recipe, model, backend),
+        ),
+        scaler=build_scaler(recipe, plan, backend),
+        ema=EMA(model, decay=decay) if decay else None,
+    )
+
+
+def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Updater:
     assert recipe.polish is not None
     assert recipe.polish.affine is not None
-    rate = recipe.polish.affine.lr
-    return build_extra(recipe, plan, model, backend, affine_only=True, lr=rate)
+    lr = recipe.polish.affine.lr
+    return build_extra(recipe, plan, model, backend, affine_only=True, lr=lr)

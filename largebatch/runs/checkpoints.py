@@ -13,28 +13,26 @@ from largebatch.recipe.loading import dump_recipe, parse_recipe
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.sections import Affine, Polish, Statistics
-from largebatch.runs.build import Options, build_extra, open_session
+from largebatch.runs.build import Options, build_extra, open_trainer
 from largebatch.runs.folder import check_folder
-from largebatch.runs.run import carry_out
+from largebatch.runs.run import record
 from largebatch.tracking.environment import source_commit, versions
-from largebatch.tracking.events import Summary
-from largebatch.training import ema
+from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
+from largebatch.training.ema import store_ema
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import (
-    end_stage,
+    describe_unsettled,
     make_updates,
-    measure,
     measure_statistics,
     polish_statistics,
-    say_unsettled,
 )
 from largebatch.training.state import (
     Checkpoint,
-    Session,
     load_checkpoint,
     newest_checkpoint,
     parse_checkpoint,
 )
+from largebatch.training.trainer import Trainer
 
 Mode = Literal["none", "statistics", "affine", "clean"]
 
@@ -73,7 +71,7 @@ class Comparison:
     """By split: how many pictures, and the digest that two lists of the same pictures share."""
 
 
-def small_rate(recipe: Recipe) -> float:
+def small_lr(recipe: Recipe) -> float:
     """Return the rate for the updates of a comparison, where none was asked for.
 
     A hundredth of that with which ResNets begin at batches of 256 (arXiv:1512.03385, section 3.4),
@@ -91,119 +89,123 @@ def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
     return recipe.model_copy(update={"polish": polish})
 
 
-def compare(session: Session) -> Comparison:
-    """Polish copies of the session's model in every way; `with_updates` made its recipe."""
+def compare(trainer: Trainer) -> Comparison:
+    """Polish copies of the trainer's model in every way; `with_updates` made its recipe."""
     return Comparison(
-        rows=_rows(session),
-        commit=source_commit() if session.backend.rank == 0 else None,
+        rows=_rows(trainer),
+        commit=source_commit() if trainer.backend.rank == 0 else None,
         versions=versions(),
-        data=session.pipeline.splits,
+        data=trainer.pipeline.splits,
     )
 
 
-def _rows(session: Session) -> Iterator[Row]:
+def _rows(trainer: Trainer) -> Iterator[Row]:
     """Measure the model as it is and after each way of polishing a copy.
 
-    In `clean`, all weights move as those of `affine` do: by plain momentum SGD on clean pictures
-    at a small rate.
+    In `clean`, all weights move as those of `affine` do: by plain momentum SGD on clean images at a
+    small learning rate.
     """
-    polish = session.recipe.polish
+    polish, state = trainer.recipe.polish, trainer.state
     assert polish is not None
     assert polish.affine is not None
     assert polish.statistics is not None
-    start = {name: value.clone() for name, value in session.model.state_dict().items()}
-    scale = session.scaler.state_dict()
+    weights = {name: value.clone() for name, value in state.model.state_dict().items()}
+    scale = state.scaler.state_dict()
     for mode in get_args(Mode):
-        session.model.load_state_dict(start)
-        session.scaler.load_state_dict(scale)
+        state.model.load_state_dict(weights)
+        state.scaler.load_state_dict(scale)
         lr = polish.affine.lr if mode in {"affine", "clean"} else None
-        begun, note, made = time.perf_counter(), None, 0
+        begun, note, updates = time.perf_counter(), None, 0
         if mode == "statistics":
             section = polish.statistics
-            drift = measure_statistics(session, section.samples, sequential=section.sequential)
-            note = say_unsettled(drift)
+            drift = measure_statistics(trainer, section.samples, sequential=section.sequential)
+            note = describe_unsettled(drift)
         elif lr is not None:
-            made = _update(session, mode, lr=lr)
-            note = _say_skipped(session.plan.affine_steps, made)
+            updates = _update(trainer, mode, lr=lr)
+            note = _describe_skipped(trainer.plan.affine_steps, updates)
         seconds = time.perf_counter() - begun
-        found = measure(session, mode)
+        found = trainer.measure()
         yield Row(
             mode=mode,
             top1=found.top1,
             top5=found.top5,
             loss=found.loss,
             seconds=seconds,
-            updates=made,
+            updates=updates,
             lr=lr,
             note=note,
         )
 
 
-def _say_skipped(num: int, made: int) -> str | None:
+def _describe_skipped(planned: int, updates: int) -> str | None:
     """Say how many updates fp16 lost; None if it lost none."""
-    return f"{num - made} of {num} updates skipped: fp16 overflow" if made < num else None
+    skipped = planned - updates
+    return f"{skipped} of {planned} updates skipped: fp16 overflow" if skipped else None
 
 
-def _update(session: Session, mode: Mode, *, lr: float) -> int:
-    """Make the updates on clean pictures, beginning at `lr`, of few weights or of all.
+def _update(trainer: Trainer, mode: Literal["affine", "clean"], *, lr: float) -> int:
+    """Make the updates on clean images, beginning at `lr`, of few weights or of all.
 
     Returns how many were not skipped.
     """
-    plan, skipped = session.plan, session.log.skipped
-    session.use(
+    plan, state = trainer.plan, trainer.state
+    skipped = state.progress.skipped
+    state.use(
         build_extra(
-            session.recipe,
+            trainer.recipe,
             plan,
-            session.model,
-            session.backend,
+            state.model,
+            trainer.backend,
             affine_only=mode == "affine",
             lr=lr,
         )
     )
     try:
-        make_updates(session, mode, range(plan.steps, plan.updates), until=plan.updates)
+        make_updates(trainer, mode, range(plan.steps, plan.updates), until=plan.updates)
     except DivergedError as error:
         raise DivergedError(f"{mode}: {str(error).partition(';')[0]}; lower --lr") from None
-    if session.log.stopped:
+    if trainer.step_log.stopped:
         raise LargebatchError(f"stopped in {mode}: there is no result for it")
-    return plan.affine_steps - (session.log.skipped - skipped)
+    return plan.affine_steps - (state.progress.skipped - skipped)
 
 
 def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
-    state = _load(path, options)
-    facts = {"command": "evaluate", "checkpoint": checksum(state.model)}
-    with open_session(state.recipe, options, facts, measuring=True) as (session, _):
-        session.restore(state)
-        return measure(session, _stage(state, session.plan))
+    checkpoint = _load(path, options)
+    facts = {"command": "evaluate", "checkpoint": checksum(checkpoint.state["model"])}
+    with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
+        trainer.restore(checkpoint)
+        return trainer.measure()
 
 
 def polish_checkpoint(
-    path: Path, options: Options, *, samples: int | None = None, averaged: bool = False
+    path: Path, options: Options, *, samples: int | None = None, ema: bool = False
 ) -> Summary:
     """Do the statistics pass on a checkpoint and leave the polished run in `options.out`.
 
-    `samples` is the number of clean training pictures to measure; None: all of them. `averaged`
-    takes the moving average of a run that has not ended. The summary holds the accuracy of the
-    checkpoint as it was and as it became.
+    `samples` is the number of clean training images to measure; None: all of them. `ema` takes the
+    EMA of a run that has not ended. The summary holds the accuracy of the checkpoint as it was and
+    as it became.
     """
     check_folder(options.out, resume=False)
-    state = _load(path, options, averaged=averaged)
-    recipe = with_statistics(state.recipe, samples)
-    facts = {"command": "polish", "checkpoint": checksum(state.model), "--ema": averaged}
-    with open_session(recipe, options, facts, measuring=True) as (session, trackers):
-        session.restore(replace(state, stages=[], average={}, before={}))
-        stage = _stage(state, session.plan)
-        if averaged:
-            ema.put(state.average, session.model)
+    checkpoint = _load(path, options, ema=ema)
+    state = checkpoint.state
+    recipe = with_statistics(checkpoint.recipe, samples)
+    facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
+    with open_trainer(recipe, options, facts, measuring=True) as trainer:
+        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
+        trainer.restore(replace(checkpoint, stages=[], state=begun))
+        stage = _stage(checkpoint, trainer.plan)
+        if ema:
+            store_ema(state["ema"], trainer.state.model)
             stage = "ema"
 
-        def work() -> bool:
-            end_stage(session, stage, num_steps=session.made)
-            polish_statistics(session)
+        def polish() -> bool:
+            trainer.end_stage(stage, num_steps=trainer.state.progress.updates)
+            polish_statistics(trainer)
             return True
 
-        return carry_out(session, trackers, options.out, work)
+        return record(trainer, options.out, polish)
 
 
 @contextmanager
@@ -214,44 +216,45 @@ def compare_checkpoint(
     samples: int | None,
     epochs: float,
     lr: float | None,
-    averaged: bool = False,
+    ema: bool = False,
 ) -> Iterator[Comparison]:
     """Measure what each way of polishing would do to a checkpoint; it is only read.
 
     `lr` None: a small one. The machine that trained it may have had what this one lacks.
     """
-    state = _load(path, options, averaged=averaged)
-    recipe = anywhere(state.recipe)
-    rate = lr or small_rate(recipe)
-    recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
-    facts = {"command": "polish --compare", "checkpoint": checksum(state.model), "--ema": averaged}
-    with open_session(recipe, options, facts) as (session, _):
-        session.model.load_state_dict(state.model)
-        session.scaler.load_state_dict(state.scaler)
-        if averaged:
-            ema.put(state.average, session.model)
-        yield compare(session)
+    checkpoint = _load(path, options, ema=ema)
+    state = checkpoint.state
+    recipe = anywhere(checkpoint.recipe)
+    recipe = with_statistics(recipe, samples)
+    recipe = with_updates(recipe, epochs=epochs, lr=lr or small_lr(recipe))
+    facts = {"command": "polish --compare", "checkpoint": checksum(state["model"]), "--ema": ema}
+    with open_trainer(recipe, options, facts) as trainer:
+        trainer.state.model.load_state_dict(state["model"])
+        trainer.state.scaler.load_state_dict(state["scaler"])
+        if ema:
+            store_ema(state["ema"], trainer.state.model)
+        yield compare(trainer)
 
 
-def _load(path: Path, options: Options, *, averaged: bool = False) -> Checkpoint:
+def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
     """Read a checkpoint file, or the newest checkpoint of a run folder, with this execution.
 
-    Raises CheckpointError where the moving average is asked for and there is none.
+    Raises CheckpointError where the EMA is asked for and there is none.
     """
     if path.is_dir():
-        content = newest_checkpoint(path / "checkpoints")
+        content = newest_checkpoint(path / CHECKPOINTS)
         if content is None:
-            raise CheckpointError(f"{path}: this folder holds no readable checkpoints/step-*.pt")
-        state = parse_checkpoint(content, source=str(path))
+            raise CheckpointError(f"{path}: this folder holds no readable {CHECKPOINTS}/step-*.pt")
+        checkpoint = parse_checkpoint(content, source=str(path))
     else:
-        state = load_checkpoint(path)
-    if averaged and not state.average:
+        checkpoint = load_checkpoint(path)
+    if ema and not checkpoint.state["ema"]:
         raise CheckpointError(
-            f"{path}: holds no moving average: a checkpoint has one beside the weights if its "
-            "recipe has polish.ema, until the schedule ends and it becomes the model; leave --ema "
-            "out"
+            f"{path}: holds no EMA: a checkpoint has one beside the weights if its recipe has "
+            "polish.ema, until the schedule ends and it becomes the model; leave --ema out"
         )
-    return replace(state, recipe=_with_execution(state.recipe, options.overrides, path=path))
+    recipe = _with_execution(checkpoint.recipe, options.overrides, path=path)
+    return replace(checkpoint, recipe=recipe)
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:
@@ -264,17 +267,17 @@ def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> 
     return parse_recipe(dump_recipe(recipe), overrides, source=str(path)) if overrides else recipe
 
 
-def _stage(state: Checkpoint, plan: Plan) -> str:
+def _stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
     """Return the name of the stage that made the weights: the one under way, else the last kept.
 
     `statistics`, which moves no weight, ends every run that has it.
     """
-    under_way = "affine" if state.step > plan.steps else "clean"
-    under_way = under_way if state.step > plan.train_steps else "train"
-    ended = {stage["name"] for stage in state.stages}
-    kept = [stage["name"] for stage in state.stages if stage["kept"]]
-    made = [name for name in kept if name != "statistics"]
-    return made[-1] if made and ended & {under_way, "statistics"} else under_way
+    under_way: StageName = "affine" if checkpoint.progress.step > plan.steps else "clean"
+    under_way = under_way if checkpoint.progress.step > plan.train_steps else "train"
+    ended = {stage.name for stage in checkpoint.stages}
+    kept = [stage.name for stage in checkpoint.stages if stage.kept]
+    moved = [name for name in kept if name != "statistics"]
+    return moved[-1] if moved and ended & {under_way, "statistics"} else under_way
 
 
 def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +12,61 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.storage import write_whole
 from largebatch.tracking.console import Console
-from largebatch.tracking.events import JsonLines, Tracker
+from largebatch.tracking.events import (
+    CHECKPOINTS,
+    LOG,
+    RECIPE,
+    JsonLines,
+    Start,
+    Tracker,
+)
 from largebatch.tracking.wandb import Wandb
-from largebatch.training.state import Checkpoint, Session, newest_checkpoint, parse_checkpoint
+from largebatch.training.state import Checkpoint, newest_checkpoint, parse_checkpoint
+from largebatch.training.trainer import Trainer
 
 
-def open_folder(session: Session, folder: Path) -> list[Tracker]:
-    """Make the run folder and begin to follow the run; worker 0 only."""
-    recipe, plan = session.recipe, session.plan
+def open_folder(trainer: Trainer, folder: Path) -> list[Tracker]:
+    """Make the run folder and return what follows the run; worker 0 only."""
+    recipe, plan, index = trainer.recipe, trainer.plan, trainer.pipeline
     trackers: list[Tracker] = [Console()]
     if "wandb" in recipe.tracking:
-        trackers.append(Wandb(folder))
+        config = {**recipe.model_dump(mode="json"), "plan": asdict(plan)}
+        trackers.append(Wandb(folder, config))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+        trackers.insert(1, JsonLines(folder / LOG))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from None
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    trackers.insert(1, JsonLines(folder / "log.jsonl"))
-    config = {
-        **recipe.model_dump(mode="json"),
-        "plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch},
-    }
-    pipeline = session.pipeline
-    left_out = len(pipeline.train_index.bad) + len(pipeline.val_index.bad)
-    if left_out:
-        config["left_out"] = left_out  # pictures that cannot be used, by `data index --drop-bad`
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+    start = Start(
+        time=datetime.now(UTC).replace(microsecond=0),
+        resume_step=trainer.state.progress.step,
+        recipe=recipe.name,
+        plan=plan,
+        unusable_images=len(index.train_index.bad) + len(index.val_index.bad),
+    )
     for tracker in trackers:
-        tracker.start(config, resume_step=session.step)
+        tracker.record(start)
     return trackers
 
 
-def read_state(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | None:
+def read_checkpoint(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | None:
     """Return the state to go on from, on every worker; None if the run saved nothing yet.
 
     Worker 0 reads it for all. Raises CheckpointError if it belongs to another recipe.
     """
-    content = newest_checkpoint(folder / "checkpoints") if backend.rank == 0 else None
+    content = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
     content = broadcast_bytes(content, backend)
     if not content:
         return None
-    state = parse_checkpoint(content, source=str(folder))
-    there, here = state.recipe.mathematics, recipe.mathematics
+    checkpoint = parse_checkpoint(content, source=str(folder))
+    there, here = checkpoint.recipe.mathematics, recipe.mathematics
     if there != here:
         changed = "; ".join(_differences(there.model_dump(), here.model_dump()))
         raise CheckpointError(f"{folder}: the run there has another recipe: {changed}")
-    return state
+    return checkpoint
 
 
 def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:  # noqa: ANN401 -- any JSON
@@ -81,7 +90,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
-    if resume and not (folder / "recipe.yaml").exists():
+    if resume and not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(

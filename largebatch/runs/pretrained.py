@@ -31,17 +31,17 @@ from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import Options, build_session, join
+from largebatch.runs.build import Options, build_trainer, join
 from largebatch.runs.checkpoints import (
     Comparison,
     compare,
-    small_rate,
+    small_lr,
     with_statistics,
     with_updates,
 )
 from largebatch.training.evaluation import Metrics
-from largebatch.training.stages import measure, measure_statistics, say_unsettled
-from largebatch.training.state import Session
+from largebatch.training.stages import describe_unsettled, measure_statistics
+from largebatch.training.trainer import Trainer
 
 _PLACES = ("state_dict", "model")
 _AVERAGED = ("state_dict_ema", "model_ema")
@@ -121,8 +121,8 @@ class Weights:
         return {_WRAPPERS.sub("", key): key for key in self.tensors if key != "n_averaged"}
 
 
-def read_weights(path: Path, *, averaged: bool = False) -> Weights:
-    """Read a file of weights to the CPU; `averaged` takes the moving average beside them.
+def read_weights(path: Path, *, ema: bool = False) -> Weights:
+    """Read a file of weights to the CPU; `ema` takes the EMA beside them.
 
     Nothing in the file is executed. Raises CheckpointError saying what is wrong with it.
     """
@@ -141,7 +141,7 @@ def read_weights(path: Path, *, averaged: bool = False) -> Weights:
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path}: not a readable file of weights: {reason}") from None
-    return Weights(path, content, _find(path, content, averaged=averaged))
+    return Weights(path, content, _find(path, content, ema=ema))
 
 
 def check_format(path: Path, out: Path) -> None:
@@ -165,21 +165,21 @@ def _read_safe(path: Path) -> Weights:
         return Weights(path, tensors, tensors, file.metadata())
 
 
-def _find(path: Path, content: object, *, averaged: bool) -> MutableMapping[str, Tensor]:
+def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tensor]:
     """Return the part of the content that holds the weights asked for."""
     found = list(content) if isinstance(content, dict) else []
     if isinstance(content, dict):
-        for word in _AVERAGED if averaged else _PLACES:
+        for word in _AVERAGED if ema else _PLACES:
             if _are_weights(content.get(word)):
                 return content[word]  # type: ignore[no-any-return]  # just seen
-        if _are_weights(content) and not averaged:
+        if _are_weights(content) and not ema:
             return content
-    words = " or ".join(_AVERAGED if averaged else _PLACES)
-    hint = "; its moving average is taken with --ema" if set(found) & set(_AVERAGED) else ""
+    words = " or ".join(_AVERAGED if ema else _PLACES)
+    hint = "; its EMA is taken with --ema" if set(found) & set(_AVERAGED) else ""
     what = f"a mapping of {_some(found)}" if found else type(content).__name__
     raise CheckpointError(
-        f"{path}: expected weights{' of an average' * averaged} by name, "
-        f"{'' if averaged else 'bare or '}under {words}; found {what}{hint if not averaged else ''}"
+        f"{path}: expected weights{' of an EMA' * ema} by name, "
+        f"{'' if ema else 'bare or '}under {words}; found {what}{hint if not ema else ''}"
     )
 
 
@@ -212,8 +212,8 @@ class Foreign:
     """As timm or torchvision call it; `torchvision/` before it leaves no doubt."""
 
     weights: Path
-    averaged: bool = False
-    """Take the moving average that the file holds beside the weights."""
+    ema: bool = False
+    """Take the EMA that the file holds beside the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
     """
     names = zoo.same_name(what.model)
     check_format(what.weights, options.out)
-    weights = read_weights(what.weights, averaged=what.averaged)
+    weights = read_weights(what.weights, ema=what.ema)
     facts = {"command": "polish", "--samples": samples, **_facts(what, weights)}
     with join(options, facts) as backend:
         recipe, state = _fit(names, weights, options, backend)
@@ -241,14 +241,14 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
         assert recipe.polish is not None
         section = recipe.polish.statistics
         assert section is not None
-        with _open(recipe, state, options, backend, measuring=True) as session:
-            before = measure(session, "train")
-            drift = measure_statistics(session, section.samples, sequential=section.sequential)
-            after = measure(session, "statistics")
+        with _open(recipe, state, options, backend, measuring=True) as trainer:
+            before = trainer.measure()
+            drift = measure_statistics(trainer, section.samples, sequential=section.sequential)
+            after = trainer.measure()
             if backend.rank == 0:
-                weights.replace(_statistics(session))
+                weights.replace(_statistics(trainer.state.model))
                 weights.write(options.out)
-    return Polished(before=before, after=after, note=say_unsettled(drift))
+    return Polished(before=before, after=after, note=describe_unsettled(drift))
 
 
 @contextmanager
@@ -257,15 +257,15 @@ def compare_weights(
 ) -> Iterator[Comparison]:
     """Measure what each way of polishing would do; the file is only read."""
     names = zoo.same_name(what.model)
-    weights = read_weights(what.weights, averaged=what.averaged)
+    weights = read_weights(what.weights, ema=what.ema)
     asked = {"--samples": samples, "--epochs": epochs, "--lr": lr}
     facts = {"command": "polish --compare", **asked, **_facts(what, weights)}
     with join(options, facts) as backend:
         recipe, state = _fit(names, weights, options, backend)
-        rate = lr or small_rate(recipe)
+        rate = lr or small_lr(recipe)
         recipe = with_updates(with_statistics(recipe, samples), epochs=epochs, lr=rate)
-        with _open(recipe, state, options, backend, measuring=False) as session:
-            yield compare(session)
+        with _open(recipe, state, options, backend, measuring=False) as trainer:
+            yield compare(trainer)
 
 
 def _facts(what: Foreign, weights: Weights) -> Facts:
@@ -282,12 +282,12 @@ def _open(
     backend: Backend,
     *,
     measuring: bool,
-) -> Iterator[Session]:
+) -> Iterator[Trainer]:
     """Build the model with these weights and all that works on it; no run folder."""
     nowhere = replace(options, out=Path())
-    with build_session(recipe, nowhere, backend, measuring=measuring) as (session, _):
-        session.model.load_state_dict(state)
-        yield session
+    with build_trainer(recipe, nowhere, backend, measuring=measuring) as trainer:
+        trainer.state.model.load_state_dict(state)
+        yield trainer
 
 
 def _fit(
@@ -356,11 +356,11 @@ def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Rec
     return parse_recipe(yaml.safe_dump(tree), overrides, source=f"the recipe made for {name}")
 
 
-def _statistics(session: Session) -> dict[str, Tensor]:
+def _statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the running means and variances under the names they have in a state_dict."""
     layers = {
         name: layer
-        for name, layer in session.model.named_modules(remove_duplicate=False)
+        for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, _BatchNorm)
     }
     return {

@@ -5,7 +5,7 @@ pictures and checkpoints/. It is made when everything that the user can get wron
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from largebatch.distributed.connection import Name
@@ -14,13 +14,13 @@ from largebatch.errors import BackendError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
-from largebatch.runs.build import Options, open_session
-from largebatch.runs.folder import check_folder, default_folder, open_folder, read_state
+from largebatch.runs.build import Options, open_trainer
+from largebatch.runs.folder import check_folder, default_folder, open_folder, read_checkpoint
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import Status, Summary, Tracker
-from largebatch.training.stages import require_resumable, run_stages, say
-from largebatch.training.state import Session
+from largebatch.tracking.events import SUMMARY, Finish, Status, Summary
+from largebatch.training.stages import require_resumable, run_stages
+from largebatch.training.trainer import Trainer
 
 _SLOW = (
     "fp16 on a CPU is several times slower than fp32; to try a recipe here: "
@@ -73,72 +73,70 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
-    with open_session(recipe, options, {"command": "train"}) as (session, trackers):
-        state = read_state(recipe, options.out, session.backend) if options.resume else None
-        if state is not None:
-            require_resumable(state, session.plan, options.out)
-            session.restore(state)
-        until = session.plan.updates if options.max_steps is None else options.max_steps
+    with open_trainer(recipe, options, {"command": "train"}) as trainer:
+        checkpoint = None
+        if options.resume:
+            checkpoint = read_checkpoint(recipe, options.out, trainer.backend)
+        if checkpoint is not None:
+            require_resumable(checkpoint, trainer.plan, options.out)
+            trainer.restore(checkpoint)
+        until = trainer.plan.updates if options.max_steps is None else options.max_steps
 
-        def work() -> bool:
-            if session.scaler.is_enabled() and session.backend.device.type == "cpu":
-                say(session, "train", _SLOW)
-            return run_stages(session, until=until)
+        def train() -> bool:
+            if trainer.state.scaler.is_enabled() and trainer.backend.device.type == "cpu":
+                trainer.note("train", _SLOW)
+            return run_stages(trainer, until=until)
 
-        return carry_out(session, trackers, options.out, work)
+        return record(trainer, options.out, train)
 
 
-def carry_out(
-    session: Session, trackers: list[Tracker], folder: Path, work: Callable[[], bool]
-) -> Summary:
+def record(trainer: Trainer, folder: Path, work: Callable[[], bool]) -> Summary:
     """Do the work in a run folder; whatever comes of it, leave a summary and a report.
 
     `work` returns whether the run is complete. Only worker 0 touches the folder.
     """
-    if session.backend.rank == 0:
-        trackers += open_folder(session, folder)
+    if trainer.backend.rank == 0:
+        trainer.trackers.extend(open_folder(trainer, folder))
     try:
         complete = work()
     except BaseException as error:
-        status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        _finish(summarize(session, status), trackers, folder)
+        _finish(trainer, folder, "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
-    summary = summarize(session, "finished" if complete else "interrupted")
-    _finish(summary, trackers, folder)
+    return _finish(trainer, folder, "finished" if complete else "interrupted")
+
+
+def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
+    summary = summarize(trainer, status)
+    if trainer.backend.rank == 0:
+        summary.write(folder / SUMMARY)
+        write_report(folder)
+        trainer.emit(Finish(time=datetime.now(UTC).replace(microsecond=0), summary=summary))
     return summary
 
 
-def _finish(summary: Summary, trackers: list[Tracker], folder: Path) -> None:
-    if not trackers:
-        return
-    summary.write(folder / "summary.json")
-    write_report(folder)
-    for tracker in trackers:
-        tracker.finish(asdict(summary))
-
-
-def summarize(session: Session, status: Status) -> Summary:
+def summarize(trainer: Trainer, status: Status) -> Summary:
     """Say in numbers how far the run has come."""
-    plan, log = session.plan, session.log
-    last = session.last_kept or {}
+    plan, state = trainer.plan, trainer.state
+    progress, last = state.progress, state.last_kept
+    timed = progress.images and progress.train_seconds
     return Summary(
-        recipe=session.recipe.name,
-        commit=source_commit() if session.backend.rank == 0 else None,
+        recipe=trainer.recipe.name,
+        commit=source_commit() if trainer.backend.rank == 0 else None,
         versions=versions(),
-        backend=session.backend.name,
+        backend=trainer.backend.name,
         workers=plan.workers,
         global_batch=plan.global_batch,
         device_batch=plan.device_batch,
         accumulation=plan.accumulation,
-        steps=session.made,
-        skipped_steps=log.skipped,
-        samples=session.made * plan.global_batch,
-        seconds=session.seconds,
-        images_per_second=log.images / log.seconds if log.images else None,
-        peak_memory_bytes=peak_memory_bytes(session.backend.device),
-        top1=last.get("top1"),
-        top5=last.get("top5"),
-        loss=last.get("loss"),
-        stages=session.stages,
+        steps=progress.updates,
+        skipped_steps=progress.skipped,
+        samples=progress.updates * plan.global_batch,
+        seconds=state.seconds,
+        images_per_second=progress.images / progress.train_seconds if timed else None,
+        peak_memory_bytes=peak_memory_bytes(trainer.backend.device),
+        top1=last.top1 if last else None,
+        top5=last.top5 if last else None,
+        loss=last.loss if last else None,
+        stages=tuple(state.stages),
         status=status,
     )

@@ -2,12 +2,22 @@
 
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from largebatch.tracking.events import (
+    Decision,
+    Evaluation,
+    Event,
+    Finish,
+    Note,
+    Start,
+    Step,
+    Summary,
+)
 
 LINE_SECONDS = 5.0
 """Where there is no terminal, a line about training appears at most this often."""
@@ -23,19 +33,43 @@ class Console:
         self._steps = 0
         self._last_line = -LINE_SECONDS
 
-    def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
+    def record(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case Start():
+                self._start(event)
+            case Step():
+                self._show_step(event)
+            case Evaluation():
+                self._console.print(
+                    f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
+                    f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  "
+                    f"val loss {event.loss:.4f}"
+                )
+            case Note():
+                self._console.print(f"{event.stage:>10}  {event.text}", markup=False)
+            case Decision():
+                self._console.print(
+                    f"{event.stage:>10}  {'kept' if event.kept else 'rolled back'}: top-1 "
+                    f"{event.before:.2%} -> {event.after:.2%} on {event.samples:,} "
+                    "training images held out"
+                )
+            case Finish():
+                self._finish(event.summary)
+
+    def _start(self, event: Start) -> None:
         """Say what is about to run."""
-        plan: Any = config["plan"]
-        affine = plan.get("affine_steps", 0)
-        self._steps = plan["steps"] + affine
+        plan, step = event.plan, event.resume_step
+        affine, unusable = plan.affine_steps, event.unusable_images
+        self._steps = plan.updates
         self._console.print(
-            f"[bold]{config['name']}[/]: {plan['steps']} "
+            f"[bold]{event.recipe}[/]: {plan.steps} "
             + (f"and {affine} more " if affine else "")
-            + f"steps of {plan['global_batch']} samples = "
-            f"{plan['workers']} workers x {plan['accumulation']} x {plan['device_batch']}, "
-            f"{plan['steps_per_epoch']:.2f} steps an epoch"
-            + (f"; {config['left_out']} bad pictures left out" if "left_out" in config else "")
-            + (f"; resumed at step {resume_step}" if resume_step else "")
+            + f"steps of {plan.global_batch} samples = "
+            f"{plan.workers} workers x {plan.accumulation} x {plan.device_batch}, "
+            f"{plan.steps_per_epoch:.2f} steps an epoch"
+            + (f"; {unusable} unusable images left out" if unusable else "")
+            + (f"; resumed at step {step}" if step else "")
         )
         if self._console.is_terminal:
             self._bar = Progress(
@@ -46,57 +80,32 @@ class Console:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._bar.add_task(
-                "train", total=self._steps, completed=resume_step, numbers=""
-            )
+            self._task = self._bar.add_task("train", total=self._steps, completed=step, numbers="")
             self._bar.start()
 
-    def record(self, record: Mapping[str, object]) -> None:
-        """Show one record."""
-        fields: Any = record
-        if record["event"] == "step":
-            self._show_step(fields)
-        elif record["event"] == "evaluation":
-            self._console.print(
-                f"{fields['stage']:>10}  epoch {fields['epoch']:6.2f}  "
-                f"top-1 {fields['top1']:7.2%}  top-5 {fields['top5']:7.2%}  "
-                f"val loss {fields['loss']:.4f}"
-            )
-        elif record["event"] == "note":
-            self._console.print(f"{fields['stage']:>10}  {fields['text']}", markup=False)
-        elif record["event"] == "decision":
-            self._console.print(
-                f"{fields['stage']:>10}  {'kept' if fields['kept'] else 'discarded'}: top-1 "
-                f"{fields['before']:.2%} -> {fields['after']:.2%} on {fields['samples']:,} "
-                "training pictures held out"
-            )
-
-    def finish(self, summary: Mapping[str, object]) -> None:
+    def _finish(self, summary: Summary) -> None:
         """Stop the bar and say how the run ended."""
         if self._bar is not None:
             self._bar.stop()
-        seconds: Any = summary["seconds"]
-        skipped = summary["skipped_steps"]
+        skipped = summary.skipped_steps
         self._console.print(
-            f"{summary['status']} after {seconds:.1f} s"
+            f"{summary.status} after {summary.seconds:.1f} s"
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
         )
 
-    def _show_step(self, fields: Mapping[str, Any]) -> None:
-        done = fields["step"] + 1
+    def _show_step(self, event: Step) -> None:
+        done = event.step + 1
         numbers = (
-            f"loss {fields['loss']:.4f}  rate {fields['lr']:.4g}  "
-            f"{_three_digits(fields['images_per_second'])} samples/s"
+            f"loss {event.loss:.4f}  lr {event.lr:.4g}  "
+            f"{_three_digits(event.images_per_second)} samples/s"
         )
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=done, description=fields["stage"], numbers=numbers
-            )
+            self._bar.update(self._task, completed=done, description=event.stage, numbers=numbers)
         elif time.monotonic() - self._last_line >= LINE_SECONDS or done == self._steps:
             self._last_line = time.monotonic()
-            left = timedelta(seconds=round((self._steps - done) * fields["step_seconds"]))
+            left = timedelta(seconds=round((self._steps - done) * event.step_seconds))
             self._console.print(
-                f"{fields['stage']:>10}  step {done}/{self._steps}  {numbers}  {left} left"
+                f"{event.stage:>10}  step {done}/{self._steps}  {numbers}  {left} left"
             )
 
 

@@ -1,85 +1,82 @@
-"""Every record of a run, `log.jsonl`, which holds them one JSON object a line, and summary.json.
+"""Every record of a run, typed once: what trackers follow, `log.jsonl` holds and reports read.
 
-Records stand in the order they happened. A resumed run appends; its `start` record says from which
-step on earlier ones are superseded. A number that is not finite, such as the loss of a step that
-overflowed in fp16, is written as null: JSON has no NaN.
+`log.jsonl` has one JSON object a line, in the order in which things happened. A resumed run
+appends; its `start` record says from which step on earlier ones are superseded. A number that is
+not finite, such as the loss of a step that overflowed in fp16, is null there, for JSON has no NaN;
+it is read as NaN. A field that older runs did not write has a default, so their folders still draw.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic_core import to_json
+
+from largebatch.recipe.plan import Plan
+from largebatch.storage import write_whole
+
+RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"
+REPORT, OVERVIEW = "report.html", "report.png"
+"""What the files of a run folder are called."""
 
 StageName = Literal["train", "clean", "ema", "affine", "statistics"]
-Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""A number that may have come out as none: the log then holds null, which is read as NaN."""
+"""The stages of a run, in their order."""
 
 Status = Literal["finished", "interrupted", "stopped", "failed"]
+"""interrupted: saved where it ends; stopped: at once, by a second request."""
+
+Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number that may not be finite: null in JSON, which is read as NaN."""
 
 
-class Tracker(Protocol):
-    """Follows a run. `run` calls it on worker 0 only, with plain values, never tensors."""
-
-    def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
-        """Begin: the resolved recipe with the plan under `plan`, and the first step to come."""
-
-    def record(self, record: Mapping[str, object]) -> None:
-        """Take one record; its `event` says which kind it is."""
-
-    def finish(self, summary: Mapping[str, object]) -> None:
-        """End: the contents of `summary.json`, whatever the status."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The part of a plan that a report shows."""
-
-    workers: int
-    global_batch: int
-    device_batch: int
-    accumulation: int
-    steps: int
-    steps_per_epoch: float
-    affine_steps: int = 0
-
-    @property
-    def updates(self) -> int:
-        """Those of the schedule, and those after it."""
-        return self.steps + self.affine_steps
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The run began, or went on."""
 
+    event: Literal["start"] = "start"
     time: datetime
     resume_step: int
+    """The first step to come; records of it and of later ones are superseded."""
+
     recipe: str
+    """Its name."""
+
     plan: Plan
+    unusable_images: int = 0
+    """Images that `data index --drop-bad` left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One optimizer update."""
 
+    event: Literal["step"] = "step"
     stage: StageName
     step: int
+    epoch: float = math.nan
+    """Passes over the training data after it."""
+
     loss: Measured
+    """Mean over the global batch."""
+
     lr: float
-    images_per_second: float
+    loss_scale: float = 1.0
     skipped: bool = False
     """The gradients overflowed in fp16, so no weight was changed."""
 
+    step_seconds: float = math.nan
+    images_per_second: float
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The validation data after so many updates; accuracies are parts of 1."""
 
+    event: Literal["evaluation"] = "evaluation"
     stage: StageName
     step: int
     epoch: float
@@ -87,12 +84,14 @@ class Evaluation:
     top5: float
     loss: Measured
     samples: int
+    seconds: float = math.nan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether a stage was kept: top-1 on training pictures held out, before it and after it."""
+    """Whether a stage was kept: top-1 on training images held out, before it and after it."""
 
+    event: Literal["decision"] = "decision"
     stage: StageName
     step: int
     samples: int
@@ -101,50 +100,88 @@ class Decision:
     kept: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """What else there is to say of a stage."""
 
+    event: Literal["note"] = "note"
     stage: StageName
     step: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDrift:
     """How far one BatchNorm layer's polished statistics lie from its running ones."""
 
     name: str
+    channels: int
     mean_shift: Measured
+    """Root mean square over the channels of (polished mean - running mean) / running std."""
+
     log_variance_ratio: Measured
+    """Root mean square over the channels of ln(polished variance / running variance)."""
+
     shift_quantiles: tuple[Measured, ...] = ()
     ratio_quantiles: tuple[Measured, ...] = ()
-    """Over its channels, and with their signs; old logs have none."""
+    """Quantiles over the channels of these two, each with its sign."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """What the statistics stage changed, layer by layer from the input on."""
+    """What the statistics pass changed, layer by layer from the input on."""
 
-    samples: int
-    layers: tuple[Layer, ...]
+    event: Literal["drift"] = "drift"
+    stage: StageName = "statistics"
     step: int = 0
+    samples: int
+    passes: int = 1
+    settling: Measured = 0.0
+    settled: bool = True
+    """As in polish.Drift."""
+
     quantiles: tuple[float, ...] = ()
     """Which ones those of the layers are."""
 
+    layers: tuple[LayerDrift, ...]
 
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """What a stage took."""
 
-    name: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """What an evaluation found; accuracies are parts of 1."""
+
+    top1: float
+    top5: float
+    loss: Measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """A stage that has ended."""
+
+    name: StageName
     steps: int
+    """Updates made in it, which may be fewer than planned if it diverged."""
+
     seconds: float
+    top1: float
+    top5: float
+    loss: Measured
+    """After it, also where it was rolled back."""
+
+    before: Accuracy | None = None
+    """After the last stage that was kept; null for the first."""
+
+    held_out: float | None = None
+    """Top-1 on the training images held out; null where there are none."""
+
+    kept: bool = True
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One run in numbers. Accuracies are parts of 1, times seconds, on worker 0."""
+    """One run in numbers: summary.json. Accuracies are parts of 1, times seconds, on worker 0."""
 
     recipe: str
     commit: str | None
@@ -171,27 +208,41 @@ class Summary:
     images_per_second: float | None
     """Training samples over the time spent training, evaluation left out."""
 
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     """Worker 0's: of the GPU's memory where there is one, else of the process."""
 
     top1: float | None
     top5: float | None
-    loss: float | None
-    """Accuracy and loss after the last stage that ended."""
+    loss: Measured | None
+    """Accuracy and loss after the last stage that was kept."""
 
-    stages: list[dict[str, Any]]
+    stages: tuple[StageResult, ...]
     status: Status
-    """interrupted: saved where it ends; stopped: at once, by a second request."""
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""
-        write_json(path, asdict(self))
+        write_json(path, self)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON for a person; a number that is not finite becomes null, for JSON has none."""
-    text = json.dumps(finite(content), indent=2, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The run, or this part of it, ended."""
+
+    event: Literal["finish"] = "finish"
+    time: datetime
+    summary: Summary
+
+
+Event = Start | Step | Evaluation | Decision | Note | Drift | Finish
+EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+"""Reads and writes them."""
+
+
+class Tracker(Protocol):
+    """Follows a run, on worker 0 only, from its start to its finish."""
+
+    def record(self, event: Event) -> None:
+        """Take one event. A finish is the last."""
 
 
 class JsonLines:
@@ -199,41 +250,18 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         _drop_unfinished_line(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
 
-    def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
-        """Write the plan, the recipe's name and the time."""
-        self.record(
-            {
-                "event": "start",
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "resume_step": resume_step,
-                "recipe": config["name"],
-                "plan": config["plan"],
-            }
-        )
-
-    def record(self, record: Mapping[str, object]) -> None:
+    def record(self, event: Event) -> None:
         """Write one line."""
-        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
-
-    def finish(self, summary: Mapping[str, object]) -> None:
-        """Close the file; the summary has a file of its own."""
-        del summary
-        self._file.close()
+        self._file.write(EVENTS.dump_json(event) + b"\n")
+        if isinstance(event, Finish):
+            self._file.close()
 
 
-def finite(value: object) -> object:
-    """Return the value with None for every float in it that is not finite."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case Mapping():
-            return {key: finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [finite(item) for item in value]
-        case _:
-            return value
+def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
+    """Write JSON for a person; a number that is not finite becomes null."""
+    write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")
 
 
 def _drop_unfinished_line(path: Path) -> None:

@@ -7,16 +7,28 @@ and can be uploaded later with `wandb sync`.
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from largebatch.errors import MissingPackageError
+from largebatch.tracking.events import (
+    OVERVIEW,
+    Decision,
+    Drift,
+    Evaluation,
+    Event,
+    Finish,
+    Start,
+    Step,
+    Summary,
+)
 
 
 class Wandb:
     """A Tracker for one W&B run, which belongs to one run folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -26,10 +38,10 @@ class Wandb:
                 "wandb", purpose="tracking: [wandb]", install="pip install wandb"
             ) from None
         self._wandb = wandb
-        self._folder = folder
+        self._folder, self._config = folder, dict(config)
         self._run: Any = None
 
-    def start(self, config: Mapping[str, object], *, resume_step: int) -> None:
+    def _open(self, start: Start) -> None:
         """Open the run; a resumed one goes on under the same id."""
         wandb = self._wandb
         chosen = os.environ.get("WANDB_MODE")
@@ -38,42 +50,47 @@ class Wandb:
             project=os.environ.get("WANDB_PROJECT", "largebatch"),
             name=self._folder.name,
             id=self._identity(),
-            resume="allow" if resume_step else None,
+            resume="allow" if start.resume_step else None,
             dir=str(self._folder),
-            config=dict(config),
+            config=self._config,
             mode="offline" if offline else None,
             settings=wandb.Settings(silent=True),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def record(self, record: Mapping[str, object]) -> None:
+    def record(self, event: Event) -> None:
         """Log numbers under `train/`, `val/`, `held_out/` and `drift/`, by optimizer step."""
-        match record["event"]:
-            case "step":
-                keys = ("loss", "lr", "images_per_second", "epoch")
-                values = {f"train/{key}": record[key] for key in keys}
-            case "evaluation":
-                values = {f"val/{key}": record[key] for key in ("top1", "top5", "loss")}
-            case "decision":
-                values = {"held_out/top1": record["after"], "held_out/kept": record["kept"]}
-            case "drift":
+        match event:
+            case Start():
+                self._open(event)
+            case Step():
+                self._log(event.step, _values("train", event, "loss lr images_per_second epoch"))
+            case Evaluation():
+                self._log(event.step, _values("val", event, "top1 top5 loss"))
+            case Decision():
+                values = {"held_out/top1": event.after, "held_out/kept": event.kept}
+                self._log(event.step, values)
+            case Drift():
                 values = {
-                    f"drift/{layer['name']}/{key}": layer[key]
-                    for layer in record["layers"]  # type: ignore[attr-defined]  # a list of dicts
+                    f"drift/{layer.name}/{key}": getattr(layer, key)
+                    for layer in event.layers
                     for key in ("mean_shift", "log_variance_ratio")
                 }
-            case _:
-                return
-        self._run.log({"step": record["step"], **values})
+                self._log(event.step, values)
+            case Finish():
+                self._finish(event.summary)
 
-    def finish(self, summary: Mapping[str, object]) -> None:
-        """Log the summary and the report's picture, and end the run."""
-        self._run.summary.update(dict(summary))
-        picture = self._folder / "report.png"
-        if picture.exists():
-            self._run.log({"report": self._wandb.Image(str(picture))})
-        self._run.finish(exit_code=0 if summary["status"] == "finished" else 1)
+    def _log(self, step: int, values: Mapping[str, object]) -> None:
+        self._run.log({"step": step, **values})
+
+    def _finish(self, summary: Summary) -> None:
+        """Log the summary and the report's image, and end the run."""
+        self._run.summary.update(asdict(summary))
+        image = self._folder / OVERVIEW
+        if image.exists():
+            self._run.log({"report": self._wandb.Image(str(image))})
+        self._run.finish(exit_code=0 if summary.status == "finished" else 1)
 
     def _identity(self) -> str:
         """Return the id this run folder has had from its first start on."""
@@ -81,3 +98,7 @@ class Wandb:
         if not path.exists():
             path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         return path.read_text(encoding="utf-8")
+
+
+def _values(group: str, event: Event, keys: str) -> dict[str, object]:
+    return {f"{group}/{key}": getattr(event, key) for key in keys.split()}

@@ -1,8 +1,8 @@
-"""The exponential moving average of a model, kept while it trains.
+"""The exponential moving average (EMA) of a model, kept while it trains.
 
-After every update average = decay * average + (1 - decay) * model, and after the first the average
-is the model, so that nothing of the weights at the start is in it (arXiv:1512.00567, section 8,
-evaluates such an average).
+After every update ema = decay * ema + (1 - decay) * model, and after the first the EMA is the
+model, so that nothing of the weights at the start is in it (arXiv:1512.00567, section 8, evaluates
+such an average).
 
 PyTorch's AveragedModel computes it. It is given the weights and the running statistics alone and
 not the model: it copies what it is given, and a model here holds groups of workers, which cannot be
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
-class Average:
+class EMA:
     """Weights and running statistics, averaged over the updates so far."""
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -43,8 +43,8 @@ class Average:
         self._average.load_state_dict(state)
 
 
-def put(state: dict[str, Any], model: nn.Module) -> None:
-    """Put the average that a checkpoint holds into a model of the kind it was kept of."""
-    average = Average(model, decay=0.0)  # it moves no more
-    average.load_state_dict(state)
-    average.store()
+def store_ema(state: dict[str, Any], model: nn.Module) -> None:
+    """Put the EMA that a checkpoint holds into a model of the kind it was kept of."""
+    ema = EMA(model, decay=0.0)  # it moves no more
+    ema.load_state_dict(state)
+    ema.store()

@@ -1,97 +1,209 @@
-"""The objects of one run on one worker, and checkpoints: everything a run needs to go on.
+"""What changes while a run trains, and checkpoints, which hold just that.
 
-A checkpoint is written whole or not at all. It holds the weights, BatchNorm statistics, the
-optimizer, the loss scale, how many updates were made, the recipe and what was measured so far. The
-sample order, crops, dropout and rates are functions of the step, so nothing else has a state. A
-file appears under its name only when it is complete; the newest one that can be read is loaded, so
-a run survives being killed while it saves.
+The sample order, crops, dropout and learning rates are functions of the step, so nothing else has a
+state. A checkpoint is written whole or not at all: its file appears under its name only when it is
+complete, and the newest one that can be read is loaded, so a run survives being killed while it
+saves.
 """
 
 import io
-import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from pydantic import TypeAdapter
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from largebatch.data.pipeline import Pipeline
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.errors import CheckpointError, RecipeError
-from largebatch.models.batchnorm import Spans
 from largebatch.recipe.loading import dump_recipe, parse_recipe
-from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.functions import Schedule
-from largebatch.training.ema import Average
-from largebatch.training.loss import Criterion
-from largebatch.training.step_log import Emit, StepLog
+from largebatch.storage import whole_file
+from largebatch.tracking.events import StageResult
+from largebatch.training.ema import EMA
 
-Means = tuple[Optimizer, Schedule, Reducer]
-"""What makes updates: of these weights, at this rate of each step, from these sums."""
-
-FORMAT = 2
+FORMAT = 3
 KEEP = 2
 """How many checkpoints of a run stay on disk."""
 
+_STAGES = TypeAdapter(list[StageResult])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """The state of a run between two updates."""
 
-    recipe: Recipe
-    step: int
-    """Updates of the plan that lie behind."""
+class Updater(NamedTuple):
+    """What makes updates: of these weights, at this learning rate, from these gradients."""
 
-    seconds: float
-    """Time the run has taken so far, over all its parts."""
+    optimizer: Optimizer
+    schedule: Schedule
+    reducer: Reducer
 
-    images: int
-    train_seconds: float
-    """Training samples seen, and the time that took."""
 
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any] = field(default_factory=dict)
-    """Of the loss, in fp16; empty otherwise."""
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come; every field is in the checkpoint."""
+
+    step: int = 0
+    """Updates of the plan that lie behind; the sample order and the learning rates count so."""
+
+    discarded: int = 0
+    """Those of them that were never made, because the stage they belong to diverged."""
 
     skipped: int = 0
-    """Updates whose gradients overflowed."""
+    """Those whose gradients overflowed in fp16."""
 
-    given_up: int = 0
-    """Those of `step` that were never made, because the stage they belong to diverged."""
+    images: int = 0
+    train_seconds: float = 0.0
+    """Training samples seen, and the time that took."""
 
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    """The stages that have ended, as in summary.json."""
+    seconds: float = 0.0
+    """What the run has taken, over all its parts, up to the last checkpoint."""
 
-    average: dict[str, Any] = field(default_factory=dict)
-    """The moving average, until it becomes the model; empty where there is none."""
+    @property
+    def updates(self) -> int:
+        """Optimizer updates made."""
+        return self.step - self.discarded
 
-    before: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The state in which the stage under way began, where it may have to come back."""
+    def count(self, step: int, *, images: int, seconds: float, skipped: bool) -> None:
+        """Count the update of a step."""
+        self.step = step + 1
+        self.images += images
+        self.train_seconds += seconds
+        self.skipped += skipped
+
+    def discard_until(self, step: int) -> None:
+        """Pass over the updates before `step`, which will never be made."""
+        self.discarded += step - self.step
+        self.step = step
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Everything that changes while a run trains; saves and loads itself.
+
+    A new field goes into `state_dict` and `load_state_dict`; a test resumes a run and compares
+    every field there is.
+    """
+
+    model: nn.Module
+    updater: Updater
+    scaler: GradScaler
+    ema: EMA | None
+    """None if the recipe wants none, and when it has become the model."""
+
+    progress: Progress = field(default_factory=Progress)
+    stages: list[StageResult] = field(default_factory=list)
+    """The stages that have ended."""
+
+    snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The state in which the stage under way began, where it may be rolled back; else empty."""
+
+    _begun: float = field(default_factory=time.perf_counter, init=False)
+
+    @property
+    def seconds(self) -> float:
+        """Time the run has taken so far, over all its parts."""
+        return self.progress.seconds + time.perf_counter() - self._begun
+
+    @property
+    def last_kept(self) -> StageResult | None:
+        """The stage that left the model as it is."""
+        return next((stage for stage in reversed(self.stages) if stage.kept), None)
+
+    def use(self, updater: Updater) -> None:
+        """Make the updates that follow by another updater."""
+        self.updater.reducer.close()  # its hooks would claim the same gradients
+        self.updater = updater
+
+    def take_snapshot(self) -> None:
+        """Note the state as it is, for a stage that may be rolled back; once a stage."""
+        if not self.snapshot:
+            ema = self.ema.state_dict() if self.ema is not None else {}
+            self.snapshot = {
+                "model": _copy(self.model.state_dict()),
+                "ema": _copy(ema),
+                "scaler": self.scaler.state_dict(),
+            }
+
+    def roll_back(self) -> None:
+        """Return to the snapshot.
+
+        The optimizer goes on as it is: every stage that may follow has its own, or none.
+        """
+        self.model.load_state_dict(self.snapshot["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(self.snapshot["ema"])
+        self.scaler.load_state_dict(self.snapshot["scaler"])
+
+    def end_stage(self, result: StageResult) -> None:
+        """Add the result of a stage, which can be rolled back no more."""
+        self.stages.append(result)
+        self.snapshot = {}
+
+    def store_ema(self) -> None:
+        """Let the EMA become the model."""
+        assert self.ema is not None
+        self.ema.store()
+        self.ema = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as tensors and plain values."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.updater.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema is not None else {},
+            "progress": {**asdict(self.progress), "seconds": self.seconds},
+            "stages": [asdict(stage) for stage in self.stages],
+            "snapshot": self.snapshot,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint stopped; the updater is already that of its stage."""
+        self.model.load_state_dict(state["model"])
+        self.updater.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None and state["ema"]:
+            self.ema.load_state_dict(state["ema"])
+        else:
+            self.ema = None  # it has become the model
+        self.progress = Progress(**state["progress"])
+        self.stages = _STAGES.validate_python(state["stages"])
+        self.snapshot = state["snapshot"]
+        self._begun = time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A recipe and the state of its run between two updates."""
+
+    recipe: Recipe
+    progress: Progress
+    stages: list[StageResult]
+    """Those that had ended."""
+
+    state: dict[str, Any]
+    """All of it, as TrainState.state_dict."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, state: dict[str, Any]) -> Self:
+        """Take a state; raise KeyError, TypeError or ValueError where it is not whole."""
+        for key in ("model", "optimizer", "scaler", "ema", "snapshot"):
+            if not isinstance(state[key], dict):
+                raise TypeError(f"{key} is no mapping")
+        stages = _STAGES.validate_python(state["stages"])
+        return cls(recipe, Progress(**state["progress"]), stages, state)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder/step-<step>.pt` atomically, then delete all but the newest few."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{checkpoint.step:08d}.pt"
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    content = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
-    content.update(format=FORMAT, recipe=dump_recipe(checkpoint.recipe))
-    try:
-        with partial.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write `folder/step-<step>.pt` whole or not at all, then delete all but the newest few."""
+    path = folder / f"step-{checkpoint.progress.step:08d}.pt"
+    content = {"format": FORMAT, "recipe": dump_recipe(checkpoint.recipe), **checkpoint.state}
+    with whole_file(path) as file:
+        torch.save(content, file)
     for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
         old.unlink()
     return path
@@ -113,8 +225,8 @@ def parse_checkpoint(data: bytes, *, source: str) -> Checkpoint:
         raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
     try:
         recipe = parse_recipe(content.pop("recipe"), source="its recipe")
-        return Checkpoint(recipe=recipe, **content)
-    except (KeyError, TypeError, RecipeError) as error:
+        return Checkpoint.of(recipe, content)
+    except (KeyError, TypeError, ValueError, RecipeError) as error:
         raise CheckpointError(f"{source}: not a complete checkpoint: {error}") from None
 
 
@@ -146,134 +258,5 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot read the checkpoint: {error.strerror}") from None
 
 
-@dataclass(kw_only=True)
-class Session:
-    """The objects of one run on one worker, and how far it has come."""
-
-    recipe: Recipe
-    plan: Plan
-    backend: Backend
-    pipeline: Pipeline
-    model: nn.Module
-    optimizer: Optimizer
-    criterion: Criterion
-    schedule: Schedule
-    reducer: Reducer
-    build_affine: Callable[[], Means]
-    """Freezes what the affine stage leaves alone and returns what updates the rest."""
-
-    average: Average | None
-    """None if the recipe wants none, and when it has become the model."""
-
-    spans: Spans
-    scaler: GradScaler
-    emit: Emit
-    log: StepLog
-    checkpoints: Path
-    step: int = 0
-    """Updates of the plan that lie behind; the sample order and the rates count with it."""
-
-    given_up: int = 0
-    """Those of them that were never made, because the stage they belong to diverged."""
-
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    """The stages that have ended, as in summary.json."""
-
-    before: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The state in which the stage under way began, where it may have to come back."""
-
-    seconds_before: float = 0.0
-    """What earlier parts of a resumed run took."""
-
-    begun: float = field(default_factory=time.perf_counter)
-
-    @property
-    def seconds(self) -> float:
-        """Time the run has taken so far."""
-        return self.seconds_before + time.perf_counter() - self.begun
-
-    @property
-    def made(self) -> int:
-        """Optimizer updates made."""
-        return self.step - self.given_up
-
-    @property
-    def judged(self) -> bool:
-        """Whether stages are undone that do not help."""
-        polish = self.recipe.polish
-        return polish is not None and polish.keep == "better"
-
-    @property
-    def last_kept(self) -> dict[str, Any] | None:
-        """The stage that left the model as it is."""
-        kept = [stage for stage in self.stages if stage["kept"]]
-        return kept[-1] if kept else None
-
-    def restore(self, state: Checkpoint) -> None:
-        """Go on where a checkpoint stopped."""
-        self.model.load_state_dict(state.model)
-        if state.step > self.plan.steps:
-            self.use(self.build_affine())
-        self.optimizer.load_state_dict(state.optimizer)
-        self.scaler.load_state_dict(state.scaler)
-        if self.average is not None and state.average:
-            self.average.load_state_dict(state.average)
-        else:
-            self.average = None  # it has become the model
-        self.before = state.before
-        self.step, self.given_up, self.stages = state.step, state.given_up, state.stages
-        self.seconds_before = state.seconds
-        self.log.images, self.log.seconds = state.images, state.train_seconds
-        self.log.skipped = state.skipped
-
-    def use(self, means: Means) -> None:
-        """Make the updates that follow by other means."""
-        self.reducer.close()  # its hooks would claim the same gradients
-        self.optimizer, self.schedule, self.reducer = means
-
-    def remember(self) -> None:
-        """Keep the state as it is now, if a stage that begins here may be undone."""
-        if self.judged and self.stages and not self.before:  # the first stage is not undone
-            average = self.average.state_dict() if self.average is not None else {}
-            self.before = {
-                "model": _copy(self.model.state_dict()),
-                "average": _copy(average),
-                "scaler": self.scaler.state_dict(),
-            }
-
-    def go_back(self) -> None:
-        """Return to the state in which the stage began.
-
-        The optimizer goes on as it is: every stage that may follow has its own, or none.
-        """
-        self.model.load_state_dict(self.before["model"])
-        if self.average is not None:
-            self.average.load_state_dict(self.before["average"])
-        self.scaler.load_state_dict(self.before["scaler"])
-
-    def save(self) -> None:
-        """Write a checkpoint; worker 0 only."""
-        if self.backend.rank != 0:
-            return
-        save_checkpoint(
-            self.checkpoints,
-            Checkpoint(
-                recipe=self.recipe,
-                step=self.step,
-                seconds=self.seconds,
-                images=self.log.images,
-                train_seconds=self.log.seconds,
-                model=self.model.state_dict(),
-                optimizer=self.optimizer.state_dict(),
-                scaler=self.scaler.state_dict(),
-                skipped=self.log.skipped,
-                given_up=self.given_up,
-                stages=self.stages,
-                average=self.average.state_dict() if self.average is not None else {},
-                before=self.before,
-            ),
-        )
-
-
-def _copy(state: dict[str, Any]) -> dict[str, Tensor]:
+def _copy(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() for name, value in state.items()}

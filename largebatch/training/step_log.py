@@ -1,9 +1,10 @@
-"""What is told of every update, without waiting for it."""
+"""The record of every update, made without waiting for it."""
 
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,38 +12,51 @@ from torch import Tensor
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DivergedError
 from largebatch.recipe.plan import Plan
+from largebatch.tracking.events import StageName, Step
 from largebatch.training.loop import Update
+from largebatch.training.state import TrainState
 
-Emit = Callable[[dict[str, Any]], None]
+
+class _Pending(NamedTuple):
+    """An update whose loss is still being summed."""
+
+    step: Step
+    sums: Tensor
+    arrive: Callable[[], None]
+    """Waits for them."""
 
 
 class StepLog:
-    """Turns updates into records, one update late, so that nothing waits for the device.
+    """Counts updates and emits their records, one update late: nothing waits for the device.
 
     The loss and every worker's wish to stop are summed over the workers, so that all of them know
     the same and stop after the same update.
     """
 
     def __init__(
-        self, plan: Plan, backend: Backend, emit: Emit, wants_stop: Callable[[], bool]
+        self,
+        plan: Plan,
+        backend: Backend,
+        state: TrainState,
+        *,
+        emit: Callable[[Step], None],
+        wants_stop: Callable[[], bool],
     ) -> None:
-        self._plan, self._backend, self._emit = plan, backend, emit
-        self._wants_stop = wants_stop
-        self._pending: tuple[dict[str, Any], Tensor, Callable[[], None]] | None = None
+        self._plan, self._backend, self._state = plan, backend, state
+        self._emit, self._wants_stop = emit, wants_stop
+        self._pending: _Pending | None = None
         on_gpu = backend.device.type == "cuda"
         self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
         self._begun = time.perf_counter()
         self.stopped = False
-        self.images = 0
-        self.seconds = 0.0
-        self.skipped = 0
+        """Whether any worker was asked to stop."""
 
     def resume_clock(self) -> None:
         """Leave out the time since the last update, which went to something else."""
         self._begun = time.perf_counter()
 
-    def add(self, stage: str, update: Update) -> None:
-        """Take an update; emit the record of the one before. Raises what flush does."""
+    def add(self, stage: StageName, update: Update) -> None:
+        """Count an update; emit the record of the one before. Raises what flush does."""
         wish = torch.full_like(update.loss, float(self._wants_stop()))
         sums = torch.stack([update.loss, wish])
         work = self._backend.all_reduce(sums)
@@ -53,21 +67,22 @@ class StepLog:
             raise
         seconds = time.perf_counter() - self._begun
         self._begun += seconds
-        self.seconds += seconds
-        self.images += self._plan.global_batch
-        self.skipped += update.skipped
-        record = {
-            "event": "step",
-            "stage": stage,
-            "step": update.step,
-            "epoch": self._plan.epoch(update.step + 1),
-            "lr": update.lr,
-            "loss_scale": update.loss_scale,
-            "skipped": update.skipped,
-            "step_seconds": seconds,
-            "images_per_second": self._plan.global_batch / seconds,
-        }
-        self._pending = (record, sums, self._arrival(work))
+        images = self._plan.global_batch
+        self._state.progress.count(
+            update.step, images=images, seconds=seconds, skipped=update.skipped
+        )
+        step = Step(
+            stage=stage,
+            step=update.step,
+            epoch=self._plan.epoch(update.step + 1),
+            loss=math.nan,
+            lr=update.lr,
+            loss_scale=update.loss_scale,
+            skipped=update.skipped,
+            step_seconds=seconds,
+            images_per_second=images / seconds,
+        )
+        self._pending = _Pending(step, sums, self._arrival(work))
 
     def _arrival(self, work: Work) -> Callable[[], None]:
         """Return what makes the stream of the log wait for the sums, and for nothing later."""
@@ -89,26 +104,26 @@ class StepLog:
         """
         if self._pending is None:
             return
-        record, sums, arrive = self._pending
+        step, sums, arrive = self._pending
         self._pending = None
         with torch.cuda.stream(self._stream):  # not behind the update that was queued since
             arrive()
             loss, wishes = sums.tolist()  # sync: with the update before
         self.stopped = self.stopped or wishes > 0
-        self._emit({**record, "loss": loss})
-        if record["skipped"] and record["loss_scale"] < 1:
+        self._emit(replace(step, loss=loss))
+        if step.skipped and step.loss_scale < 1:
             raise DivergedError(
-                f"the gradients of step {record['step']} overflow in fp16 even without loss "
-                f"scaling; use precision: bf16 or fp32, or lower {_rate_of(record['stage'])}"
+                f"the gradients of step {step.step} overflow in fp16 even without loss "
+                f"scaling; use precision: bf16 or fp32, or lower {_lr_key(step.stage)}"
             )
-        if not math.isfinite(loss) and not record["skipped"]:
+        if not math.isfinite(loss) and not step.skipped:
             raise DivergedError(
-                f"the training loss became {loss} at step {record['step']} (rate "
-                f"{record['lr']:.4g}); lower {_rate_of(record['stage'])}"
-                + (" or lengthen schedule.warmup" if record["stage"] == "train" else "")
+                f"the training loss became {loss} at step {step.step} (learning rate "
+                f"{step.lr:.4g}); lower {_lr_key(step.stage)}"
+                + (" or lengthen schedule.warmup" if step.stage == "train" else "")
             )
 
 
-def _rate_of(stage: str) -> str:
-    """Return the key of a recipe that sets the rate of a stage."""
+def _lr_key(stage: StageName) -> str:
+    """Return the key of a recipe that sets the learning rate of a stage."""
     return "polish.affine.lr" if stage == "affine" else "schedule.peak_lr"

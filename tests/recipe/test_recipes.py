@@ -131,6 +131,6 @@ def test_the_large_batch_recipes_run_to_the_end(
     recipe = load(PAIRS[data][1], *SAMPLES, *small, *size)
     summary = run(recipe, data=folders[data], out=tmp_path / "run")
     assert summary.status == "finished"
-    assert [stage["name"] for stage in summary.stages] == ["train", "clean", "statistics"]
-    assert all(0 <= stage["top1"] <= stage["top5"] <= 1 for stage in summary.stages)
-    assert all(math.isfinite(stage["loss"]) for stage in summary.stages)
+    assert [stage.name for stage in summary.stages] == ["train", "clean", "statistics"]
+    assert all(0 <= stage.top1 <= stage.top5 <= 1 for stage in summary.stages)
+    assert all(math.isfinite(stage.loss) for stage in summary.stages)

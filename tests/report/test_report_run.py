@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import fake_runs
@@ -11,13 +10,9 @@ import pytest
 from fake_runs import FakeRun
 
 from largebatch.errors import CheckpointError
-from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.report import write_report
 from largebatch.report.numbers import subtitle
 from largebatch.report.run import read_run
-from largebatch.tracking.environment import versions
-from largebatch.tracking.events import JsonLines, Summary
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
 
@@ -57,8 +52,8 @@ GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1":
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        pytest.param("{", "Expecting property name", id="half a line"),
-        pytest.param("[]", "list indices", id="a list"),
+        pytest.param("{", "Invalid JSON: EOF", id="half a line"),
+        pytest.param("[]", "Input should be an object", id="a list"),
         pytest.param("{}", "'event' is missing", id="no event"),
         pytest.param(GOOD + '"loss": 0}', "samples: Field required", id="no samples"),
         pytest.param(GOOD + '"loss": "low", "samples": 1}', "loss: Input should be", id="a word"),
@@ -108,48 +103,23 @@ def test_a_folder_that_is_no_run_is_refused(
 def test_a_broken_summary_is_named(tmp_path: Path) -> None:
     folder = fake_runs.full_run(tmp_path / "run")
     (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
-    with pytest.raises(CheckpointError, match=r"summary\.json: .*commit: Field required"):
+    with pytest.raises(CheckpointError, match=r"summary\.json: .*recipe: Field required"):
         read_run(folder)
 
 
-def test_a_loss_that_is_no_number_is_null_in_the_log_and_nan_in_the_report(tmp_path: Path) -> None:
+def test_what_is_null_in_the_log_is_nan_in_the_report(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = FakeRun(folder)
     run.train(0, 2)
-    run.records[-1] |= {"loss": math.inf, "skipped": True}
+    run.records[-1] |= {"loss": None, "skipped": True}
     run.evaluate("train", 2, 0.5)
-    run.records[-1]["loss"] = math.nan
+    run.records[-1]["loss"] = None
     run.drift(["bn1"])
-    run.records[-1]["layers"][0]["log_variance_ratio"] = -math.inf
-    records = run.records
-    log = run.write() / "log.jsonl"
-    log.unlink()
-    tracker = JsonLines(log)
-    for record in records:
-        tracker.record(record)
-    tracker.finish({})
+    run.records[-1]["layers"][0]["log_variance_ratio"] = None
+    run.write()
     read = read_run(folder)
     assert [math.isnan(step.loss) for step in read.steps] == [False, True]
     assert [step.skipped for step in read.steps] == [False, True]
     assert math.isnan(read.evaluations[0].loss)
     assert read.drift is not None
     assert math.isnan(read.drift.layers[0].log_variance_ratio)
-
-
-def test_what_a_run_writes_can_be_read(tmp_path: Path) -> None:
-    """The log and the summary through the code that writes them."""
-    plan = make_plan(load_recipe(RECIPE), workers=2)
-    tracker = JsonLines(tmp_path / "log.jsonl")
-    config = {"plan": {**asdict(plan), "steps_per_epoch": plan.steps_per_epoch}}
-    tracker.start({"name": "digits-96", **config}, resume_step=0)
-    tracker.finish({})
-    Summary(
-        recipe="digits-96", commit=None, versions=versions(), backend="serial", workers=2,
-        global_batch=96, device_batch=48, accumulation=1, steps=0, skipped_steps=0, samples=0,
-        seconds=0.1, images_per_second=None, peak_memory_bytes=1, top1=None, top5=None, loss=None,
-        stages=[], status="failed",
-    ).write(tmp_path / "summary.json")  # fmt: skip
-    run = read_run(tmp_path)
-    assert (run.plan.steps, run.plan.device_batch) == (plan.steps, plan.device_batch)
-    assert run.summary is not None
-    assert run.summary.backend == "serial"

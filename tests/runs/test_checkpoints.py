@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ from largebatch.recipe.plan import make_plan
 from largebatch.runs.build import Options
 from largebatch.runs.checkpoints import _load, _stage
 from largebatch.training.stages import make_updates
+from largebatch.training.state import Checkpoint
+from largebatch.training.trainer import Trainer
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 
@@ -60,7 +61,7 @@ def summary(folder: Path) -> dict[str, Any]:
 def test_the_average_of_an_unfinished_run_is_polished_where_it_is_asked_for(
     unfinished: Path, tmp_path: Path
 ) -> None:
-    average = content(unfinished)["average"]
+    average = content(unfinished)["ema"]
     live = weights(unfinished)
     names = [name for name, value in live.items() if value.is_floating_point()]
     trained = [name for name in names if "running_" not in name]
@@ -119,9 +120,13 @@ def test_without_an_average_it_is_refused(
 def test_the_stage_of_the_weights_is_the_one_under_way_or_the_last_that_was_kept(
     polish: tuple[str, ...], step: int, ended: dict[str, bool], name: str, unfinished: Path
 ) -> None:
-    stages: list[dict[str, Any]] = [{"name": key, "kept": kept} for key, kept in ended.items()]
-    state = replace(_load(unfinished, Options(out=Path())), step=step, stages=stages)
-    assert _stage(state, make_plan(a_recipe(*polish), workers=1)) == name
+    numbers = {"steps": 0, "seconds": 0.0, "top1": 0.5, "top5": 1.0, "loss": 1.0}
+    stages = [{"name": key, "kept": kept, **numbers} for key, kept in ended.items()]
+    loaded = _load(unfinished, Options(out=Path()))
+    progress = {**loaded.state["progress"], "step": step}
+    changed = {**loaded.state, "progress": progress, "stages": stages}
+    checkpoint = Checkpoint.of(loaded.recipe, changed)
+    assert _stage(checkpoint, make_plan(a_recipe(*polish), workers=1)) == name
 
 
 def test_what_polish_says_of_a_run_begins_with_the_stage_that_was_kept(tmp_path: Path) -> None:
@@ -231,9 +236,9 @@ def test_every_row_begins_with_the_loss_scale_of_the_checkpoint_and_tells_what_w
     torch.save(state, path)
     begun: list[float] = []
 
-    def noted(session: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 -- passed on
-        begun.append(session.scaler.get_scale())
-        make_updates(session, *args, **kwargs)
+    def noted(trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 -- passed on
+        begun.append(trainer.state.scaler.get_scale())
+        make_updates(trainer, *args, **kwargs)
 
     monkeypatch.setattr("largebatch.runs.checkpoints.make_updates", noted)
     how = ["--samples", "48", "--epochs", "0.07", "--out", str(tmp_path / "table.json")]

@@ -50,7 +50,7 @@ def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
     torch.testing.assert_close(ours["model"], other["model"], rtol=0, atol=0)
     momentum, expected = ours["optimizer"]["state"], other["optimizer"]["state"]
     torch.testing.assert_close(momentum, expected, rtol=0, atol=0)
-    assert ours["step"] == other["step"]
+    assert ours["progress"]["step"] == other["progress"]["step"]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
     assert run(recipe, workers=workers, out=parts, max_steps=16, resume=True).steps == 16
     resumed = run(recipe, workers=workers, out=parts, resume=True)
     assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
-    assert [stage["name"] for stage in resumed.stages] == ["train", "clean", "statistics"]
+    assert [stage.name for stage in resumed.stages] == ["train", "clean", "statistics"]
     ours, other = last_state(parts), last_state(whole)
     assert_identical(ours, other)
     assert ours["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
@@ -287,10 +287,10 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert after["before"]["top1"] == before["top1"]
     (drift,) = log(tmp_path / "polished", "drift")
     assert drift["samples"] == 1437
-    state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir()))
-    same = load_checkpoint(checkpoint).model
-    assert state.model["conv1.weight"].equal(same["conv1.weight"])
-    assert not state.model["bn1.running_mean"].equal(same["bn1.running_mean"])
+    state = load_checkpoint(max((tmp_path / "polished/checkpoints").iterdir())).state["model"]
+    same = load_checkpoint(checkpoint).state["model"]
+    assert state["conv1.weight"].equal(same["conv1.weight"])
+    assert not state["bn1.running_mean"].equal(same["bn1.running_mean"])
 
 
 def test_evaluation_and_polishing_take_any_workers_and_batch(

@@ -103,7 +103,7 @@ def test_a_pth_file_keeps_its_form_and_all_but_what_was_replaced(form: str, tmp_
 @pytest.mark.parametrize("form", ["timm", "torchvision"])
 def test_the_moving_average_is_taken_where_it_is_asked_for(form: str, tmp_path: Path) -> None:
     torch.save(FORMS[form](state()), tmp_path / "theirs.pth")
-    weights = read_weights(tmp_path / "theirs.pth", averaged=True)
+    weights = read_weights(tmp_path / "theirs.pth", ema=True)
     found = weights.state_for(a_model())
     assert found["fc.bias"].equal(state()["fc.bias"] + (form == "timm"))
     weights.replace({"bn1.running_var": torch.zeros(64)})
@@ -189,10 +189,8 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=message):
             read_weights(path)
-    with pytest.raises(
-        CheckpointError, match="expected weights of an average by name, under state"
-    ):
-        read_weights(path.parent / _saved(tmp_path), averaged=True)
+    with pytest.raises(CheckpointError, match="expected weights of an EMA by name, under state"):
+        read_weights(path.parent / _saved(tmp_path), ema=True)
     for name in ("absent.pth", "absent.safetensors"):
         with pytest.raises(CheckpointError, match=f"{name}: there is no such file of weights"):
             read_weights(tmp_path / name)

@@ -33,16 +33,20 @@ class FakeRun:
             "accumulation": 1,
             "bn_span": 48,
             "steps": 600,
-            "steps_per_epoch": 1437 / 96,
             "train_samples": 1437,
             "val_samples": 360,
             "warmup_steps": 75,
             "clean_steps": 75,
+            "evaluate_after": [],
         } | plan
         self.records: list[dict[str, Any]] = []
         self.stages: list[dict[str, Any]] = []
         self.random = np.random.default_rng(1)
         self.start(0)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return float(self.plan["train_samples"] / self.plan["global_batch"])
 
     def add(self, event: str, **fields: object) -> None:
         self.records.append({"event": event, **fields})
@@ -59,7 +63,7 @@ class FakeRun:
                 "step",
                 stage=stage,
                 step=step,
-                epoch=(step + 1) / self.plan["steps_per_epoch"],
+                epoch=(step + 1) / self.steps_per_epoch,
                 loss=0.55 + 1.8 * math.exp(-6 * part) + 0.07 * noise * (1.1 - part),
                 lr=min(step / self.plan["warmup_steps"], 1.14 * (1 - part) ** 2),
                 images_per_second=rate * (1 + 0.04 * noise) * (0.05 if step == 0 else 1),
@@ -68,7 +72,7 @@ class FakeRun:
 
     def evaluate(self, stage: str, step: int, top1: float) -> Metrics:
         metrics = {"top1": top1, "top5": min(1, top1 + 0.04), "loss": 2.2 - 2 * top1}
-        epoch = step / self.plan["steps_per_epoch"]
+        epoch = step / self.steps_per_epoch
         self.add(
             "evaluation", stage=stage, step=step, epoch=epoch, **metrics, samples=360, seconds=0.2
         )
@@ -194,7 +198,7 @@ def like_resnet50(folder: Path) -> Path:
         device_batch=21,
         accumulation=2,
         steps=1350,
-        steps_per_epoch=14.894,
+        train_samples=1_281_167,
         warmup_steps=500,
     )
     run.curve(1275, best=0.76)

@@ -5,118 +5,152 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from largebatch.errors import MissingPackageError
+from largebatch.recipe.plan import Plan
 from largebatch.tracking.console import Console
-from largebatch.tracking.events import JsonLines
+from largebatch.tracking.events import (
+    EVENTS,
+    Decision,
+    Drift,
+    Evaluation,
+    Event,
+    Finish,
+    JsonLines,
+    LayerDrift,
+    StageResult,
+    Start,
+    Step,
+    Summary,
+)
 from largebatch.tracking.wandb import Wandb
 
-PLAN = {
-    "steps": 2,
-    "global_batch": 96,
-    "workers": 2,
-    "accumulation": 1,
-    "device_batch": 48,
-    "steps_per_epoch": 14.97,
-}
-CONFIG = {"name": "digits-96", "seed": 1, "plan": PLAN}
+PLAN = Plan(
+    workers=2,
+    global_batch=96,
+    device_batch=48,
+    accumulation=1,
+    bn_span=48,
+    train_samples=1437,
+    val_samples=360,
+    steps=2,
+    warmup_steps=0,
+    clean_steps=0,
+    evaluate_after=(),
+)
+NOW = datetime(2026, 11, 22, 8, tzinfo=UTC)
+START = Start(time=NOW, resume_step=0, recipe="digits-96", plan=PLAN)
+CONFIG = {"name": "digits-96", "seed": 1}
 STEPS = [
-    {
-        "event": "step",
-        "stage": "train",
-        "step": step,
-        "epoch": step / 15,
-        "loss": 2.5 - step,
-        "lr": 0.125,
-        "step_seconds": 0.5,
-        "images_per_second": 192.0,
-    }
+    Step(
+        stage="train",
+        step=step,
+        epoch=step / 15,
+        loss=2.5 - step,
+        lr=0.125,
+        step_seconds=0.5,
+        images_per_second=192.0,
+    )
     for step in range(2)
 ]
-EVALUATION = {
-    "event": "evaluation",
-    "stage": "clean",
-    "step": 2,
-    "epoch": 0.13,
-    "top1": 0.975,
-    "top5": 1.0,
-    "loss": 0.25,
-    "samples": 360,
-}
-DECISION = {
-    "event": "decision",
-    "stage": "clean",
-    "step": 2,
-    "samples": 1200,
-    "before": 0.95,
-    "after": 0.94,
-    "kept": False,
-}
-LAYER = {"name": "bn1", "channels": 4, "mean_shift": 0.5, "log_variance_ratio": 0.25}
-DRIFT = {"event": "drift", "stage": "statistics", "step": 2, "samples": 9, "layers": [LAYER]}
-SUMMARY = {
-    "status": "finished",
-    "seconds": 1.25,
-    "skipped_steps": 0,
-    "top1": 0.975,
-    "stages": [{"name": "train"}],
-}
+EVALUATION = Evaluation(
+    stage="clean", step=2, epoch=0.13, top1=0.975, top5=1.0, loss=0.25, samples=360, seconds=0.1
+)
+DECISION = Decision(stage="clean", step=2, samples=1200, before=0.95, after=0.94, kept=False)
+LAYER = LayerDrift(name="bn1", channels=4, mean_shift=0.5, log_variance_ratio=0.25)
+DRIFT = Drift(step=2, samples=9, layers=(LAYER,))
+STAGE = StageResult(name="train", steps=2, seconds=1.0, top1=0.975, top5=1.0, loss=0.25)
+SUMMARY = Summary(
+    recipe="digits-96",
+    commit=None,
+    versions={},
+    backend="torch",
+    workers=2,
+    global_batch=96,
+    device_batch=48,
+    accumulation=1,
+    steps=2,
+    skipped_steps=0,
+    samples=192,
+    seconds=1.25,
+    images_per_second=192.0,
+    peak_memory_bytes=1,
+    top1=0.975,
+    top5=1.0,
+    loss=0.25,
+    stages=(STAGE,),
+    status="finished",
+)
+FINISH = Finish(time=NOW, summary=SUMMARY)
+EVENTS_OF_A_RUN: list[Event] = [*STEPS, EVALUATION, DECISION, DRIFT]
+
+
+def read(path: Path) -> list[Event]:
+    return [EVENTS.validate_json(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("event", [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH])
+def test_what_is_written_is_what_is_read(event: Event) -> None:
+    assert EVENTS.validate_json(EVENTS.dump_json(event)) == event
 
 
 def test_log_jsonl_holds_every_record_at_once_and_a_resumed_run_appends(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     first = JsonLines(path)
-    first.start(CONFIG, resume_step=0)
+    first.record(START)
     first.record(STEPS[0])
-    assert len(path.read_text().splitlines()) == 2  # before the file is closed
-    first.finish(SUMMARY)
+    assert read(path) == [START, STEPS[0]]  # before the file is closed
+    first.record(FINISH)
     with path.open("a") as file:
         file.write('{"event": "st')  # killed while writing
     second = JsonLines(path)
-    second.start(CONFIG, resume_step=1)
-    second.record(EVALUATION)
-    second.finish(SUMMARY)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["event"] for record in records] == ["start", "step", "start", "evaluation"]
-    assert records[0]["plan"] == PLAN
-    assert [record.get("resume_step") for record in records] == [0, None, 1, None]
-    assert records[1] == STEPS[0]
+    again = replace(START, resume_step=1)
+    for event in (again, EVALUATION, FINISH):
+        second.record(event)
+    assert read(path) == [START, STEPS[0], FINISH, again, EVALUATION, FINISH]
 
 
-def test_what_is_no_number_is_null_in_the_log(tmp_path: Path) -> None:
+def test_what_is_no_number_is_null_in_the_log_and_nan_when_it_is_read(tmp_path: Path) -> None:
     """Python reads NaN; other readers of JSON refuse the line."""
     path = tmp_path / "log.jsonl"
     tracker = JsonLines(path)
-    tracker.record({**STEPS[0], "loss": math.nan, "lr": -math.inf})
-    tracker.record({**DRIFT, "layers": [{**LAYER, "mean_shift": math.inf}]})
-    tracker.finish(SUMMARY)
+    tracker.record(replace(STEPS[0], loss=math.inf))
+    tracker.record(replace(DRIFT, layers=(replace(LAYER, mean_shift=math.nan),)))
+    tracker.record(FINISH)
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
 
     lines = path.read_text().splitlines()
-    step, drift = (json.loads(line, parse_constant=refuse) for line in lines)
-    assert step == {**STEPS[0], "loss": None, "lr": None}
-    assert drift == {**DRIFT, "layers": [{**LAYER, "mean_shift": None}]}
+    step, drift, _ = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert step["loss"] is None
+    assert drift["layers"][0]["mean_shift"] is None
+    first, second, _ = read(path)
+    assert isinstance(first, Step)
+    assert math.isnan(first.loss)
+    assert isinstance(second, Drift)
+    assert math.isnan(second.layers[0].mean_shift)
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     console = Console(stream)
-    console.start(CONFIG, resume_step=0)
-    for record in (*STEPS, EVALUATION, DECISION, DRIFT):
-        console.record(record)
-    console.finish(SUMMARY)
+    console.record(START)
+    for event in EVENTS_OF_A_RUN:
+        console.record(event)
+    console.record(FINISH)
     assert stream.getvalue().splitlines() == [
         "digits-96: 2 steps of 96 samples = 2 workers x 1 x 48, 14.97 steps an epoch",
-        "     train  step 1/2  loss 2.5000  rate 0.125  192 samples/s  0:00:00 left",
-        "     train  step 2/2  loss 1.5000  rate 0.125  192 samples/s  0:00:00 left",
+        "     train  step 1/2  loss 2.5000  lr 0.125  192 samples/s  0:00:00 left",
+        "     train  step 2/2  loss 1.5000  lr 0.125  192 samples/s  0:00:00 left",
         "     clean  epoch   0.13  top-1  97.50%  top-5 100.00%  val loss 0.2500",
-        "     clean  discarded: top-1 95.00% -> 94.00% on 1,200 training pictures held out",
+        "     clean  rolled back: top-1 95.00% -> 94.00% on 1,200 training images held out",
         "finished after 1.2 s",
     ]
 
@@ -124,8 +158,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 def test_updates_after_the_schedule_are_counted_too() -> None:
     stream = io.StringIO()
     console = Console(stream)
-    console.start({**CONFIG, "plan": {**PLAN, "affine_steps": 5}}, resume_step=0)
-    console.record({**STEPS[0], "stage": "affine", "step": 3})
+    console.record(replace(START, plan=replace(PLAN, affine_steps=5)))
+    console.record(replace(STEPS[0], stage="affine", step=3))
     first, second = stream.getvalue().splitlines()
     assert first.startswith("digits-96: 2 and 5 more steps of 96 samples")
     assert second.startswith("    affine  step 4/7 ")
@@ -135,9 +169,9 @@ def test_updates_after_the_schedule_are_counted_too() -> None:
 def test_lines_come_seldom() -> None:
     stream = io.StringIO()
     console = Console(stream)
-    console.start({**CONFIG, "plan": {**PLAN, "steps": 100}}, resume_step=7)
+    console.record(replace(START, plan=replace(PLAN, steps=100), resume_step=7))
     for step in range(50):
-        console.record({**STEPS[0], "step": step})
+        console.record(replace(STEPS[0], step=step))
     lines = stream.getvalue().splitlines()
     assert lines[0].endswith("; resumed at step 7")
     assert len(lines) == 2
@@ -149,13 +183,13 @@ def test_a_terminal_shows_a_bar_with_rate_loss_and_time(monkeypatch: pytest.Monk
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]  # a terminal that remembers
     console = Console(stream)
-    console.start(CONFIG, resume_step=0)
-    for record in (*STEPS, EVALUATION):
-        console.record(record)
-    console.finish(SUMMARY)
+    console.record(START)
+    for event in EVENTS_OF_A_RUN:
+        console.record(event)
+    console.record(FINISH)
     shown = stream.getvalue()
     assert "2/2" in shown
-    assert "loss 1.5000  rate 0.125  192 samples/s" in shown
+    assert "loss 1.5000  lr 0.125  192 samples/s" in shown
     assert "top-1  97.50%" in shown
 
 
@@ -169,14 +203,14 @@ def test_wandb_records_offline_without_a_key(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     folder = tmp_path / "digits-1"
     folder.mkdir()
-    tracker = Wandb(folder)
-    tracker.start(CONFIG, resume_step=0)
-    for record in (*STEPS, EVALUATION, DECISION, DRIFT):
-        tracker.record(record)
+    tracker = Wandb(folder, CONFIG)
+    tracker.record(START)
+    for event in EVENTS_OF_A_RUN:
+        tracker.record(event)
     from PIL import Image
 
     Image.new("RGB", (4, 4)).save(folder / "report.png")
-    tracker.finish(SUMMARY)
+    tracker.record(FINISH)
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     assert (folder / "wandb-id").read_text() in file.name
@@ -249,4 +283,4 @@ def test_a_missing_wandb_is_an_error_with_the_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingPackageError, match="install it with: pip install wandb"):
-        Wandb(tmp_path)
+        Wandb(tmp_path, {})

@@ -15,9 +15,10 @@ from largebatch.models.batchnorm import Spans, with_span
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.training import stages
-from largebatch.training.ema import Average
+from largebatch.training.ema import EMA
 from largebatch.training.loop import Update
 from largebatch.training.stages import make_updates
+from largebatch.training.state import Progress
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
 
@@ -42,7 +43,7 @@ def drift(model: nn.Module) -> None:
 def test_the_average_is_the_recursion_in_float64() -> None:
     model = a_model()
     Spans(model, Serial(torch.device("cpu")))  # a layer with workers cannot be copied
-    average = Average(model, decay=0.9)
+    average = EMA(model, decay=0.9)
     by_hand: dict[str, Tensor] = {}
     for _ in range(25):
         drift(model)
@@ -60,13 +61,13 @@ def test_the_average_is_the_recursion_in_float64() -> None:
 
 def test_a_saved_average_goes_on_bit_by_bit() -> None:
     whole, halves = a_model(), a_model()
-    one, first = Average(whole, decay=0.7), Average(halves, decay=0.7)
+    one, first = EMA(whole, decay=0.7), EMA(halves, decay=0.7)
     for _ in range(3):
         drift(whole)
         halves.load_state_dict(whole.state_dict())
         one.update()
         first.update()
-    second = Average(halves, decay=0.7)
+    second = EMA(halves, decay=0.7)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for _ in range(3):
         drift(whole)
@@ -86,19 +87,29 @@ def test_a_skipped_update_is_not_averaged(monkeypatch: pytest.MonkeyPatch) -> No
             yield Update(step, 0.1, torch.zeros(()), 1.0, skipped=step in {2, 3})
 
     seen: list[int] = []
-    session: Any = SimpleNamespace(
-        average=SimpleNamespace(update=lambda: seen.append(session.step)),
-        step=0,
-        log=SimpleNamespace(stopped=False, **dict.fromkeys(("add", "flush", "resume_clock"), no)),
+    progress = Progress()
+
+    def add(_: str, update: Update) -> None:
+        progress.count(update.step, images=1, seconds=0.0, skipped=update.skipped)
+
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(
+            ema=SimpleNamespace(update=lambda: seen.append(progress.step)),
+            progress=progress,
+            updater=SimpleNamespace(**dict.fromkeys(("optimizer", "schedule", "reducer"))),
+            model=None,
+            scaler=None,
+        ),
+        step_log=SimpleNamespace(stopped=False, add=add, flush=no, resume_clock=no),
         plan=SimpleNamespace(accumulation=1, global_batch=1, evaluate_after=()),
         pipeline=SimpleNamespace(training=lambda *_, **__: SimpleNamespace(close=no)),
         recipe=SimpleNamespace(seed=0),
         backend=SimpleNamespace(rank=0),
-        **dict.fromkeys(("model", "optimizer", "schedule", "criterion", "reducer", "spans")),
-        scaler=None,
+        criterion=None,
+        spans=None,
     )
     monkeypatch.setattr(stages, "train", some)
-    make_updates(session, "train", range(6), until=6)
+    make_updates(trainer, "train", range(6), until=6)
     assert seen == [1, 2, 5, 6]
 
 

@@ -50,15 +50,16 @@ def test_what_decides_is_top1_on_the_pictures_that_the_seed_holds_out(tmp_path: 
     with torch.no_grad():
         right = int((model.eval()(images).argmax(1) == labels).sum())
     assert 40 < right < 200
-    assert round(train["held_out"] * 200) == right
+    assert train.held_out is not None
+    assert round(train.held_out * 200) == right
 
 
 def test_a_stage_that_changes_nothing_is_not_kept(tmp_path: Path) -> None:
     """An average that reaches back one update is the model itself."""
     summary = run(a_recipe("ema: 1e-9", JUDGED), out=tmp_path / "run")
     train, ema = summary.stages
-    assert ema["held_out"] == train["held_out"]
-    assert (train["kept"], ema["kept"]) == (True, False)
+    assert ema.held_out == train.held_out
+    assert (train.kept, ema.kept) == (True, False)
     (decision,) = log(tmp_path / "run", "decision")
     assert decision["kept"] is False
 
@@ -70,22 +71,23 @@ def test_a_stage_that_diverges_is_undone_and_the_reason_is_in_the_record(
     summary = run(a_recipe(CLEAN, ABSURD, JUDGED), workers=workers, out=tmp_path / "with")
     run(a_recipe(CLEAN, JUDGED), workers=workers, out=tmp_path / "without")
     affine = summary.stages[-1]
-    assert (summary.status, affine["name"], affine["kept"]) == ("finished", "affine", False)
-    assert affine["note"].startswith("the training loss became ")
-    assert affine["note"].endswith("lower polish.affine.lr")
-    assert 0 < affine["steps"] <= 3
+    assert (summary.status, affine.name, affine.kept) == ("finished", "affine", False)
+    assert affine.note is not None
+    assert affine.note.startswith("the training loss became ")
+    assert affine.note.endswith("lower polish.affine.lr")
+    assert 0 < affine.steps <= 3
     torch.testing.assert_close(
         weights(tmp_path / "with"), weights(tmp_path / "without"), rtol=0, atol=0
     )
-    assert summary.loss == summary.stages[-2]["loss"]
+    assert summary.loss == summary.stages[-2].loss
     (note,) = log(tmp_path / "with", "note")
-    assert (note["stage"], note["text"]) == ("affine", affine["note"])
+    assert (note["stage"], note["text"]) == ("affine", affine.note)
     if workers == 1:  # else another process prints
-        assert affine["note"] in capsys.readouterr().out.replace("\n", "")
+        assert affine.note in capsys.readouterr().out.replace("\n", "")
     text = (tmp_path / "with/summary.json").read_text()
     refuse: Any = pytest.fail  # a bare NaN is no JSON
     read = json.loads(text, parse_constant=refuse)
-    assert read["stages"][-1]["note"] == affine["note"]
+    assert read["stages"][-1]["note"] == affine.note
     assert (tmp_path / "with/report.html").exists()
 
 
@@ -93,17 +95,17 @@ def test_stages_go_on_after_clean_updates_that_diverged(tmp_path: Path) -> None:
     """As if there had been none: the same average and the same affine updates."""
     recipe = a_recipe("clean: {steps: 5}", "ema: 0.5", AFFINE, JUDGED, changes=(JUMP,))
     summary = run(recipe, out=tmp_path / "run")
-    stages = {stage["name"]: stage for stage in summary.stages}
-    assert [stage["name"] for stage in summary.stages] == ["train", "clean", "ema", "affine"]
-    assert not stages["clean"]["kept"]
-    assert "the training loss became" in stages["clean"]["note"]
-    assert stages["clean"]["steps"] == 2  # the loss of the second is no number
-    assert (stages["affine"]["steps"], stages["affine"]["note"]) == (3, None)
+    stages = {stage.name: stage for stage in summary.stages}
+    assert [stage.name for stage in summary.stages] == ["train", "clean", "ema", "affine"]
+    assert not stages["clean"].kept
+    assert "the training loss became" in str(stages["clean"].note)
+    assert stages["clean"].steps == 2  # the loss of the second is no number
+    assert (stages["affine"].steps, stages["affine"].note) == (3, None)
     flat = ("schedule={peak_lr: 0.5, warmup: null, decay: {kind: constant}}", "duration={steps: 3}")
     three = run(a_recipe("ema: 0.5", JUDGED, changes=flat), out=tmp_path / "three")
-    assert stages["ema"]["loss"] == three.stages[-1]["loss"]
+    assert stages["ema"].loss == three.stages[-1].loss
     assert all(math.isfinite(value.float().sum()) for value in weights(tmp_path / "run").values())
-    assert content(tmp_path / "run")["step"] == BEFORE + 3
+    assert content(tmp_path / "run")["progress"]["step"] == BEFORE + 3
 
 
 def test_only_updates_that_were_made_are_counted_however_often_the_run_was_stopped(
@@ -113,13 +115,13 @@ def test_only_updates_that_were_made_are_counted_however_often_the_run_was_stopp
     recipe = a_recipe("clean: {steps: 5}", "ema: 0.5", AFFINE, JUDGED, changes=(JUMP,))
     whole = run(recipe, out=tmp_path / "whole")
     assert (whole.steps, whole.samples) == (8, 8 * 96)
-    assert [stage["steps"] for stage in whole.stages] == [3, 2, 0, 3]
+    assert [stage.steps for stage in whole.stages] == [3, 2, 0, 3]
     for stop in (4, 5, 7):
         part = run(recipe, out=tmp_path / "parts", max_steps=stop, resume=stop > 4)
         assert (part.status, part.steps) == ("interrupted", stop)
     parts = run(recipe, out=tmp_path / "parts", resume=True)
     assert (parts.steps, parts.samples) == (whole.steps, whole.samples)
-    assert [stage["steps"] for stage in parts.stages] == [3, 2, 0, 3]
+    assert [stage.steps for stage in parts.stages] == [3, 2, 0, 3]
     for name in ("whole", "parts"):
         assert len(log(tmp_path / name, "step")) == 8
     words = ["polish", str(tmp_path / "parts"), "--samples", "96"]
@@ -134,7 +136,7 @@ def test_a_stage_that_is_undone_leaves_no_loss_scale(tmp_path: Path) -> None:
     run(recipe, out=tmp_path / "run", max_steps=3)
     before = content(tmp_path / "run")["scaler"]
     summary = run(recipe, out=tmp_path / "run", resume=True)
-    assert not summary.stages[-1]["kept"]
+    assert not summary.stages[-1].kept
     assert log(tmp_path / "run", "step")[-1]["loss_scale"] < before["scale"]
     assert content(tmp_path / "run")["scaler"] == before
 

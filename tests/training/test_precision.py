@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.runs.build import build_model
 from largebatch.runs.launch import start_workers
+from largebatch.tracking.events import Step
 from largebatch.training.loop import Update, train
-from largebatch.training.state import load_checkpoint
+from largebatch.training.state import Progress, load_checkpoint
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
@@ -171,18 +173,19 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
     resumed = run(recipe, out=parted, max_steps=6, resume=True)
     assert resumed.skipped_steps == done.skipped_steps
     ours, other = (load_checkpoint(max((f / "checkpoints").iterdir())) for f in (parted, whole))
-    torch.testing.assert_close(ours.model, other.model, rtol=0, atol=0)
-    assert ours.scaler == other.scaler
-    assert ours.scaler["scale"] == scales[-1]
+    torch.testing.assert_close(ours.state["model"], other.state["model"], rtol=0, atol=0)
+    assert ours.state["scaler"] == other.state["scaler"]
+    assert ours.state["scaler"]["scale"] == scales[-1]
 
 
 def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
-    records: list[dict[str, Any]] = []
+    events: list[Step] = []
+    state: Any = SimpleNamespace(progress=Progress())
     plan: Any = type("Plan", (), {"global_batch": 8, "epoch": lambda _, step: step / 10})()
-    log = StepLog(plan, CPU, records.append, lambda: False)
+    log = StepLog(plan, CPU, state, emit=events.append, wants_stop=lambda: False)
     nan = torch.tensor(float("nan"))
     log.add("train", Update(0, 0.1, nan, 1.0, skipped=True))
     log.add("train", Update(1, 0.1, nan, 0.5, skipped=True))
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
         log.flush()
-    assert (log.skipped, len(records)) == (2, 2)
+    assert (state.progress.skipped, len(events)) == (2, 2)

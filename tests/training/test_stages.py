@@ -6,6 +6,7 @@ torch.optim on the model of timm, and a moving average in float64.
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan
+from largebatch.tracking.events import Accuracy
 from largebatch.training import state
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -55,10 +57,11 @@ def test_affine_moves_batchnorm_and_the_classifier_and_no_other_bit(tmp_path: Pa
     norms = {name for name in before if ".bn" in f".{name}" or "downsample.1" in name}
     assert changed == norms | {"fc.weight", "fc.bias"}
     assert (summary.status, summary.steps) == ("finished", BEFORE + 3)
-    assert [stage["name"] for stage in summary.stages] == ["train", "clean", "affine"]
-    assert [stage["steps"] for stage in summary.stages] == [6, 2, 3]
+    assert [stage.name for stage in summary.stages] == ["train", "clean", "affine"]
+    assert [stage.steps for stage in summary.stages] == [6, 2, 3]
     last = summary.stages[-1]
-    assert last["before"]["loss"] == summary.stages[1]["loss"] != last["loss"] == summary.loss
+    assert last.before is not None
+    assert last.before.loss == summary.stages[1].loss != last.loss == summary.loss
 
 
 def test_affine_is_momentum_sgd_on_clean_pictures_at_a_rate_that_falls_to_zero(
@@ -105,10 +108,10 @@ def test_two_workers_finish_a_run_as_one_does(tmp_path: Path) -> None:
     ends = [run(recipe, workers=w, out=tmp_path / str(w), resume=True) for w in (1, 2)]
     alone, together = (log(tmp_path / name, "step")[BEFORE:] for name in ("1", "2"))
     assert [s["loss"] for s in together] == pytest.approx([s["loss"] for s in alone], abs=1e-5)
-    verdicts = [[s["kept"] for s in end.stages] for end in ends]
+    verdicts = [[s.kept for s in end.stages] for end in ends]
     assert verdicts[0] == verdicts[1]
     for stage, other in zip(ends[0].stages, ends[1].stages, strict=True):
-        assert stage["held_out"] == pytest.approx(other["held_out"], abs=1.5 / 200)
+        assert stage.held_out == pytest.approx(other.held_out, abs=1.5 / 200)
     torch.testing.assert_close(
         weights(tmp_path / "2"), weights(tmp_path / "1"), rtol=1e-3, atol=1e-4
     )
@@ -128,16 +131,15 @@ def test_a_run_stopped_in_any_stage_ends_with_identical_weights(
         resume = stop > stops[0]
         run(recipe, workers=workers, out=tmp_path / "parts", max_steps=stop, resume=resume)
         middle = content(tmp_path / "parts")
-        assert bool(middle["average"]) == (stop < 8)
-        assert bool(middle["before"]) == (judged and stop in {7, 10})
+        assert bool(middle["ema"]) == (stop < 8)
+        assert bool(middle["snapshot"]) == (judged and stop in {7, 10})
     parts = run(recipe, workers=workers, out=tmp_path / "parts", resume=True)
     assert_same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     ours, other = (content(tmp_path / name)["optimizer"]["state"] for name in ("parts", "whole"))
     assert_same(ours, other)
-    keys = ("name", "steps", "top1", "loss", "held_out", "kept")
-    for stage, expected in zip(parts.stages, whole.stages, strict=True):
-        assert {key: stage[key] for key in keys} == {key: expected[key] for key in keys}
-    assert [stage["name"] for stage in parts.stages] == [
+    timeless = [[replace(stage, seconds=0.0) for stage in run.stages] for run in (parts, whole)]
+    assert timeless[0] == timeless[1]
+    assert [stage.name for stage in parts.stages] == [
         *("train", "clean", "ema", "affine", "statistics"),
     ]
     assert [step["step"] for step in log(tmp_path / "parts", "step")] == list(range(BEFORE + 3))
@@ -193,19 +195,21 @@ def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path, draws: None) ->
     absurd = "affine: {steps: 3, lr: 500}"
     summary = run(a_recipe(CLEAN, absurd, JUDGED, changes=LEARNED), out=tmp_path / "with")
     run(a_recipe(CLEAN, JUDGED, changes=LEARNED), out=tmp_path / "without")
-    kept, affine = [stage for stage in summary.stages if stage["kept"]][-1], summary.stages[-1]
-    assert (affine["name"], affine["kept"]) == ("affine", False)
-    assert affine["held_out"] < 0.2 < kept["held_out"]
+    kept, affine = [stage for stage in summary.stages if stage.kept][-1], summary.stages[-1]
+    assert (affine.name, affine.kept) == ("affine", False)
+    assert affine.held_out is not None
+    assert kept.held_out is not None
+    assert affine.held_out < 0.2 < kept.held_out
     assert_same(weights(tmp_path / "with"), weights(tmp_path / "without"))
-    assert (summary.top1, summary.loss) == (kept["top1"], kept["loss"])
-    assert affine["before"] == {key: kept[key] for key in ("top1", "top5", "loss")}
+    assert (summary.top1, summary.loss) == (kept.top1, kept.loss)
+    assert affine.before == Accuracy(top1=kept.top1, top5=kept.top5, loss=kept.loss)
     assert log(tmp_path / "with", "decision")[-1] == {
         "event": "decision",
         "stage": "affine",
         "step": 43,
         "samples": 200,
-        "before": kept["held_out"],
-        "after": affine["held_out"],
+        "before": kept.held_out,
+        "after": affine.held_out,
         "kept": False,
     }
     page = (tmp_path / "with/report.html").read_text()
@@ -224,14 +228,16 @@ def test_clean_epochs_that_harm_are_undone_and_so_is_their_share_of_the_average(
     )
     recipe = a_recipe(CLEAN, "ema: 0.5", STATISTICS, JUDGED, changes=(jump,))
     summary = run(recipe, out=tmp_path / "run")
-    stages = {stage["name"]: stage for stage in summary.stages}
-    assert not stages["clean"]["kept"]
-    assert stages["ema"]["before"]["loss"] == stages["train"]["loss"]
+    stages = {stage.name: stage for stage in summary.stages}
+    assert not stages["clean"].kept
+    before = stages["ema"].before
+    assert before is not None
+    assert before.loss == stages["train"].loss
     flat = "schedule={peak_lr: 0.5, warmup: null, decay: {kind: constant}}"
     six = a_recipe("ema: 0.5", JUDGED, changes=(flat, "duration={steps: 6}"))
     expected = run(six, out=tmp_path / "six")  # the same six updates, and no others
-    assert stages["ema"]["loss"] == expected.stages[-1]["loss"] != stages["train"]["loss"]
-    assert stages["ema"]["kept"] == expected.stages[-1]["kept"]
+    assert stages["ema"].loss == expected.stages[-1].loss != stages["train"].loss
+    assert stages["ema"].kept == expected.stages[-1].kept
     assert_same(
         weights(tmp_path / "run")["conv1.weight"], weights(tmp_path / "six")["conv1.weight"]
     )
@@ -241,11 +247,13 @@ def test_a_stage_that_helps_is_kept(tmp_path: Path) -> None:
     """After eight updates the running statistics lag far behind the weights."""
     summary = run(a_recipe(STATISTICS, JUDGED), out=tmp_path / "run")
     train, statistics = summary.stages
-    assert statistics["kept"]
-    assert statistics["held_out"] > train["held_out"]
-    assert summary.top1 == statistics["top1"]
+    assert statistics.kept
+    assert statistics.held_out is not None
+    assert train.held_out is not None
+    assert statistics.held_out > train.held_out
+    assert summary.top1 == statistics.top1
     (decision,) = log(tmp_path / "run", "decision")
-    assert (decision["kept"], decision["after"]) == (True, statistics["held_out"])
+    assert (decision["kept"], decision["after"]) == (True, statistics.held_out)
     run(a_recipe("ema: 1e-9", JUDGED), out=tmp_path / "without")  # which is the model itself
     measured, running = weights(tmp_path / "run"), weights(tmp_path / "without")
     assert measured["conv1.weight"].equal(running["conv1.weight"])
@@ -270,11 +278,12 @@ def test_statistics_that_never_settle_are_told_in_every_place(
 ) -> None:
     recipe = a_recipe("statistics: {samples: 96, sequential: true}")
     settled = run(recipe, out=tmp_path / "settled")
-    assert settled.stages[-1]["note"] is None
+    assert settled.stages[-1].note is None
     assert log(tmp_path / "settled", "drift")[0]["settled"] is True
     assert "settled" not in capsys.readouterr().out
     monkeypatch.setattr("largebatch.polish.statistics._SPARE_PASSES", -11)  # two passes
-    note = run(recipe, out=tmp_path / "run").stages[-1]["note"]
+    note = run(recipe, out=tmp_path / "run").stages[-1].note
+    assert note is not None
     assert note.startswith("the statistics have not settled in 2 passes: the last one moved them")
     assert log(tmp_path / "run", "drift")[0]["settled"] is False
     assert note in capsys.readouterr().out.replace("\n", "")
