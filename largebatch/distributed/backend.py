@@ -74,6 +74,14 @@ class Backend(Group, Protocol):
         """Leave the group. Safe to call twice."""
 
 
+def sum_over_workers(tensor: Tensor, backend: Backend) -> None:
+    """Replace `tensor`, in place and wherever it lives, by its elementwise sum over all workers."""
+    sent = tensor.to(backend.device)
+    backend.all_reduce(sent).wait()
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
 def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> list[int]:
     """Return the part that holds `rank`; raise ValueError if the parts are no division of all.
 

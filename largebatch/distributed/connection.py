@@ -1,15 +1,17 @@
 """Join the workers of a run: which communication library connects them is chosen at run time."""
 
 import os
+import sys
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.environment import launched_rank
-from largebatch.distributed.horovod import open_horovod
+from largebatch.distributed.environment import launched_rank, launched_size
+from largebatch.distributed.horovod import RunningHorovod, open_horovod
 from largebatch.distributed.serial import Serial
-from largebatch.distributed.torch_distributed import TorchDistributed
+from largebatch.distributed.torch_distributed import RunningTorch, TorchDistributed
 from largebatch.errors import BackendError
 
 Name = Literal["auto", "serial", "torch", "horovod"]
@@ -37,6 +39,29 @@ def connect(name: Name) -> Backend:
                     "several workers; leave --backend out"
                 )
             return Serial()
+
+
+def running_backend(device: torch.device) -> Backend:
+    """Return the workers that are connected already, for tensors on `device`; nothing is opened.
+
+    That is the default process group of torch.distributed if it is initialised, else Horovod if it
+    is, else this process alone. `close` leaves all of them as they are.
+
+    Raises BackendError where a launcher started several workers and neither is initialised: each
+    would take its own share of the data for all of it.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return RunningTorch(device)
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized():
+        return RunningHorovod(hvd, device)
+    if launched_size() > 1:
+        raise BackendError(
+            f"this process was started as worker {launched_rank()} of {launched_size()}, and "
+            "neither torch.distributed nor Horovod is initialised; call init_process_group or "
+            "hvd.init first, or pass backend=Serial() for this worker's batches alone"
+        )
+    return Serial(device)
 
 
 def broadcast_bytes(content: bytes | None, backend: Backend) -> bytes:

@@ -14,6 +14,14 @@ def launched_rank() -> int | None:
     return None
 
 
+def launched_size() -> int:
+    """Return how many workers this process was started as one of; 1 if it was started alone."""
+    for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 1
+
+
 def available_cores() -> int:
     """Return how many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer than the machine

@@ -93,19 +93,22 @@ class HorovodGroup:
             ) from error
 
 
-class Horovod(HorovodGroup):
-    """A Backend over an initialised `horovod.torch`, which it shuts down."""
+class RunningHorovod(HorovodGroup):
+    """A Backend over an initialised `horovod.torch`, which is not shut down.
+
+    Its tensors live on `device`, or on the CPU where Horovod was built without GPU support.
+    """
 
     name = "horovod"
 
-    def __init__(self, hvd: ModuleType) -> None:
+    def __init__(self, hvd: ModuleType, device: torch.device) -> None:
         everyone = range(hvd.size())
         super().__init__(hvd, members=everyone, process_set=hvd.global_process_set, prefix="")
         self._sets = {tuple(everyone): hvd.global_process_set}
         self._num_splits = 0
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
-        self.device = pick_device(self.local_rank, self.local_size)
+        self.device = device if _supports_gpus(hvd) else torch.device("cpu")
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by worker 0's, in place."""
@@ -137,6 +140,26 @@ class Horovod(HorovodGroup):
             self._hvd.barrier()
 
     def close(self) -> None:
+        """Leave Horovod running, for whoever initialised it."""
+
+
+class Horovod(RunningHorovod):
+    """A Backend over an initialised `horovod.torch`, which it shuts down.
+
+    Raises BackendError where torch sees a GPU and Horovod was built without GPU support.
+    """
+
+    def __init__(self, hvd: ModuleType) -> None:
+        device = pick_device(hvd.local_rank(), hvd.local_size())
+        if device.type == "cuda" and not _supports_gpus(hvd):
+            raise BackendError(
+                "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
+                f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
+                "CUDA_VISIBLE_DEVICES= in the environment"
+            )
+        super().__init__(hvd, device)
+
+    def close(self) -> None:
         """Shut Horovod down; operations under way on other workers fail there."""
         self._hvd.shutdown()
 
@@ -160,15 +183,13 @@ def open_horovod() -> Horovod:
     except ValueError as error:
         raise BackendError(f"Horovod could not connect the workers: {error}") from error
     backend = Horovod(hvd)
-    if backend.device.type == "cuda" and not (hvd.cuda_built() or hvd.rocm_built()):
-        raise BackendError(
-            "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
-            f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
-            "CUDA_VISIBLE_DEVICES= in the environment"
-        )
     # From the CPU, for Horovod sends no tensor that is on a GPU here and on the CPU there.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend
+
+
+def _supports_gpus(hvd: ModuleType) -> bool:
+    return bool(hvd.cuda_built() or hvd.rocm_built())
 
 
 def _sendable(tensor: Tensor) -> Tensor:

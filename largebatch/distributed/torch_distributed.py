@@ -67,28 +67,22 @@ class TorchGroup:
         return gathered
 
 
-class TorchDistributed(TorchGroup):
-    """A Backend over the default process group of torch.distributed, which it opens and closes."""
+class RunningTorch(TorchGroup):
+    """A Backend over the default process group of torch.distributed, which is open and stays so.
+
+    Its tensors live on `device` if the group has a library for such devices, else on those that it
+    has one for: NCCL alone sends nothing that is on the CPU.
+    """
 
     name = "torch"
 
-    def __init__(self) -> None:
-        missing = [name for name in _NEEDED if name not in os.environ]
-        if missing:
-            raise BackendError(
-                f"the torch backend needs {', '.join(missing)} in the environment; start the "
-                "workers with --workers N or with torchrun"
-            )
-        self.local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        self.device = pick_device(self.local_rank, self.local_size)
-        kind = "nccl" if self.device.type == "cuda" else "gloo"
-        store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-        _require_one_type(store, self.device.type, rank=rank, world_size=world_size)
-        dist.init_process_group(
-            kind, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
-        )
+    def __init__(self, device: torch.device) -> None:
         super().__init__(None)
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        libraries = dist.get_backend_config().split(",")  # as in cpu:gloo,cuda:nccl
+        kinds = [library.partition(":")[0] for library in libraries]
+        self.device = device if device.type in kinds else _current_device(kinds[0])
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by worker 0's, in place."""
@@ -107,6 +101,31 @@ class TorchDistributed(TorchGroup):
     def barrier(self) -> None:
         """Wait for every worker."""
         self.all_reduce(torch.zeros(1, device=self.device)).wait()
+
+    def close(self) -> None:
+        """Leave the group open, for whoever opened it."""
+
+
+class TorchDistributed(RunningTorch):
+    """A Backend over the default process group, which it opens and closes."""
+
+    def __init__(self) -> None:
+        missing = [name for name in _NEEDED if name not in os.environ]
+        if missing:
+            raise BackendError(
+                f"the torch backend needs {', '.join(missing)} in the environment; start the "
+                "workers with --workers N or with torchrun"
+            )
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        device = pick_device(local_rank, local_size)
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+        _require_one_type(store, device.type, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            kind, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
+        super().__init__(device)
 
     def close(self) -> None:
         """Destroy the process groups."""
@@ -130,6 +149,13 @@ def _require_one_type(store: Store, own: str, *, rank: int, world_size: int) -> 
             with suppress(dist.DistStoreError):
                 store.wait(informed, timedelta(seconds=GRACE_SECONDS))
         raise
+
+
+def _current_device(kind: str) -> torch.device:
+    """Return the device of this kind (cpu, cuda, ...) that this process has chosen."""
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 @contextmanager

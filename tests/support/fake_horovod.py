@@ -28,6 +28,9 @@ class FakeHorovod(ModuleType):
         self.built_for_gpu = False
         self.running = False
 
+    def is_initialized(self) -> bool:
+        return self.running
+
     def init(self, *, process_sets: str) -> None:
         assert process_sets == "dynamic"
         self.running = True
