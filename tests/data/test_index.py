@@ -72,7 +72,7 @@ def spoil(root: Path) -> dict[str, str]:
     write_picture(root / "train/cat/deep.png", mode="I;16")
     os.mkfifo(root / "train/cat/pipe.png")
     return {
-        "train/cat/deep.png": "its pixels are PNG colour type 0 with 16 bits",
+        "train/cat/deep.png": "it has 16 bits a channel",
         "train/cat/empty.png": "the file is empty",
         "train/cat/gone.jpg": "No such file or directory",
         "train/cat/pipe.png": "it is no file but a folder, a pipe or a device",
