@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import official
 import pytest
-from mosaics import cut, import_cifar10
+from mosaics import cut
 from PIL import Image
 
 from largebatch.cli.main import main
 from largebatch.data.datasets import import_data
+from largebatch.data.datasets.arrays import open_fashion_mnist
 from largebatch.data.index.index import Index, read_folder
 from largebatch.errors import DataError
 
@@ -135,36 +136,23 @@ def test_what_is_missing_is_named_with_the_place_to_get_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_real_fashion_mnist_is_imported_without_loss(
-    real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The 10,000 test images, as both splits."""
+def test_real_fashion_mnist_is_the_official_one(real_data: Path, tmp_path: Path) -> None:
+    """The first test image and its label are those of the files, unpacked by hand."""
     source = real_data / "fashion_mnist"
-    kinds = ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
-    (tmp_path / "archives").mkdir()
-    for split in ("train", "t10k"):
-        for name in kinds:
-            (tmp_path / f"archives/{split}-{name}").symlink_to(source / f"t10k-{name}")
-    official.declare(monkeypatch, tmp_path / "archives")
-    out = imported("fashion-mnist", tmp_path / "archives", tmp_path / "out")
-    index = read_folder(out, "val")
-    pixels, numbers = (gzip.decompress((source / f"t10k-{name}").read_bytes()) for name in kinds)
-    assert b"".join(image.tobytes() for image in images(index)) == pixels[16:]
-    assert index.labels.astype(np.uint8).tobytes() == numbers[8:]
-
-
-def test_real_mosaics_are_cut_without_loss(real_data: Path, tmp_path: Path) -> None:
-    """One mosaic of 5,000 images for either split."""
-    source = real_data / "cifar10"
-    (tmp_path / "mosaics").mkdir()
-    for name in ("train-03-of-10.webp", "test-01-of-02.webp", "classes.txt"):
-        (tmp_path / "mosaics" / name).symlink_to(source / name)
-    for split in ("train", "test"):
-        np.save(tmp_path / f"mosaics/{split}_labels.npy", np.arange(5000) % 10)
-    import_cifar10(tmp_path / "mosaics", tmp_path / "out", shard_bytes=10**8)
-    mosaic = np.asarray(Image.open(source / "train-03-of-10.webp").convert("RGB"))
-    expected = cut(source / "train-03-of-10.webp")
-    np.testing.assert_array_equal(expected[173], mosaic[96:128, 736:768])  # row 3, column 23
-    np.testing.assert_array_equal(
-        np.stack(images(read_folder(tmp_path / "out", "train"))), expected
+    with open_fashion_mnist(source, scratch=tmp_path) as data_set:
+        assert data_set.sizes == {"train": 60_000, "val": 10_000}
+        first = next(iter(data_set.samples("val")))
+    pixels, labels = (
+        gzip.decompress((source / f"t10k-{name}-ubyte.gz").read_bytes())
+        for name in ("images-idx3", "labels-idx1")
     )
+    assert np.asarray(Image.open(io.BytesIO(first.content))).tobytes() == pixels[16 : 16 + 28 * 28]
+    assert first.label == labels[8]
+
+
+def test_real_mosaics_are_cut_row_by_row(real_data: Path) -> None:
+    path = real_data / "cifar10/train-03-of-10.webp"
+    images, mosaic = cut(path), np.asarray(Image.open(path).convert("RGB"))
+    assert images.shape == (5000, 32, 32, 3)
+    np.testing.assert_array_equal(images[173], mosaic[96:128, 736:768])  # row 3, column 23
+    np.testing.assert_array_equal(images[-1], mosaic[-32:, -32:])
