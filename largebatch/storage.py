@@ -2,15 +2,17 @@
 
 import errno
 import functools
+import logging
 import os
 import shutil
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from largebatch.errors import DataError
 
@@ -44,6 +46,10 @@ CHECKSUM_BYTES = 4
 
 Progress = Callable[[int, int], None]
 """Told how many of how many files are done, after every few."""
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -98,6 +104,21 @@ def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
         sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
         found = checksum(chain([begin], map(file.read, sizes)))
         return found == file.read()
+
+
+def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
+    """Repeat a read that raised `error`, after each of PAUSES; raise DataError if all fail."""
+    for pause in PAUSES:
+        _LOG.warning("%s: cannot be read (%s); trying again", name, error)
+        time.sleep(pause)
+        try:
+            return read()
+        except OSError as another:
+            error = another
+    raise DataError(
+        f"{name}: cannot be read ({error.strerror or error}), tried {1 + len(PAUSES)} times; see "
+        "that the disk is well and that the file has not changed"
+    )
 
 
 def user_cache() -> Path:

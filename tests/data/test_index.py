@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
+from largebatch import storage
 from largebatch.cli.main import main
-from largebatch.data.index import build
 from largebatch.data.index.index import (
     BadPicturesError,
     check_same_classes,
@@ -110,7 +110,7 @@ def test_a_disk_that_fails_is_asked_again_and_its_pictures_are_not_taken_for_bad
         return real(file, length, offset)
 
     monkeypatch.setattr(os, "pread", failing)
-    monkeypatch.setattr(build, "PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(storage, "PAUSES", (0.01, 0.02, 0.03))
     if times == 3:
         assert fields(index_of(make(root, "train", drop_bad=True), root)) == expected
         return

@@ -16,7 +16,6 @@ import os
 import re
 import stat
 import struct
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,7 @@ from largebatch.data.index.file import FORMAT, Arrays, Bad, Content
 from largebatch.data.index.folder import ClassFolder, Shard, Source
 from largebatch.data.index.shards import Unusable, read_shard
 from largebatch.data.types import IntArray
-from largebatch.errors import DataError
-from largebatch.storage import OF_THE_FILE, PART, PAUSES, THREADS, Progress
+from largebatch.storage import OF_THE_FILE, PART, THREADS, Progress, read_again
 
 Read = Callable[[int, int], bytes]
 """Returns `length` bytes from `position` of the encoded image, fewer where it ends."""
@@ -262,27 +260,27 @@ def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[In
 
 
 def _measure_file(path: str, num_bytes: int) -> Size:
-    """Measure a picture; what is wrong with the disk and not with the file is no bad picture."""
-    for pause in (0.0, *PAUSES):
-        if pause:  # sleep(0) would hand Python's lock over, for every file
-            time.sleep(pause)
+    """Measure an image; what is wrong with the disk and not with the file is no bad image."""
+    try:
+        return _open_and_measure(path, num_bytes)
+    except OSError as error:
+        return read_again(lambda: _open_and_measure(path, num_bytes), error, name=path)
+
+
+def _open_and_measure(path: str, num_bytes: int) -> Size:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
-            try:
-                # What is no file has no length.
-                if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise BadPictureError("it is no file but a folder, a pipe or a device")
-                return measure_part(file, 0, num_bytes)
-            finally:
-                os.close(file)
-        except OSError as error:
-            if error.errno in OF_THE_FILE:
-                raise BadPictureError(os.strerror(error.errno)) from None
-            problem = error
-    raise DataError(
-        f"{path}: cannot be read ({problem.strerror}), tried {1 + len(PAUSES)} times; see that the "
-        "disk is well"
-    )
+            # What is no file has no length.
+            if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
+                raise BadPictureError("it is no file but a folder, a pipe or a device")
+            return measure_part(file, 0, num_bytes)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in OF_THE_FILE:
+            raise BadPictureError(os.strerror(error.errno)) from None
+        raise
 
 
 def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]:
