@@ -7,6 +7,7 @@ was chosen by the pictures that it is measured on.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,11 @@ from largebatch.data.decoders.reader import read
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.types import IntArray
 
-SETS = {"fashion_mnist": "fashion-mnist", "cifar10": "cifar10"}
-"""Folders in LARGEBATCH_DATA, and what `largebatch data import` calls them."""
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
+from mosaics import import_cifar10
+
+SETS = ("fashion_mnist", "cifar10")
+"""Folders in LARGEBATCH_DATA."""
 
 SUBSET_SEED = 20_000
 """Draws the training pictures; no run has this seed."""
@@ -77,9 +81,11 @@ def draw(index: Index, sizes: list[int]) -> list[IntArray]:
 
 
 def _import(out: Path, name: str) -> Path:
-    if not out.exists():
-        source = Path(os.environ["LARGEBATCH_DATA"]) / name
-        import_data(SETS[name], source, out, shard_bytes=SHARD_BYTES, progress=lambda *_: None)
+    source = Path(os.environ["LARGEBATCH_DATA"]) / name
+    if not out.exists() and name == "cifar10":
+        import_cifar10(source, out, shard_bytes=SHARD_BYTES)
+    elif not out.exists():
+        import_data("fashion-mnist", source, out, shard_bytes=SHARD_BYTES, progress=lambda *_: None)
     return out
 
 

@@ -4,6 +4,33 @@ The command line prints these as one message without a traceback and exits with 
 else is our mistake or the machine's and keeps its traceback.
 """
 
+import difflib
+from collections.abc import Iterable, Sequence
+
+SHOWN = 10
+"""How many names or lines a message lists."""
+
+
+def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> str:
+    """Return the first few words of a list that may be long, for a message.
+
+    >>> shorten(["cat", "dog", "yak"], most=2)
+    'cat, dog, ...'
+    >>> shorten([])
+    'nothing'
+    """
+    return between.join([*words[:most], *["..."] * (len(words) > most)]) or "nothing"
+
+
+def nearest(name: str, known: Iterable[str], *, otherwise: str, most: int = 3) -> str:
+    """Return the question which known names may have been meant, `otherwise` if none is near.
+
+    >>> nearest("momentun", ["eta", "momentum"], otherwise="`largebatch explain` lists them")
+    "did you mean 'momentum'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=most)
+    return f"did you mean {', '.join(map(repr, close))}?" if close else otherwise
+
 
 class LargebatchError(Exception):
     """Base of every error whose message tells the user what to change."""

@@ -1,15 +1,23 @@
 """Files that are there whole or not at all, the cache folder, and how reads are tried again."""
 
 import errno
+import functools
+import logging
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from largebatch.errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 THREADS = 16
 """More than cores: over a network a thread waits most of the time."""
@@ -31,8 +39,17 @@ OF_THE_FILE = (
 )
 """Errors that are the same next time: who may read a file, where a link leads, what it is."""
 
+CHUNK = 2**18
+"""Bytes that are checked at a time: few enough to stay in a processor's cache."""
+
+CHECKSUM_BYTES = 4
+
 Progress = Callable[[int, int], None]
 """Told how many of how many files are done, after every few."""
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -45,7 +62,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Give a file to write to, which is at `path` when the block ends, or nowhere if it fails.
 
-    It is on the disk before it has its name, so after a loss of power too it is whole or not there.
+    It is on the disk before it has its name, and its name before this returns, so after a loss of
+    power too it is whole or what was there before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -55,8 +73,52 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # there are file systems that cannot
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:
+    """Return the CRC-32 of all these bytes in their order, as CHECKSUM_BYTES bytes."""
+    total = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0)
+    return total.to_bytes(CHECKSUM_BYTES, "little")
+
+
+def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
+    """Return whether a file ends with the checksum of `begin` and of all that precedes its end.
+
+    It is read, not mapped: where a disk fails, a read raises OSError and a mapping kills the
+    process; and pages that are mapped would count as this process's memory.
+    """
+    with path.open("rb", buffering=0) as file:
+        length = os.fstat(file.fileno()).st_size - CHECKSUM_BYTES
+        sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
+        found = checksum(chain([begin], map(file.read, sizes)))
+        return found == file.read()
+
+
+def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
+    """Repeat a read that raised `error`, after each of PAUSES; raise DataError if all fail."""
+    for pause in PAUSES:
+        _LOG.warning("%s: cannot be read (%s); trying again", name, error)
+        time.sleep(pause)
+        try:
+            return read()
+        except OSError as another:
+            error = another
+    raise DataError(
+        f"{name}: cannot be read ({error.strerror or error}), tried {1 + len(PAUSES)} times; see "
+        "that the disk is well and that the file has not changed"
+    )
 
 
 def user_cache() -> Path:

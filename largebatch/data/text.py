@@ -25,16 +25,13 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.data.types import IntArray
-from largebatch.errors import DataError
+from largebatch.errors import DataError, shorten
 
 END = "<eos>"
 """The word after every sentence."""
 
 FILES = {"train": "ptb.train.txt", "val": "ptb.valid.txt", "test": "ptb.test.txt"}
 """Penn Treebank in Mikolov's form, where rare words are written <unk> and numbers N."""
-
-SHOWN = 10
-"""How many unknown words a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +112,9 @@ def _number(words: Iterable[str], numbers: Mapping[str, int], path: Path) -> Int
         text = np.fromiter((numbers[word] for word in words), dtype=np.int64)
     except KeyError:
         unknown = sorted(set(words) - numbers.keys())
-        shown = ", ".join(unknown[:SHOWN]) + ", ..." * (len(unknown) > SHOWN)
         raise DataError(
-            f"{path}: {len(unknown)} words do not occur in {FILES['train']}: {shown}; write them "
-            f"as <unk>, as Mikolov's files do with rare words"
+            f"{path}: {len(unknown)} words do not occur in {FILES['train']}: "
+            f"{shorten(unknown)}; write them as <unk>, as Mikolov's files do with rare words"
         ) from None
     text.setflags(write=False)
     return text

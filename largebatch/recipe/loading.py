@@ -4,10 +4,9 @@ YAML is read strictly: a key given twice is an error (PyYAML keeps the last), an
 (PyYAML reads a string). Overrides are merged before validation, so they are judged like the file.
 """
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from largebatch.errors import RecipeError
+from largebatch.errors import RecipeError, nearest
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
@@ -170,7 +169,8 @@ def _explain(problem: ErrorDetails) -> str:
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            return f"{where}: {_MOVED.get(where) or f'unknown key; {_nearest(keys[-1], known)}'}"
+            hint = nearest(keys[-1], known, otherwise=f"known keys: {', '.join(known)}", most=1)
+            return f"{where}: {_MOVED.get(where) or f'unknown key; {hint}'}"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":
@@ -204,8 +204,3 @@ def _locate(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
             sections = sections_of(fields[str(part)].annotation)
             fields = sections[0].model_fields if len(sections) == 1 else {}
     return path, known if path else []
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"

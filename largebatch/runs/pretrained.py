@@ -9,7 +9,6 @@ weights are (bare, under a word beside other things, with a prefix before every 
 
 import argparse
 import json
-import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -27,7 +26,7 @@ from largebatch.data.index.index import open_content
 from largebatch.distributed.agreement import Facts, checksum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError, DataError
+from largebatch.errors import CheckpointError, DataError, shorten
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
@@ -39,6 +38,7 @@ from largebatch.runs.checkpoints import (
     with_statistics,
     with_updates,
 )
+from largebatch.storage import whole_file
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import describe_unsettled, measure_statistics
 from largebatch.training.trainer import Trainer
@@ -51,7 +51,6 @@ _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 """What DistributedDataParallel, AveragedModel and torch.compile put before a name."""
 
 _SAFE = ".safetensors"
-_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,11 @@ class Weights:
                 if name in there and self.tensors[key].shape != there[name].shape
             ],
         }
-        said = [f"{len(keys)} {what} ({_some(keys)})" for what, keys in problems.items() if keys]
+        said = [
+            f"{len(keys)} {what} ({shorten(keys, most=3)})"
+            for what, keys in problems.items()
+            if keys
+        ]
         if said:
             raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(said)}")
         return {name: self.tensors[key] for name, key in here.items()}
@@ -102,19 +105,16 @@ class Weights:
 
     def write(self, path: Path) -> None:
         """Write a file of the same format, whole or not at all."""
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         try:
-            if _is_safe(path):
-                from safetensors.torch import save_file
+            with whole_file(path) as file:
+                if _is_safe(path):
+                    from safetensors.torch import save
 
-                save_file(dict(self.tensors), partial, metadata=self.metadata)
-            else:
-                torch.save(self.content, partial)
-            partial.replace(path)
+                    file.write(save(dict(self.tensors), metadata=self.metadata))
+                else:
+                    torch.save(self.content, file)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _by_plain_name(self) -> dict[str, str]:
         """Return the name in the file of each tensor, by the name in a model."""
@@ -176,7 +176,7 @@ def _find(path: Path, content: object, *, ema: bool) -> MutableMapping[str, Tens
             return content
     words = " or ".join(_AVERAGED if ema else _PLACES)
     hint = "; its EMA is taken with --ema" if set(found) & set(_AVERAGED) else ""
-    what = f"a mapping of {_some(found)}" if found else type(content).__name__
+    what = f"a mapping of {shorten(found, most=3)}" if found else type(content).__name__
     raise CheckpointError(
         f"{path}: expected weights{' of an EMA' * ema} by name, "
         f"{'' if ema else 'bare or '}under {words}; found {what}{hint if not ema else ''}"
@@ -198,10 +198,6 @@ def _is_safe(path: Path) -> bool:
 
 def _shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape)) or "a number"
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

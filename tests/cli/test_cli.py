@@ -65,7 +65,7 @@ def with_too_few(root: Path) -> Path:
         pytest.param(["no.yaml"], "no.yaml: cannot read the recipe: No such file", id="recipe"),
         pytest.param([DIGITS, "--workers", "5"], "cannot be divided over 5 workers", id="workers"),
         pytest.param([DIGITS, "--device-batch", "7"], "a device batch of 7 does not", id="batch"),
-        pytest.param([DIGITS, "--set", "model.name=resnt18"], "did you mean resnet18", id="model"),
+        pytest.param([DIGITS, "--set", "model.name=resnt18"], "did you mean 'resnet18", id="model"),
         pytest.param(
             [DIGITS, "--set", "data.classes=9"], "add --set data.classes=10", id="classes"
         ),
@@ -318,7 +318,7 @@ def test_explain_answers_and_corrects(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["explain", "batch.bn_span"]) == DONE
     assert "Samples that share BatchNorm statistics" in capsys.readouterr().out
     assert main(["explain", "batch.span"]) == USER
-    assert "did you mean batch.bn_span" in capsys.readouterr().err
+    assert "did you mean 'batch.bn_span" in capsys.readouterr().err
 
 
 def test_data_index_counts_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

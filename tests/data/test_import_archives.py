@@ -57,6 +57,18 @@ def test_links_of_a_zip_are_the_pictures_they_lead_to(tmp_path: Path) -> None:
     assert contents(imported(tmp_path / "all.zip", tmp_path / "out")) == {"cat": [png(5)] * 2}
 
 
+def test_a_zip_does_not_unpack_more_than_an_image_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MAX_BYTES", 10**6)
+    with zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for name in ("train/cat/a.png", "val/cat/a.png"):
+            file.writestr(name, png(5))
+        file.writestr("train/cat/b.png", bytes(10**7))
+    with pytest.raises(DataError, match="b.png: it is 10,000,000 bytes unpacked, expected at most"):
+        imported(tmp_path / "all.zip", tmp_path / "out")
+
+
 def test_links_of_a_folder_are_followed(tmp_path: Path) -> None:
     """To a picture and to a whole class."""
     raw, root = tmp_path / "raw", tmp_path / "root"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from picture_folder import fields, write_folder, write_picture
 
+from largebatch import storage
 from largebatch.cli.main import main
-from largebatch.data.index import build
 from largebatch.data.index.index import (
     BadPicturesError,
     check_same_classes,
@@ -72,7 +72,7 @@ def spoil(root: Path) -> dict[str, str]:
     write_picture(root / "train/cat/deep.png", mode="I;16")
     os.mkfifo(root / "train/cat/pipe.png")
     return {
-        "train/cat/deep.png": "its pixels are PNG colour type 0 with 16 bits",
+        "train/cat/deep.png": "it has 16 bits a channel",
         "train/cat/empty.png": "the file is empty",
         "train/cat/gone.jpg": "No such file or directory",
         "train/cat/pipe.png": "it is no file but a folder, a pipe or a device",
@@ -110,7 +110,7 @@ def test_a_disk_that_fails_is_asked_again_and_its_pictures_are_not_taken_for_bad
         return real(file, length, offset)
 
     monkeypatch.setattr(os, "pread", failing)
-    monkeypatch.setattr(build, "PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(storage, "PAUSES", (0.01, 0.02, 0.03))
     if times == 3:
         assert fields(index_of(make(root, "train", drop_bad=True), root)) == expected
         return

@@ -42,11 +42,13 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 ) -> None:
     path = tmp_path / "folder/file"
     synced = []
-    monkeypatch.setattr(
-        os, "fsync", lambda file: synced.append((os.fstat(file).st_size, path.exists()))
-    )
+
+    def note(file: int) -> None:
+        synced.append((os.path.samestat(os.fstat(file), path.parent.stat()), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
     write_whole(path, b"12345")
-    assert synced == [(5, False)]
+    assert synced == [(False, False), (True, True)]  # the file, then the folder with its name
     assert path.read_bytes() == b"12345"
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 from decoding import keep, png_folder
 from PIL import Image
 
+from largebatch import storage
 from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.errors import DataError
@@ -103,7 +105,7 @@ def test_a_damaged_file_is_made_anew(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pixel_cache, "AT_ONCE", at_once)
+    monkeypatch.setattr(storage, "CHUNK", at_once)
     expected = keep(folder).pixels.copy()
     (file,) = kept_files(tmp_path)
     whole = file.read_bytes()
@@ -155,7 +157,8 @@ def test_pixels_are_on_the_disk_before_their_file_has_its_name(
     sync, rename = os.fsync, Path.replace
 
     def note_sync(file: int) -> None:
-        done.append(f"{os.fstat(file).st_size} bytes")
+        found = os.fstat(file)
+        done.append("folder" if stat.S_ISDIR(found.st_mode) else f"{found.st_size} bytes")
         sync(file)
 
     def note_rename(path: Path, target: Path) -> Path:
@@ -165,7 +168,7 @@ def test_pixels_are_on_the_disk_before_their_file_has_its_name(
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_rename)
     number = len(keep(folder).pixels)
-    assert done[-2:] == [f"{number + 4} bytes", "renamed"]
+    assert done[-3:] == [f"{number + 4} bytes", "renamed", "folder"]
 
 
 def test_only_a_part_of_the_pictures_is_in_memory_while_they_are_written(

@@ -15,6 +15,7 @@ import torch
 from decoding import Decode, both_decoders, photograph, run
 from PIL import Image
 
+from largebatch import storage
 from largebatch.data.decoders import pixel_cache
 from largebatch.data.decoders import reader as reading
 from largebatch.data.index.index import Index, Location, load_or_read
@@ -28,7 +29,7 @@ TIMES = 4
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PAUSES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(storage, "PAUSES", (0.01, 0.02, 0.03))
     monkeypatch.setattr(reading, "SLOW_SECONDS", 0.2)
 
 
@@ -146,7 +147,7 @@ def test_reads_that_hung_once_are_made_by_other_threads(
     pipes = [hang(folder, sample) for sample in hanging]
     real, moved = reading._read_again, []
 
-    def mend_first(location: Location, problem: str) -> Bytes:
+    def mend_first(location: Location, problem: OSError) -> Bytes:
         """The disk is well again once the first read was given up."""
         for path, content in pipes:
             moved.append(path.rename(path.with_suffix(".pipe")))
@@ -220,7 +221,7 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
             return len(buffers[0])
         return real(file, buffers, offset)
 
-    def again(location: Location, _: str) -> Bytes:
+    def again(location: Location, _: OSError) -> Bytes:
         return np.frombuffer(location.path.read_bytes(), dtype=np.uint8)
 
     monkeypatch.setattr(os, "preadv", late)

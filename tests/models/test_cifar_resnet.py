@@ -71,7 +71,7 @@ def test_the_signal_neither_dies_nor_explodes_at_the_start() -> None:
 
 
 def test_other_depths_and_arguments_are_refused() -> None:
-    with pytest.raises(RecipeError, match="no model 'cifar_resnet9'; did you mean cifar_resnet"):
+    with pytest.raises(RecipeError, match="no model 'cifar_resnet9'; did you mean 'cifar_resnet"):
         build("cifar_resnet9", num_classes=10)
     with pytest.raises(RecipeError, match="cifar_resnet8 takes none, got layers"):
         build("cifar_resnet8", num_classes=10, arguments={"layers": 3})

@@ -102,7 +102,7 @@ def test_the_classifier_is_drawn_as_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("resnet5", {}, "timm has no model 'resnet5'; did you mean resnet50"),
+        ("resnet5", {}, "timm has no model 'resnet5'; did you mean 'resnet50"),
         ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
         ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with them"),
         ("lenet5", {"width": 2}, "model.arguments: lenet5 takes none, got width"),

@@ -121,7 +121,7 @@ def test_pictures_are_prepared_as_the_library_does() -> None:
     [
         (
             ["--model", "resnt18", "--out", "x.safetensors"],
-            "timm has no model 'resnt18'; did you mean resnet18",
+            "timm has no model 'resnt18'; did you mean 'resnet18",
         ),
         (["--model", "resnet26"], "the weights do not fit: "),
         (["--model", "vit_tiny_patch16_224"], "vit_tiny_patch16_224 has no BatchNorm statistics"),
@@ -281,7 +281,7 @@ def test_a_rate_that_is_too_high_for_a_comparison_says_which_word_to_change(
 
 
 def test_unknown_models_of_torchvision_and_unknown_tags_get_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean torchvision/resnet18"):
+    with pytest.raises(RecipeError, match="did you mean 'torchvision/resnet18"):
         zoo.require_known("torchvision/resnet1")
     with pytest.raises(RecipeError, match="timm has no model 'resnet50.a9_in1k'; did you mean"):
         zoo.require_known("resnet50.a9_in1k")

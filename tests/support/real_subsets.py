@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from mosaics import cut
 from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
@@ -29,9 +30,7 @@ def write_subset(source: Path, folder: Path) -> Path:
 
 def _cifar10(source: Path, folder: Path, split: str) -> None:
     part = {"train": "train", "val": "test"}[split]
-    first = min(source.glob(f"{part}-*.webp"))
-    mosaic = np.asarray(Image.open(first).convert("RGB"))
-    pictures = mosaic.reshape(100, 32, 50, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
+    pictures = cut(min(source.glob(f"{part}-*.webp")))
     labels = np.load(source / f"{part}_labels.npy")[: len(pictures)]
     names = (source / "classes.txt").read_text().split()
     _write(folder, pictures, labels, names, number=TRAIN if split == "train" else VAL)

@@ -3,13 +3,10 @@
 The archives are on disk already: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 from largebatch.data.datasets import arrays, image_folder
-from largebatch.data.datasets.packing import DataSet, write_shards
+from largebatch.data.datasets.packing import write_shards
 from largebatch.storage import Progress, require_new
 
 
@@ -20,13 +17,13 @@ def import_data(
 
     Raises DataError that says which files are expected, and where to get them, if they are missing.
     """
-    openers: dict[str, Callable[[Path], AbstractContextManager[DataSet]]] = {
+    openers = {
         "fashion-mnist": arrays.open_fashion_mnist,
         "cifar10": arrays.open_cifar10,
-        "imagefolder": partial(image_folder.open_archives, scratch=out.parent),
+        "imagefolder": image_folder.open_archives,
     }
     if name not in openers:
         raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
     require_new(out)  # before an archive is unpacked, which may take an hour
-    with openers[name](source) as data_set:
+    with openers[name](source, scratch=out.parent) as data_set:
         write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)

@@ -32,6 +32,9 @@ from largebatch.errors import DataError
 ZIP = b"PK"
 """What a zip begins with."""
 
+MAX_BYTES = 2**29
+"""That a file of a zip may have unpacked: twice those of the most pixels that Pillow takes."""
+
 COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -182,7 +185,14 @@ def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
         elif not info.filename.endswith("/"):
             listing.add(info.filename, info)
     places = listing.places()
-    return Files(archive, list(places), lambda name: file.read(places[name]))
+
+    def read(name: str) -> bytes:
+        num_bytes = places[name].file_size
+        if num_bytes > MAX_BYTES:
+            raise ValueError(f"it is {num_bytes:,} bytes unpacked, expected at most {MAX_BYTES:,}")
+        return file.read(places[name])
+
+    return Files(archive, list(places), read)
 
 
 def _of_tar(archive: Path, file: IO[bytes]) -> Files:
@@ -224,12 +234,12 @@ def _add_tar(listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, fold
 @contextmanager
 def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[bytes]]:
     """Unpack into a file without a name in `scratch`: where temporary files go is often small."""
-    with _writing(archive, scratch):
+    with unpacking(archive, scratch):
         scratch.mkdir(parents=True, exist_ok=True)
         raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
     with raw:  # nothing is kept back, which closing would fail to write once more
         while chunk := packed.read(CHUNK):
-            with _writing(archive, scratch):
+            with unpacking(archive, scratch):
                 while chunk:
                     chunk = chunk[raw.write(chunk) :]
         with io.BufferedReader(raw) as plain:
@@ -237,7 +247,8 @@ def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[by
 
 
 @contextmanager
-def _writing(archive: Path, scratch: Path) -> Iterator[None]:
+def unpacking(archive: Path, scratch: Path) -> Iterator[None]:
+    """Turn what is wrong with writing into `scratch` into a DataError."""
     try:
         yield
     except OSError as error:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
 from largebatch.data.datasets.packing import DataSet, Sample, in_parts
 from largebatch.data.index.build import BadPictureError, measure_bytes
-from largebatch.data.index.folder import SHOWN, is_picture, listed, visible
-from largebatch.errors import DataError
+from largebatch.data.index.folder import is_picture, visible
+from largebatch.errors import DataError, shorten
 
 SPLITS = ("train", "val")
 
@@ -84,7 +84,7 @@ def _archives(source: Path) -> list[Path]:
         if path.is_file() and path.name.lower().endswith(ENDINGS) and _split_of(path) in SPLITS
     ]
     if sorted(map(_split_of, archives)) != sorted(SPLITS):
-        names = listed([path.name for path in found])
+        names = shorten([path.name for path in found])
         raise DataError(f"{source}: no pictures for import; {LAYOUT}; found {names}")
     return archives
 
@@ -98,7 +98,7 @@ def _pictures(files: Files) -> Iterator[tuple[str, str, _Picture]]:
     """Find split and class of every picture; other files and hidden names are ignored."""
     wanted = [name for name in files.names if _is_wanted(name)]
     if not wanted:
-        found = listed(sorted(files.names))
+        found = shorten(sorted(files.names))
         raise DataError(f"{files.archive}: there are no pictures in it; {LAYOUT}; found {found}")
     around: dict[tuple[str, ...], str] = {}
     bare: list[str] = []
@@ -194,7 +194,7 @@ def _data_set(source: Path, splits: dict[str, Classes]) -> DataSet:
     if train != val:
         raise DataError(
             f"{source}: the splits must have the same classes; only in train: "
-            f"{listed(sorted(train - val))}; only in val: {listed(sorted(val - train))}; {LAYOUT}"
+            f"{shorten(sorted(train - val))}; only in val: {shorten(sorted(val - train))}; {LAYOUT}"
         )
     classes = sorted(train, key=os.fsencode)
     for name in classes:
@@ -227,7 +227,7 @@ def _samples(source: Path, split: str, classes: Sequence[list[_Picture]]) -> Ite
         else:
             bad.append(f"{picture}: {reason(content)}")
     if bad:
-        shown = "\n  ".join(bad[:SHOWN] + ["..."] * (len(bad) > SHOWN))
+        shown = shorten(bad, between="\n  ")
         raise DataError(
             f"{source}: {len(bad)} of {len(pictures)} pictures in {split} cannot be used; mend "
             f"the archive, or unpack it and use: largebatch data index DIR --drop-bad\n  {shown}"

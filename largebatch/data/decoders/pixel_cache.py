@@ -13,7 +13,6 @@ no run has used for UNUSED_DAYS are removed when another is made.
 import contextlib
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from largebatch.data.index.index import Index
 from largebatch.data.types import Bytes, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.storage import user_cache, whole_file
+from largebatch.storage import CHECKSUM_BYTES, checksum, is_undamaged, user_cache, whole_file
 
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 
@@ -46,9 +45,6 @@ UNUSED_DAYS = 30
 
 EACH = 128
 """How many pictures a thread makes at a time."""
-
-AT_ONCE = 2**22
-"""How many bytes of a file are checked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,34 +112,30 @@ def _place(index: Index) -> Path:
 
 
 def _is_whole(path: Path, total: int) -> bool:
-    """Say whether a file holds `total` bytes of pixels and their checksum, and note its use.
-
-    It is read, not mapped: where a disk fails, a read is an error and a mapping kills the process.
-    """
+    """Return whether a file holds `total` bytes of pixels and their checksum, and note its use."""
     try:
-        with path.open("rb") as file:
-            checksum, left = _checksum(path), total
-            while left and (content := file.read(min(left, AT_ONCE))):
-                checksum = zlib.crc32(content, checksum)
-                left -= len(content)
-            if left or file.read() != _packed(checksum):
-                return False
+        if path.stat().st_size != total + CHECKSUM_BYTES:
+            return False
+        whole = is_undamaged(path, begin=os.fsencode(path.name))
     except OSError:
         return False
     with contextlib.suppress(OSError):  # a cache that is only read has no need to be cleared
         os.utime(path)
-    return True
+    return whole
 
 
 def _write(path: Path, index: Index, threads: int) -> None:
-    """Write the pixels of all pictures to a file that is there whole or not at all."""
-    checksum = _checksum(path)
+    """Write the pixels of all images to a file that is there whole or not at all."""
+
+    def written() -> Iterator[bytes | memoryview]:
+        yield os.fsencode(path.name)  # so that the checksum is right under this name alone
+        for pixels in _decode_all(index, threads):
+            file.write(pixels.data)
+            yield pixels.data
+
     try:
         with whole_file(path) as file:
-            for pixels in _decode_all(index, threads):
-                checksum = zlib.crc32(pixels.data, checksum)
-                file.write(pixels.data)
-            file.write(_packed(checksum))
+            file.write(checksum(written()))
     except OSError as error:
         size = int((3 * index.heights * index.widths).sum()) / 1e6
         raise DataError(
@@ -151,15 +143,6 @@ def _write(path: Path, index: Index, threads: int) -> None:
             f"({error.strerror or error}); set XDG_CACHE_HOME to a folder that can be written to "
             "and has room for them, or decode them each time with --set execution.cache=null"
         ) from None
-
-
-def _checksum(path: Path) -> int:
-    """Return what the checksum of a file begins with, so that it is right under its name alone."""
-    return zlib.crc32(path.name.encode("ascii"))
-
-
-def _packed(checksum: int) -> bytes:
-    return checksum.to_bytes(4, "little")
 
 
 def _remove_unused(folder: Path) -> None:

@@ -8,7 +8,6 @@ A batch is read into one buffer, which can be used again: fresh memory costs mor
 the system has cached.
 """
 
-import logging
 import os
 import threading
 import time
@@ -22,8 +21,7 @@ import numpy as np
 from largebatch.data.index.folder import changed
 from largebatch.data.index.index import Index, Location
 from largebatch.data.types import Bytes, Request
-from largebatch.errors import DataError
-from largebatch.storage import PAUSES
+from largebatch.storage import read_again
 
 THREADS = 8
 """How many reads are under way at once, at most; they wait for the disk, not for the processor."""
@@ -34,9 +32,6 @@ by one: several would spend more time on handing Python's lock to each other tha
 
 SLOW_SECONDS = 60.0
 """How long a read may take before another one is tried beside it."""
-
-
-_LOG = logging.getLogger(__name__)
 
 
 def name_of(location: Location) -> str:
@@ -50,7 +45,7 @@ def read(location: Location) -> bytes:
     try:
         _fill(content, location)
     except OSError as error:
-        content = _read_again(location, str(error))
+        content = _read_again(location, error)
     return content.tobytes()
 
 
@@ -78,27 +73,23 @@ def _compare(location: Location, found: os.stat_result) -> None:
         raise OSError(changed("it", then, now))
 
 
-def _read_again(location: Location, problem: str) -> Bytes:
+def _read_again(location: Location, problem: OSError) -> Bytes:
     """Try a read that failed or hangs again, each time in a thread that may hang too."""
-    for pause in PAUSES:
-        _LOG.warning("%s: cannot be read (%s); trying again", name_of(location), problem)
-        time.sleep(pause)
+
+    def in_a_thread() -> Bytes:
         share = _Share([location], [np.empty(location.num_bytes, dtype=np.uint8)])
         threading.Thread(target=share.carry_out, name="read again", daemon=True).start()
         if not share.done.wait(SLOW_SECONDS):
-            problem = _no_answer()
-        elif share.problems:
-            problem = str(share.problems[0])
-        else:
-            return share.contents[0]
-    raise DataError(
-        f"{name_of(location)}: cannot be read ({problem}), tried {1 + len(PAUSES)} times; see that "
-        "the disk is well and that the files are those that were indexed"
-    )
+            raise _no_answer()
+        if share.problems:
+            raise share.problems[0]
+        return share.contents[0]
+
+    return read_again(in_a_thread, problem, name=name_of(location))
 
 
-def _no_answer() -> str:
-    return f"no answer in {SLOW_SECONDS:g} seconds"
+def _no_answer() -> OSError:
+    return OSError(f"no answer in {SLOW_SECONDS:g} seconds")
 
 
 class _Share:
@@ -213,10 +204,10 @@ class Reader:
             share.left, hung = True, share.current
             reading.buffer = None  # the thread that is given up may still write into it
             following = _Share(share.locations[hung + 1 :], share.contents[hung + 1 :])
-            contents, problems = contents[: hung + 1], {**problems, hung: OSError(_no_answer())}
+            contents, problems = contents[: hung + 1], {**problems, hung: _no_answer()}
             self._add_thread(following)  # at once: others may hang in what is queued
         for row, problem in problems.items():
-            contents[row] = _read_again(share.locations[row], str(problem))
+            contents[row] = _read_again(share.locations[row], problem)
         return contents if following is None else contents + self._finish(following, reading)
 
     def _room(self, num_bytes: int) -> Bytes:

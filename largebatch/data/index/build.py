@@ -1,24 +1,22 @@
 """Read the header of every picture of a split and put the results into arrays.
 
 The arrays, with what a header of plain values says about them, are the content of an index file.
-Threads, because they mostly wait for the storage; Python's lock lets them read tens of thousands of
-headers a second, so a million pictures take less than a minute on any number of cores.
+Threads, because they mostly wait for the storage; Python's lock lets them read ten thousand headers
+a second, so a million images take less than two minutes on any number of cores.
 
-A picture is judged by its head and its tail: how large it is, whether it can be used and is whole.
-Nothing is decoded. JPEG and PNG, which large data sets are made of, are read here; Pillow judges
-the other formats and JPEGs whose header is out of the ordinary. The decoder finds data that is
-broken in the middle.
+An image is judged by its header, which Pillow reads, and by the mark of its end: how large it is,
+whether it can be used and is whole. The pixels of JPEG and PNG, which large data sets are made of,
+are not decoded; the decoder finds data that is broken in the middle.
 """
 
 import hashlib
 import io
 import json
 import os
+import re
 import stat
 import struct
-import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,46 +24,41 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 
 from largebatch.data.index.file import FORMAT, Arrays, Bad, Content
 from largebatch.data.index.folder import ClassFolder, Shard, Source
 from largebatch.data.index.shards import Unusable, read_shard
 from largebatch.data.types import IntArray
-from largebatch.errors import DataError
-from largebatch.storage import OF_THE_FILE, PART, PAUSES, THREADS, Progress
+from largebatch.storage import OF_THE_FILE, PART, THREADS, Progress, read_again
 
 Read = Callable[[int, int], bytes]
-"""Returns `length` bytes from `position` of the encoded picture, fewer where it ends."""
+"""Returns `length` bytes from `position` of the encoded image, fewer where it ends."""
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 """Pillow's names for the kinds of pixels that both decoders turn into the same RGB."""
 
-FORMATS = ("BMP", "JPEG", "PPM", "TIFF", "WEBP")
-"""Pillow's names for what it is asked to judge; others are not for both decoders."""
+OTHER_FORMATS = ("BMP", "PPM", "TIFF", "WEBP")
+"""Besides JPEG and PNG; Pillow's names. Further formats are not for both decoders."""
 
 MAX_SIDE = 32_768
-"""Wider or higher pictures are refused: hardware decoders have limits of this order."""
+"""Wider or higher images are refused: hardware decoders have limits of this order."""
 
 HEAD, TAIL = 4096, 64
-"""How many bytes are read from either end."""
+"""How many bytes are read from either end; of longer headers, MAX_HEADER."""
 
-MAX_SEGMENTS = 10_000
-"""How many segments and fill bytes a JPEG's header may have; real ones have some hundreds."""
+MAX_HEADER = 2**23
+"""Of a JPEG or PNG, in bytes: Pillow takes seconds for the worst that can be put there."""
 
 JPEG, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
+PNG_DEPTH = 24
+"""The byte of a PNG that states the bits of a channel."""
 
-PROCESSES = (0xC0, 0xC1, 0xC2)
-"""JPEG frame headers that both decoders read: baseline, extended and progressive, all Huffman."""
-
-OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
-"""Lossless, hierarchical and arithmetic ones."""
-
-ALONE = (0x01, *range(0xD0, 0xD8))
-"""JPEG markers that no length follows."""
-
-PNG_DEPTHS = {0: (1, 2, 4, 8), 2: (8,), 3: (1, 2, 4, 8), 4: (8,), 6: (8,)}
-"""Bits that a channel may have, for each of PNG's colour types."""
+OTHER_FRAMES = re.compile(rb"\xff([\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..\x08(....)", re.DOTALL)
+"""Frame headers of lossless, hierarchical and arithmetic JPEGs: their marker, height and width."""
 
 
 class BadPictureError(Exception):
@@ -73,110 +66,81 @@ class BadPictureError(Exception):
 
 
 class Size(NamedTuple):
-    """Of a picture as stored, in pixels; EXIF orientation is not applied."""
+    """Of an image as stored, in pixels; EXIF orientation is not applied."""
 
     height: int
     width: int
 
 
 def measure(read: Read, num_bytes: int) -> Size:
-    """Return the size of an encoded picture of this length, or raise BadPictureError."""
+    """Return the size of an encoded image of this length, or raise BadPictureError."""
     if num_bytes == 0:
         raise BadPictureError("the file is empty")
-    head = read(0, HEAD)
-    if head.startswith(JPEG):
-        return _jpeg(read, head, num_bytes)
-    if head.startswith(PNG):
-        return _png(read, head, num_bytes)
-    return _by_pillow(read, num_bytes)
+    start = read(0, len(PNG))
+    if start.startswith(JPEG):
+        return _jpeg(read, num_bytes)
+    if start == PNG:
+        return _png(read, num_bytes)
+    return _other(read(0, num_bytes))
 
 
 def measure_part(file: int, offset: int, num_bytes: int) -> Size:
-    """Measure the picture that lies in these bytes of an open file."""
+    """Measure the image that lies in these bytes of an open file."""
 
     def read(position: int, length: int) -> bytes:
-        length = max(0, min(length, num_bytes - position))  # a segment may point beyond the end
-        return os.pread(file, length, offset + position)
+        return os.pread(file, min(length, num_bytes - position), offset + position)
 
     return measure(read, num_bytes)
 
 
 def measure_bytes(content: bytes) -> Size:
-    """Measure an encoded picture."""
+    """Measure an encoded image."""
     return measure(lambda position, length: content[position : position + length], len(content))
 
 
-def _jpeg(read: Read, head: bytes, num_bytes: int) -> Size:
-    """Go from segment to segment up to the data; what is unusual there is for Pillow to judge."""
-    size, position = None, 2
-    chunk, start = head, 0
-    for _ in range(MAX_SEGMENTS):
-        segment = chunk[position - start : position - start + 10]
-        if len(segment) < 10:  # beyond the bytes at hand
-            chunk, start = read(position, HEAD), position
-            segment = chunk[:10]
-        if len(segment) < 10:
-            raise BadPictureError("it is cut off in the header")
-        marker = segment[1]
-        if segment[0] != 0xFF:
-            return _by_pillow(read, num_bytes)
-        if marker == 0xDA:
-            break
-        size = _frame(marker, segment) or size
-        position += _length(marker, segment)
-    else:  # reading on would take a thread for as long as whoever made the file likes
-        raise BadPictureError(f"its header has more than {MAX_SEGMENTS:,} segments and fill bytes")
-    if size is None:
-        raise BadPictureError("its header does not say how large it is")
-    _require_end(read, num_bytes, JPEG_END, after=position)
-    return _sane(*size)
-
-
-def _length(marker: int, segment: bytes) -> int:
-    """Return how far it is to the next marker."""
-    if marker == 0xFF:  # one of several fill bytes
-        return 1
-    return 2 if marker in ALONE else 2 + int.from_bytes(segment[2:4], "big")
-
-
-def _frame(marker: int, segment: bytes) -> Size | None:
-    """Return the size a frame header states, None for another segment."""
-    if marker in OTHER_FRAMES:
-        raise BadPictureError(
-            f"it is a JPEG of process SOF{marker - 0xC0}, expected baseline or progressive"
-        )
-    if marker not in PROCESSES:
-        return None
-    bits, height, width, channels = struct.unpack(">BHHB", segment[4:10])
-    if bits != 8 or channels not in {1, 3, 4}:
-        raise BadPictureError(
-            f"it has {channels} channels of {bits} bits, expected 1, 3 or 4 of 8 bits"
-        )
-    return Size(height, width)
-
-
-def _png(read: Read, head: bytes, num_bytes: int) -> Size:
-    if len(head) < 33:
-        raise BadPictureError("it is cut off in the header")
-    length, kind, width, height, bits, colour, *_ = struct.unpack(">I4sIIBB3B", head[8:29])
-    if (length, kind) != (13, b"IHDR") or zlib.crc32(head[12:29]) != int.from_bytes(
-        head[29:33], "big"
-    ):
-        raise BadPictureError("its header is damaged")
-    if bits not in PNG_DEPTHS.get(colour, ()):
-        raise BadPictureError(
-            f"its pixels are PNG colour type {colour} with {bits} bits, expected at most 8 bits "
-            f"per channel"
-        )
-    size = _sane(height, width)
-    _require_end(read, num_bytes, PNG_END, after=33)
+def _jpeg(read: Read, num_bytes: int) -> Size:
+    size, header = _header(read, JpegImageFile)
+    for found in OTHER_FRAMES.finditer(header):  # Pillow does not say which frame header it read
+        if found[2] == struct.pack(">HH", *size):
+            raise BadPictureError(
+                f"it is a JPEG of process SOF{found[1][0] - 0xC0}, expected baseline or progressive"
+            )
+    _require_end(read, num_bytes, JPEG_END, after=len(header))
     return size
 
 
-def _by_pillow(read: Read, num_bytes: int) -> Size:
+def _png(read: Read, num_bytes: int) -> Size:
+    size, header = _header(read, PngImageFile)
+    if header[PNG_DEPTH] > 8:
+        raise BadPictureError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
+    _require_end(read, num_bytes, PNG_END, after=len(header))
+    return size
+
+
+def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size, bytes]:
+    """Return the size of an image and the bytes of its header."""
+    for length in (HEAD, MAX_HEADER):
+        content = read(0, length)
+        file = io.BytesIO(content)
+        problem = ""
+        try:
+            image = plugin(file)
+        except Exception as error:  # Pillow raises all kinds over a damaged file
+            problem = str(error) or type(error).__name__
+        else:
+            if image.tile:  # the data begins here
+                return _sane(image.height, image.width), content[: file.tell()]
+        if file.read(1):
+            raise BadPictureError(f"its header cannot be read: {problem}")
+    raise BadPictureError(
+        f"it is cut off in the header, or the header is longer than {MAX_HEADER:,} bytes"
+    )
+
+
+def _other(content: bytes) -> Size:
     """Open with Pillow; decode what has no mark at its end, which is rare in large data sets."""
     try:
-        with Image.open(io.BytesIO(read(0, num_bytes)), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
             if image.mode not in MODES:
                 raise BadPictureError(f"its pixels are {image.mode}, expected 8 bits per channel")
             size = _sane(image.height, image.width)
@@ -192,10 +156,10 @@ def _by_pillow(read: Read, num_bytes: int) -> Size:
 
 
 def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None:
-    """Refuse a picture without the mark of its end; other bytes may follow that mark.
+    """Refuse an image without the mark of its end; other bytes may follow that mark.
 
     Within the data the mark cannot occur, so where it is not in the last bytes it is looked for
-    everywhere: some cameras and editors leave things behind the picture.
+    everywhere: some cameras and editors leave things behind the image.
     """
     start = max(after, num_bytes - TAIL)
     if mark not in read(start, TAIL) and mark not in read(after, num_bytes):
@@ -296,27 +260,27 @@ def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[In
 
 
 def _measure_file(path: str, num_bytes: int) -> Size:
-    """Measure a picture; what is wrong with the disk and not with the file is no bad picture."""
-    for pause in (0.0, *PAUSES):
-        if pause:  # sleep(0) would hand Python's lock over, for every file
-            time.sleep(pause)
+    """Measure an image; what is wrong with the disk and not with the file is no bad image."""
+    try:
+        return _open_and_measure(path, num_bytes)
+    except OSError as error:
+        return read_again(lambda: _open_and_measure(path, num_bytes), error, name=path)
+
+
+def _open_and_measure(path: str, num_bytes: int) -> Size:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe too is opened at once
-            try:
-                # What is no file has no length.
-                if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise BadPictureError("it is no file but a folder, a pipe or a device")
-                return measure_part(file, 0, num_bytes)
-            finally:
-                os.close(file)
-        except OSError as error:
-            if error.errno in OF_THE_FILE:
-                raise BadPictureError(os.strerror(error.errno)) from None
-            problem = error
-    raise DataError(
-        f"{path}: cannot be read ({problem.strerror}), tried {1 + len(PAUSES)} times; see that the "
-        "disk is well"
-    )
+            # What is no file has no length.
+            if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
+                raise BadPictureError("it is no file but a folder, a pipe or a device")
+            return measure_part(file, 0, num_bytes)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in OF_THE_FILE:
+            raise BadPictureError(os.strerror(error.errno)) from None
+        raise
 
 
 def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]:

@@ -13,7 +13,7 @@ threads, because over a network they mostly wait.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from largebatch.data.index.file import Content, Paths, paths
-from largebatch.errors import DataError
+from largebatch.errors import DataError, shorten
 from largebatch.storage import PART, THREADS
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -30,9 +30,6 @@ EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", 
 
 CLASSES = "classes.txt"
 """Beside shards: the names of the classes, one a line, in the order of their labels."""
-
-SHOWN = 10
-"""How many names a message lists."""
 
 MOST = 20_000
 """Files of unchanged folders whose length and time are compared, unless all are to be."""
@@ -82,7 +79,7 @@ def scan(root: Path, split: str) -> Source:
     if empty:
         raise DataError(
             f"{folder}: {len(empty)} of {len(names)} class folders hold no pictures "
-            f"({' '.join(EXTENSIONS)}): {listed(empty)}; add pictures or remove the folders, or "
+            f"({' '.join(EXTENSIONS)}): {shorten(empty)}; add pictures or remove the folders, or "
             "copy what lies in folders below: largebatch data import imagefolder"
         )
     return Source(root, split, classes=names, folders=folders)
@@ -105,8 +102,8 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     shards = tuple(Shard(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in tars)
     if names and shards:
         raise DataError(
-            f"{folder}: there are both class folders ({listed(names)}) and shards "
-            f"({listed([shard.name for shard in shards])}); leave one of them"
+            f"{folder}: there are both class folders ({shorten(names)}) and shards "
+            f"({shorten([shard.name for shard in shards])}); leave one of them"
         )
     if not names and not shards:
         raise DataError(
@@ -148,7 +145,7 @@ def read_classes(root: Path) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names) or "" in names:
         raise DataError(
             f"{path}: expected one different name a line, in the order of the labels; found "
-            f"{listed(names)}"
+            f"{shorten(names)}"
         )
     return names
 
@@ -163,18 +160,12 @@ def visible(name: str) -> bool:
     return not name.startswith(".")
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first few names in words."""
-    shown = ", ".join(names[:SHOWN]) or "nothing"
-    return f"{shown}, ..." if len(names) > SHOWN else shown
-
-
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:
     return entry.stat(follow_symlinks=entry.is_file())  # of a link to nowhere, the link's own
 
 
 def _found(folder: Path) -> str:
-    return listed(sorted(path.name for path in folder.iterdir()))
+    return shorten(sorted(path.name for path in folder.iterdir()))
 
 
 def difference(content: Content, root: Path, *, every_file: bool) -> str | None:
@@ -285,7 +276,7 @@ def _names(place: str, kind: str, then: Iterable[str], now: Iterable[str]) -> st
         return None
     return (
         f"{place} holds {len(after)} {kind}, it held {len(before)} (new: "
-        f"{listed(sorted(after - before))}; gone: {listed(sorted(before - after))})"
+        f"{shorten(sorted(after - before))}; gone: {shorten(sorted(before - after))})"
     )
 
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from largebatch.data.index.build import build
 from largebatch.data.index.file import FORMAT, Bad, Content, open_mapped, pack, paths
-from largebatch.data.index.folder import SHOWN, difference, listed, scan
+from largebatch.data.index.folder import difference, scan
 from largebatch.data.types import IntArray
-from largebatch.errors import DataError
+from largebatch.errors import DataError, shorten
 from largebatch.storage import Progress, user_cache, write_whole
 
 
@@ -90,12 +90,12 @@ class BadPicturesError(DataError):
 
     def __init__(self, root: Path, split: str, content: Content) -> None:
         self.bad = content.bad
-        lines = [f"{path}: {reason}" for path, reason, *_ in self.bad[:SHOWN]]
+        lines = [f"{path}: {reason}" for path, reason, *_ in self.bad]
         total = len(self.bad) + len(content.arrays["labels"])
         super().__init__(
             f"{root}: {len(self.bad)} of {total} pictures in {split} cannot be used; replace or "
             f"remove them, or leave them out with: largebatch data index {root} --drop-bad\n  "
-            + "\n  ".join(lines + ["..."] * (len(self.bad) > SHOWN))
+            + shorten(lines, between="\n  ")
         )
 
 
@@ -210,7 +210,7 @@ def check_same_classes(train: Index, val: Index) -> None:
     only_val = sorted(set(val.classes) - set(train.classes))
     raise DataError(
         f"{train.root}: the splits must have the same classes; only in train: "
-        f"{listed(only_train)}; only in val: {listed(only_val)}"
+        f"{shorten(only_train)}; only in val: {shorten(only_val)}"
     )
 
 
@@ -236,7 +236,7 @@ def _read(
     if missing:
         raise DataError(
             f"{root / split}: {len(missing)} of {len(classes)} classes have no picture that can be "
-            f"used: {listed(missing)}"
+            f"used: {shorten(missing)}"
         )
     return content
 
