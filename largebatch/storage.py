@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import platformdirs
+
 from largebatch.errors import DataError
 
 THREADS = 16
 """More than cores: over a network a thread waits most of the time."""
 
 PART = 256
-"""Pictures that a thread takes at a time."""
+"""Images that a thread takes at a time."""
 
 PAUSES = (0.1, 1.0, 5.0)
 """Seconds before each further attempt at a read that failed, here and in a run."""
@@ -60,8 +62,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def user_cache() -> Path:
-    """Return the folder where this package keeps what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+    """Return the folder of what can be made again: $XDG_CACHE_HOME/largebatch, or the system's."""
+    return platformdirs.user_cache_path("largebatch")
 
 
 def require_new(out: Path) -> None:

@@ -114,7 +114,7 @@ def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)  # libyaml knows YAML 1.1 only
     yaml.Constructor = _Constructor
     yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
     return yaml
 
 
