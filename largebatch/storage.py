@@ -14,6 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+import platformdirs
+
 from largebatch.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ THREADS = 16
 """More than cores: over a network a thread waits most of the time."""
 
 PART = 256
-"""Pictures that a thread takes at a time."""
+"""Images that a thread takes at a time."""
 
 PAUSES = (0.1, 1.0, 5.0)
 """Seconds before each further attempt at a read that failed, here and in a run."""
@@ -122,8 +124,8 @@ def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
 
 
 def user_cache() -> Path:
-    """Return the folder where this package keeps what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "largebatch"
+    """Return the folder of what can be made again: $XDG_CACHE_HOME/largebatch, or the system's."""
+    return platformdirs.user_cache_path("largebatch")
 
 
 def require_new(out: Path) -> None:

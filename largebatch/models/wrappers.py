@@ -36,8 +36,8 @@ def local_model(model: nn.Module) -> nn.Module:
             name, module = parallel[0]
             raise ValueError(
                 f"{f'layer {name}' if name else 'the model'} is a {type(module).__name__}, whose "
-                "forward pass waits for other workers or devices; pass the module inside, or a copy "
-                "of it that this worker holds whole"
+                "forward pass waits for other workers or devices; pass the module inside, or a "
+                "copy of it that this worker holds whole"
             )
         model = model.get_submodule(attribute)
     return model

@@ -1,27 +1,24 @@
 """A YAML file and `--set` overrides -> Recipe, or one error naming every mistake.
 
-YAML is read strictly: a key given twice is an error (PyYAML keeps the last), and `1e-4` is a number
-(PyYAML reads a string). Overrides are merged before validation, so they are judged like the file.
+The file is YAML 1.2: `1e-4` is a number, `on` a word, and a key given twice an error. Overrides are
+merged before validation, so they are validated like the file.
 """
 
+import io
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML, MappingNode
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from largebatch.errors import RecipeError, nearest
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
-
-_NUMBER = re.compile(
-    r"""^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"""
-)
-
 
 _MOVED = {
     **{f"data.{key}": f"now execution.{key}" for key in ("decoder", "cache")},
@@ -35,39 +32,19 @@ _MOVED = {
 """Keys that recipes had, and what stands in their place."""
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML 1.2 numbers; every key at most once."""
+class _Constructor(SafeConstructor):
+    """Keys are words, written where they belong."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 -- PyYAML's signature
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            mark = key_node.start_mark
-            if key_node.value == "<<":
-                raise yaml.MarkedYAMLError(problem="write << out", problem_mark=mark)
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not a word", problem_mark=mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":float", ":int"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:largebatch-number", _NUMBER, list("-+.0123456789")
-)
-
-
-def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
-    text = loader.construct_scalar(node).replace("_", "")
-    return float(text) if any(mark in text for mark in ".eE") else int(text)
-
-
-_StrictLoader.add_constructor("tag:yaml.org,2002:largebatch-number", _construct_number)
+    def flatten_mapping(self, node: MappingNode) -> None:
+        """Raise MarkedYAMLError for a key that is no word; a merge key hides what a recipe says."""
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise MarkedYAMLError(problem="write << out", problem_mark=key.start_mark)
+            if key.tag != "tag:yaml.org,2002:str":
+                found = repr(self.construct_object(key, deep=True))
+                raise MarkedYAMLError(
+                    problem=f"key {found} is not a word", problem_mark=key.start_mark
+                )
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -106,7 +83,9 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every default written out; parse_recipe reads it back."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text = io.StringIO()
+    _yaml().dump(recipe.model_dump(mode="json"), text)
+    return text.getvalue()
 
 
 def sections_of(annotation: object) -> list[type[Section]]:
@@ -130,13 +109,21 @@ def kinds_of(section: type[Section]) -> tuple[str, ...]:
     return () if field is None else get_args(field.annotation)
 
 
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)  # libyaml knows YAML 1.1 only
+    yaml.Constructor = _Constructor
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
+    return yaml
+
+
 def _parse_yaml(text: str, *, source: str) -> object:
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 -- a SafeLoader subclass
-    except yaml.MarkedYAMLError as error:
+        return _yaml().load(text)
+    except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise RecipeError(f"{source}{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise RecipeError(f"{source}: not YAML: {error}") from None
 
 

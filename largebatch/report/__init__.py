@@ -1,4 +1,4 @@
-"""A run folder -> pictures and one self-contained page.
+"""A run folder -> charts and one self-contained page.
 
 Everything is drawn from the records of the run, so a run that was interrupted, failed or was killed
 has a report too: of what there is.
@@ -6,7 +6,7 @@ has a report too: of what there is.
 
 from pathlib import Path
 
-from largebatch.report.page import make_page, write_pictures
+from largebatch.report.page import make_page, write_charts
 from largebatch.report.run import read_run
 from largebatch.tracking.events import REPORT
 
@@ -18,7 +18,7 @@ def write_report(run_folder: Path) -> Path:
     matplotlib.
     """
     run = read_run(run_folder)
-    write_pictures(run, run_folder)
+    write_charts(run, run_folder)
     page = run_folder / REPORT
     page.write_text(make_page(run), encoding="utf-8")
     return page

@@ -43,7 +43,7 @@ def draw_drift(figure: "Canvas", run: Run) -> None:
     _name_rows(panels, [layer.name for layer in drift.layers], each=roomy)
     if not run.drift_kept:
         figure.supxlabel(
-            "Discarded: the model went back to its running statistics.", size=11.5, weight="bold"
+            "Discarded: rolled back to the running statistics.", size=11.5, weight="bold"
         )
 
 

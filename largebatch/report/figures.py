@@ -2,7 +2,7 @@
 
 Each drawing fits any figure or part of one, so that the page, the PNG files and the overview show
 the same at their own sizes. A stage has one colour and one marker everywhere. As many numbers as a
-run has steps become as many as a picture can show (`thin`).
+run has steps become as many as a chart can show (`thin`).
 """
 
 import math
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from largebatch.report.style import Axes, Canvas, Figure, Text
 
 POINTS = 500
-"""More do not fit side by side in a picture."""
+"""More do not fit side by side in a chart."""
 
 
 def draw_loss(figure: "Canvas", run: Run) -> None:
@@ -70,7 +70,7 @@ def draw_accuracy(figure: "Canvas", run: Run) -> None:
 
 
 def _draw_curve(axes: "Axes", run: Run) -> None:
-    """Draw top-1 over the whole run; name its last value where no other picture does."""
+    """Draw top-1 over the whole run; name its last value where no other chart does."""
     undone = {stage.name for stage in run.stages if not stage.kept}
     kept = [evaluation for evaluation in run.evaluations if evaluation.stage not in undone]
     epochs = [evaluation.epoch for evaluation in kept]
@@ -270,7 +270,7 @@ def write_rates(path: Path, course: Course, *, name: str) -> None:
     Raises LargebatchError where the file cannot be written, MissingPackageError without matplotlib.
     """
     if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the picture is a PNG file: give a name that ends in .png")
+        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
 
     def draw(figure: "Figure") -> None:
         draw_rates(figure, course, name=name)
@@ -278,7 +278,7 @@ def write_rates(path: Path, course: Course, *, name: str) -> None:
     try:
         save_png(path, draw, size=(960, 320), pixels=1920)
     except OSError as error:
-        raise LargebatchError(f"{path}: cannot write the picture: {error.strerror}") from None
+        raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
 
 
 def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:

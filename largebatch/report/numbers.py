@@ -81,13 +81,13 @@ def _gain(run: Run) -> Headline:
     assert last is not None
     made = sum(stage.result.steps for stage in run.stages[1:] if stage.result and stage.kept)
     epochs = made / run.plan.steps_per_epoch
-    pictures = abs(round((last.top1 - first.top1) * last.samples))
+    images = abs(round((last.top1 - first.top1) * last.samples))
     good = None if last.top1 == first.top1 else last.top1 > first.top1
     return Headline(
         label,
         points(first.top1, last.top1),
         "points",
-        f"{pictures:,} of {last.samples:,} pictures"
+        f"{images:,} of {last.samples:,} images"
         + (f", in {epochs:,.1f} more epochs" if epochs else ""),
         good,
     )

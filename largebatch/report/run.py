@@ -55,6 +55,11 @@ class Stage:
         """Whether what it did to the model stayed."""
         return self.decision is None or self.decision.kept
 
+    @property
+    def lowered_top1(self) -> bool:
+        """Whether it was kept and left a lower accuracy than it found."""
+        return self.kept and self.before is not None and self.after.top1 < self.before.top1
+
 
 @dataclass(frozen=True)
 class Trace:

@@ -1,4 +1,4 @@
-"""What the pictures are drawn on: figures in the report's style, as PNG and as SVG.
+"""What the charts are drawn on: figures in the report's style, as PNG and as SVG.
 
 The only module that imports matplotlib. pyplot, which keeps figures in global state, is not used.
 """

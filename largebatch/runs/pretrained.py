@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -349,7 +348,7 @@ def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Rec
         "optimizer": {"kind": "sgd"},
         "schedule": {"peak_lr": 1.0, "warmup": None, "decay": {"kind": "constant"}},
     }
-    return parse_recipe(yaml.safe_dump(tree), overrides, source=f"the recipe made for {name}")
+    return parse_recipe(json.dumps(tree), overrides, source=f"the recipe of {name}")
 
 
 def _statistics(model: nn.Module) -> dict[str, Tensor]:

@@ -184,8 +184,8 @@ def test_a_drawing_names_few_rates_each_and_many_by_peak_and_last() -> None:
     [
         (["schedule", "--out", "x.png"], "--out and --set are for `explain schedule RECIPE`"),
         (["loss", DIGITS], "`explain loss` takes no recipe, only `explain schedule` does"),
-        (["schedule", DIGITS, "--out", "x.jpg"], "x.jpg: the picture is a PNG file"),
-        (["schedule", DIGITS, "--out", "/proc/no/x.png"], "cannot write the picture: No such file"),
+        (["schedule", DIGITS, "--out", "x.jpg"], "x.jpg: the chart is a PNG file"),
+        (["schedule", DIGITS, "--out", "/proc/no/x.png"], "cannot write the chart: No such file"),
         (
             ["schedule", DIGITS, "--set", "schedule.warmup.epochs=50"],
             "must be shorter than duration",

@@ -184,9 +184,9 @@ def test_a_gain_says_how_many_updates_are_part_of_it(tmp_path: Path) -> None:
     makers = (fake_runs.statistics_that_hurt, fake_runs.full_run, fake_runs.judged)
     runs = [read_run(make(tmp_path / make.__name__)) for make in makers]
     assert [headlines(run)[1].note for run in runs] == [
-        "6 of 360 pictures",
-        "10 of 360 pictures, in 5.0 more epochs",  # 75 updates
-        "8 of 360 pictures, in 9.0 more epochs",  # and 60; those of the EMA are not its own
+        "6 of 360 images",
+        "10 of 360 images, in 5.0 more epochs",  # 75 updates
+        "8 of 360 images, in 9.0 more epochs",  # and 60; those of the EMA are not its own
     ]
 
 
@@ -207,7 +207,7 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
     for word in ("clean", "ema (discarded)", "affine", "statistics (discarded)"):
         assert word in words
     assert '<td data-name="Held out"><i>97.00 →</i> 96.00 %</td>' in page
-    assert "Held out: top-1 on 200 training pictures that no stage was trained" in page
+    assert "Held out: top-1 on 200 training images that no stage was trained" in page
     assert "lowered it" not in page
     figure = Figure()
     draw_accuracy(figure, run)
