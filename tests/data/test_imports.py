@@ -266,6 +266,7 @@ def test_what_is_missing_is_named_with_the_place_to_get_it(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_real_fashion_mnist_is_imported_without_loss(real_data: Path, tmp_path: Path) -> None:
     """The 10,000 test pictures, as both splits."""
     source = real_data / "fashion_mnist"
@@ -280,6 +281,7 @@ def test_real_fashion_mnist_is_imported_without_loss(real_data: Path, tmp_path: 
     assert index.labels.astype(np.uint8).tobytes() == numbers[8:]
 
 
+@pytest.mark.long
 def test_real_cifar10_is_imported_without_loss(real_data: Path, tmp_path: Path) -> None:
     """One mosaic of 5,000 pictures for either split."""
     source = real_data / "cifar10"
