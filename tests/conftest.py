@@ -42,13 +42,16 @@ def ends() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Let runs draw nothing, which takes longer than short ones do; `draws` asks for it."""
+    """Let runs draw no report, which takes longer than a short run; `draws` asks for one.
+
+    What a fixture of a whole file runs is drawn, and so is what other processes run.
+    """
     if "draws" not in request.fixturenames:
         monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
 
 
 @pytest.fixture
 def draws() -> None:
-    """Ask for the report all the same, where the tests of a file draw none."""
+    """Ask for the report of each run."""

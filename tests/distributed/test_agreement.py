@@ -233,7 +233,7 @@ def test_models_are_compared_before_their_weights_are_sent(
 
 
 def test_a_run_states_everything_it_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stated: list[Any] = []
     monkeypatch.setattr(build, "require_agreement", lambda facts, *_: stated.append(facts))

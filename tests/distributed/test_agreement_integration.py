@@ -42,7 +42,7 @@ def write_worker(folder: Path, overrides: list[str]) -> list[str]:
     path.write_text(
         "import sys\n"
         "from largebatch.cli.main import main\n"
-        "from largebatch.runs.launch import launched_rank\n"
+        "from largebatch.distributed.environment import launched_rank\n"
         f"sys.exit(main([*{words}, {overrides}[launched_rank()]]))\n"
     )
     return [sys.executable, str(path)]
@@ -118,9 +118,9 @@ def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
             """
             import sys
             import torch
-            from largebatch.distributed.connection import torch_distributed
+            from largebatch.distributed import torch_distributed
+            from largebatch.distributed.environment import launched_rank
             from largebatch.errors import MismatchError
-            from largebatch.runs.launch import launched_rank
 
             device = torch.device(["cuda", "cpu"][launched_rank()])
             torch_distributed.pick_device = lambda *_: device

@@ -87,7 +87,6 @@ def test_two_workers_train_as_one_does(finished: dict[str, Path], name: str) -> 
     assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
 
 
-@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("max_steps", [2, pytest.param(None, marks=pytest.mark.long)])
 def test_dali_trains_as_torchvision_does(
     finished: dict[str, Path], tmp_path: Path, max_steps: int | None
@@ -157,7 +156,6 @@ def test_clean_steps_see_clean_pictures_in_the_same_order(finished: dict[str, Pa
     assert rates[44] > rates[45] > rates[46]
 
 
-@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int) -> None:
     """Bit by bit, with dropout, and whatever step it was stopped at: here 7 and 16 of 20."""
@@ -184,7 +182,6 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
     assert (again.status, again.steps, again.top1) == ("finished", 20, resumed.top1)
 
 
-@pytest.mark.usefixtures("no_report")
 def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null"]
@@ -218,7 +215,6 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "run/report.html").exists()
 
 
-@pytest.mark.usefixtures("no_report")
 def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS,
@@ -236,7 +232,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) ->
 
 
 def test_a_run_that_is_stopped_at_once_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
     def stop(*_: object, **__: object) -> bool:
         raise KeyboardInterrupt
@@ -259,7 +255,6 @@ def test_reaching_max_steps_says_how_to_go_on(
     ) in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize(
     "name",
     [
@@ -321,7 +316,6 @@ def test_evaluation_takes_any_number_of_workers(finished: dict[str, Path]) -> No
     assert f"top-1 {summary(finished['one'])['top1']:.2%}" in done.stdout
 
 
-@pytest.mark.usefixtures("no_report")
 def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) -> None:
     states = []
     for size in ("7", "96"):  # 7 are no whole spans of 48; the pass takes whole ones all the same
@@ -333,7 +327,7 @@ def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) ->
 
 
 def test_weights_and_biases_follows_a_whole_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     monkeypatch.setenv("HOME", str(tmp_path))

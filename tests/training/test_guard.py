@@ -35,9 +35,6 @@ JUMP = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("no_report")
-
-
 def test_what_decides_is_top1_on_the_pictures_that_the_seed_holds_out(tmp_path: Path) -> None:
     """Counted with timm's model on pictures read by Pillow."""
     recipe = a_recipe(AFFINE, JUDGED, changes=LEARNED)

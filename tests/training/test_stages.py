@@ -38,8 +38,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan
 from largebatch.training import state
 
-pytestmark = pytest.mark.usefixtures("no_report")
-
 
 def assert_same(ours: object, other: object) -> None:
     torch.testing.assert_close(ours, other, rtol=0, atol=0)
