@@ -1,11 +1,13 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
-# make test         install with everything optional, build Horovod, run every check and test
+# make test         install with everything optional, build Horovod, run the checks and the tests
+# make test-all     the same with the tests marked `long`: planted faults, long fuzzing, repetitions
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
 # make bench-gpu    on a CUDA GPU: its tests, then the measurements that need one; with a Python of
 #                   your own: make bench-gpu BENCH_PYTHON=python3
-# Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler.
+# Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. More words for pytest:
+# make test PYTEST_ARGS='-k lars'. LARGEBATCH_DATA names a folder of real data sets, if there is one.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,13 +22,21 @@ BENCH_PYTHON ?= $(BIN)/python
 CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
     tests/optim/test_lars_state.py tests/models/test_batchnorm.py tests/distributed/test_reducer.py
 
-.PHONY: quickstart test lint bench bench-gpu study clean
+# Two processes, each with whole files, so that a file trains what its tests read once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+COVERAGE := --cov --cov-report=term --cov-fail-under=90
+
+.PHONY: quickstart test test-all lint bench bench-gpu study clean
 
 quickstart: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
 
 test: lint
-	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(PYTEST_ARGS)
+	$(PYTEST) -m 'not long' $(COVERAGE) $(PYTEST_ARGS)
+
+test-all: lint
+	@echo "every test, the planted faults and long fuzzing: about 25 minutes on two quiet cores ..."
+	$(PYTEST) --hypothesis-profile=long $(COVERAGE) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-for-tests
 	$(BIN)/ruff check

@@ -14,8 +14,9 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes on a shared machine says nothing about the code.
-settings.register_profile("largebatch", deadline=None)
-settings.load_profile("largebatch")
+settings.register_profile("short", deadline=None, max_examples=25)
+settings.register_profile("long", deadline=None, max_examples=200)  # make test-all
+settings.load_profile("short")
 
 
 @pytest.fixture(scope="session")
@@ -32,22 +33,25 @@ def ends() -> Iterator[None]:
     """Let a test fail that would otherwise wait for ever; no test depends on how fast it is."""
 
     def end(*_: object) -> None:
-        raise TimeoutError("still waiting after five minutes")
+        raise TimeoutError("still waiting after ten minutes")
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(300)
+    signal.alarm(600)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Let runs draw nothing, which takes longer than short ones do; `draws` asks for it."""
+    """Let runs draw no report, which takes longer than a short run; `draws` asks for one.
+
+    What a fixture of a whole file runs is drawn, and so is what other processes run.
+    """
     if "draws" not in request.fixturenames:
         monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
 
 
 @pytest.fixture
 def draws() -> None:
-    """Ask for the report all the same, where the tests of a file draw none."""
+    """Ask for the report of each run."""

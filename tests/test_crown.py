@@ -8,15 +8,18 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import crown
 import pytest
 import torch
+import torch.nn.functional as F
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
 from plain import plain_pytorch
 from threads import Thread, on_threads
+from torch import nn
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
@@ -35,6 +38,16 @@ def assert_equal(ours: State, net: str, optimizer: str, *, chunk: int) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10, check_dtype=True)
 
 
+def assert_measured(found: dict[str, Any], model: nn.Module) -> None:
+    """Compare an evaluation with that of plain PyTorch."""
+    images, labels = (part[:GLOBAL_BATCH] for part in crown.data())
+    with torch.no_grad():
+        logits = model.eval()(images)
+    assert found["samples"] == GLOBAL_BATCH
+    assert found["top1"] == (logits.argmax(1) == labels).double().mean()
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-9)
+
+
 @every_net
 @every_optimizer
 def test_four_micro_batches_on_one_worker_match_plain_pytorch(net: str, optimizer: str) -> None:
@@ -49,9 +62,12 @@ def test_one_whole_batch_on_one_worker_matches_plain_pytorch(optimizer: str) -> 
 
 
 @every_optimizer
-def test_ghost_groups_in_one_device_batch_match_plain_pytorch(optimizer: str) -> None:
-    ours = crown.solve(Serial(torch.device("cpu")), "batchnorm", optimizer, accumulation=1)
+@pytest.mark.parametrize("accumulation", [1, 8], ids=["8 spans at once", "one by one"])
+def test_spans_on_one_worker_match_plain_pytorch(optimizer: str, accumulation: int) -> None:
+    backend = Serial(torch.device("cpu"))
+    ours = crown.solve(backend, "batchnorm", optimizer, accumulation=accumulation)
     assert_equal(ours.state_dict(), "batchnorm", optimizer, chunk=SPAN)
+    assert_measured(asdict(crown.evaluate_each(ours, backend)), ours)
 
 
 @every_net
@@ -72,41 +88,46 @@ def test_two_workers_that_are_threads_match_plain_pytorch(
         assert_equal(ours, net, "sgd", chunk=SPAN)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def torch_results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, State]:
-    path = tmp_path_factory.mktemp("crown") / "torch.pt"
-    start_workers(crown.solve_all, "torch", path, workers=request.param)
-    results: dict[str, State] = torch.load(path)
-    return results
+def on_torch(workers: int, path: Path) -> None:
+    start_workers(crown.solve_all, "torch", path, workers=workers)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def horovod_results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, State]:
-    path = tmp_path_factory.mktemp("crown") / "horovod.pt"
+def on_horovod(workers: int, path: Path) -> None:
     horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     assert horovodrun is not None
-    command = [horovodrun, "-np", str(request.param), "--gloo", sys.executable, crown.__file__]
-    subprocess.run([*command, "horovod", str(path)], check=True, timeout=120)
-    results: dict[str, State] = torch.load(path)
+    command = [horovodrun, "-np", str(workers), "--gloo", sys.executable, crown.__file__]
+    subprocess.run([*command, "horovod", str(path)], check=True, timeout=600)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((on_torch, 2), id="2 torch workers", marks=pytest.mark.long),
+        pytest.param((on_torch, 4), id="4 torch workers"),
+        pytest.param((on_horovod, 2), id="2 Horovod workers", marks=has_horovod),
+        pytest.param(
+            (on_horovod, 4), id="4 Horovod workers", marks=[has_horovod, pytest.mark.long]
+        ),
+    ],
+)
+def solved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """Every case, solved in one start of the workers, which takes longer than the cases."""
+    start, workers = request.param
+    path = tmp_path_factory.mktemp("crown") / "solved.pt"
+    start(workers, path)
+    results: dict[str, dict[str, Any]] = torch.load(path)
     return results
 
 
-@every_net
+@pytest.mark.parametrize("case", crown.CASES)
 @every_optimizer
-def test_workers_and_micro_batches_match_plain_pytorch_on_torch(
-    torch_results: dict[str, State], net: str, optimizer: str
+def test_workers_and_micro_batches_train_and_evaluate_as_plain_pytorch(
+    solved: dict[str, dict[str, Any]], case: str, optimizer: str
 ) -> None:
-    assert_equal(torch_results[f"{net} {optimizer}"], net, optimizer, chunk=SPAN)
-
-
-@has_horovod
-@every_net
-@every_optimizer
-def test_workers_and_micro_batches_match_plain_pytorch_on_horovod(
-    horovod_results: dict[str, State], net: str, optimizer: str
-) -> None:
-    assert_equal(horovod_results[f"{net} {optimizer}"], net, optimizer, chunk=SPAN)
+    ours, net = solved[f"{case} {optimizer}"], crown.CASES[case]
+    assert_equal(ours["state"], net, optimizer, chunk=SPAN)
+    model = crown.net(net)
+    model.load_state_dict(ours["state"])
+    assert_measured(ours["evaluation"], model)

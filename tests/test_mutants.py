@@ -42,11 +42,13 @@ def told() -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS])
 def test_a_planted_fault_is_caught_by_its_test(mutant: Mutant, told: str) -> None:
     assert f"  caught  {mutant.module}: {mutant.name}\n" in told, told
 
 
+@pytest.mark.long
 def test_a_copy_that_does_not_run_does_not_count_as_caught() -> None:
     """Of this code it is said that it was missed; of a fault that changes nothing too."""
     first = MUTANTS[0]

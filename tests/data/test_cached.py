@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import augmented, keep, png_folder, run, view
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,7 +101,6 @@ def test_mean_and_spread_are_applied(way: str, folder: Index) -> None:
 
 
 @either_filter
-@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
     interpolation: Interpolation, data: st.DataObject

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import has_dali
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -87,7 +87,6 @@ divisions = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
 """Workers, micro-batches and device batch."""
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     division=divisions,
     num_samples=st.integers(2, 90),
@@ -106,7 +105,6 @@ def test_every_division_and_every_resume_see_the_order_written_by_hand(
     assert found == seen(recipe, range(begin + length))[begin * batch :]
 
 
-@settings(deadline=None, max_examples=60)
 @given(division=divisions, num_samples=st.integers(2, 60), epochs=st.integers(1, 4))
 def test_every_sample_comes_once_an_epoch_and_nothing_is_dropped(
     division: tuple[int, int, int], num_samples: int, epochs: int
@@ -131,7 +129,6 @@ def test_an_epoch_of_15_64_steps_drops_nothing() -> None:
     assert len(found) == 3200
 
 
-@settings(deadline=None, max_examples=40)
 @given(first=st.integers(1, 4), second=st.integers(1, 4), change=st.integers(0, 9))
 def test_another_number_of_workers_in_the_second_half_changes_nothing(
     first: int, second: int, change: int
@@ -142,7 +139,6 @@ def test_another_number_of_workers_in_the_second_half_changes_nothing(
     assert halves == seen(recipe, range(10))
 
 
-@settings(deadline=None, max_examples=40)
 @given(positions=st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
 def test_a_box_depends_on_its_own_position_alone(positions: list[int]) -> None:
     recipe = a_recipe(train_samples=1437)

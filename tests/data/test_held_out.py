@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from largebatch.data.index.index import Index
@@ -93,7 +93,6 @@ def _note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
     yield from ()
 
 
-@settings(max_examples=60)
 @given(
     workers=st.integers(1, 4),
     accumulation=st.integers(1, 3),

@@ -23,7 +23,7 @@ class Together:
 
     def __init__(self, local_ranks: list[int]) -> None:
         self.local_ranks = local_ranks
-        self.meet = threading.Barrier(len(local_ranks), timeout=120)
+        self.meet = threading.Barrier(len(local_ranks), timeout=600)
         self.sent: list[Tensor] = [torch.zeros(0)] * len(local_ranks)
 
     def run(self, call: Callable[[Any], Index]) -> list[Index]:

@@ -127,7 +127,14 @@ def open_and_close(way: str, number: int, backend: Backend | None = None) -> int
         return len(list(islice(batches, number % 5)))
 
 
-@pytest.mark.parametrize("way", [pytest.param("dali", marks=needs_dali), "torchvision", "cache"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("dali", marks=needs_dali),
+        pytest.param("torchvision", marks=pytest.mark.long),
+        "cache",
+    ],
+)
 def test_a_pipeline_gives_everything_back_fifty_times(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +175,7 @@ def test_two_workers_leave_no_process_or_file_behind(
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.1):
+        while not over.wait(0.5):
             seen.update(marked(mark))
 
     watcher = threading.Thread(target=watch)

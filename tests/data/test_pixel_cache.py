@@ -49,7 +49,7 @@ def test_one_worker_of_each_folder_writes(
     folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     """Two machines of two workers, whose folders for caches are one or two."""
-    barrier = threading.Barrier(4, timeout=120)
+    barrier = threading.Barrier(4, timeout=600)
     written = []
     real, local = pixel_cache._write, threading.local()
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from short_runs import DIGITS
 from threads import Thread, on_threads
@@ -63,7 +63,6 @@ def of_a_plan(device_batch: int) -> Facts:
 
 
 @given(facts=st.dictionaries(st.text(), JSON))
-@settings(max_examples=30)
 def test_workers_that_agree_exchange_32_bytes_once(facts: Facts) -> None:
     class Watched:
         def __init__(self, worker: Thread) -> None:
@@ -234,7 +233,7 @@ def test_models_are_compared_before_their_weights_are_sent(
 
 
 def test_a_run_states_everything_it_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stated: list[Any] = []
     monkeypatch.setattr(build, "require_agreement", lambda facts, *_: stated.append(facts))

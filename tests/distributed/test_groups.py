@@ -62,13 +62,11 @@ every_backend = pytest.mark.parametrize(
 
 
 @every_backend
-def test_parts_of_four_workers_compute_together(start: Start) -> None:
-    start("every_division parts_while_all_are_busy", 4)
-
-
-@every_backend
-def test_forty_thousand_on_four_workers_stays_finite(start: Start) -> None:
-    start("compressed_fp16" if start is on_horovod else "compressed_fp16 compressed_bf16", 4)
+def test_parts_of_four_workers_compute_together_and_compressed_sums_stay_finite(
+    start: Start,
+) -> None:
+    names = "every_division parts_while_all_are_busy compressed_fp16"
+    start(names if start is on_horovod else f"{names} compressed_bf16", 4)
 
 
 def test_bf16_on_horovod_is_refused_by_name() -> None:

@@ -31,8 +31,7 @@ def train_with_an_idle_layer(recipe: Recipe, options: Options) -> Summary:
         return run_worker(recipe, options)
 
 
-@pytest.mark.usefixtures("no_report")
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_a_run_ends_with_their_names_and_no_traceback(
     workers: str,
     tmp_path: Path,

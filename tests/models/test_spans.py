@@ -1,25 +1,15 @@
 """BatchNorm spans over any division of a global batch, whole or shared by several workers.
 
 The reference is plain PyTorch over each whole span. What the groups of workers exchange is tested
-here between threads, and over the real communication libraries by solving the problem of the crown
-test (crown.py, plain.py) at device batches of one to eight spans, and of half of one.
+here between threads, and over the real communication libraries in test_crown.py.
 """
 
 import copy
-import importlib.util
-import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
-import crown
 import pytest
 import torch
-import torch.nn.functional as F
-from crown import GLOBAL_BATCH, OPTIMIZERS, SPAN
-from plain import plain_pytorch
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
@@ -29,7 +19,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import batchnorm_functional
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.polish.statistics import polish
-from largebatch.runs.launch import start_workers
 from largebatch.runs.run import run
 
 CPU = Serial(torch.device("cpu"))
@@ -252,60 +241,6 @@ def test_a_worker_without_its_part_of_the_span_is_told() -> None:
 def test_workers_that_cannot_be_grouped_evenly_are_refused() -> None:
     with pytest.raises(ValueError, match="1 workers cannot be divided into groups of 2"):
         Spans(with_span(nn.Sequential(nn.BatchNorm1d(3)), 8), CPU, sync_workers=2)
-
-
-# The division of the global batch of 64 in spans of 8: workers, device batch, backend.
-MACHINES = [
-    pytest.param((1, 64, "serial"), id="1 x 64"),
-    pytest.param((1, 8, "serial"), id="1 x 8, accumulating 8"),
-    pytest.param((2, 16, "torch"), id="2 x 16, accumulating 2"),
-    pytest.param((4, 4, "torch"), id="4 x 4, accumulating 4, shared by two"),
-    pytest.param(
-        (4, 4, "horovod"),
-        id="4 x 4, accumulating 4, shared by two, on Horovod",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("horovod") is None,
-            reason="horovod is not installed; launch/install_horovod.sh builds it",
-        ),
-    ),
-]
-
-
-@pytest.fixture(scope="module", params=MACHINES)
-def solved(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    workers, device_batch, backend = request.param
-    path = tmp_path_factory.mktemp("spans") / "solved.pt"
-    if backend == "serial":
-        crown.solve_spans("serial", path, device_batch)
-    elif backend == "torch":
-        start_workers(crown.solve_spans, "torch", path, device_batch, workers=workers)
-    else:
-        horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
-        assert horovodrun is not None
-        command = [horovodrun, "-np", str(workers), "--gloo", sys.executable, crown.__file__]
-        subprocess.run([*command, "horovod", str(path), str(device_batch)], check=True, timeout=120)
-    result: dict[str, Any] = torch.load(path)
-    return result
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_division_trains_and_evaluates_as_plain_pytorch(
-    solved: dict[str, Any], optimizer: str
-) -> None:
-    expected = plain_pytorch("batchnorm", optimizer, chunk=SPAN)
-    ours = solved[optimizer]
-    torch.testing.assert_close(ours["state"], expected, rtol=1e-9, atol=1e-9)
-
-    model = crown.net("batchnorm").eval()
-    model.load_state_dict(expected)
-    images, labels = (part[:GLOBAL_BATCH] for part in crown.data())
-    logits = model(images)
-    measured = ours["evaluation"]
-    assert measured["samples"] == GLOBAL_BATCH
-    assert measured["top1"] == (logits.argmax(1) == labels).double().mean()
-    assert measured["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-9)
 
 
 def test_a_run_whose_workers_share_spans_is_the_run_of_one_worker(tmp_path: Path) -> None:

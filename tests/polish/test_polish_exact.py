@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from polish_reference import Moments, Pairs, assert_right, moments_of, norms, one_pass
 from threads import Done, Thread, on_threads
@@ -71,7 +71,6 @@ def check_on(
             assert_right(found, right, rel=1e-10)
 
 
-@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     workers=st.integers(1, 4),

@@ -40,16 +40,11 @@ from largebatch.training.trainer import Trainer
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 
 
-pytestmark = pytest.mark.usefixtures("no_report")
-
-
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped before its average became the model."""
     folder = tmp_path_factory.mktemp("unfinished") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("largebatch.runs.run.write_report", lambda _: None)
-        run(a_recipe(*ALL), out=folder, max_steps=BEFORE - 1)
+    run(a_recipe(*ALL), out=folder, max_steps=BEFORE - 1)
     return folder
 
 

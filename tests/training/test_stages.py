@@ -40,8 +40,6 @@ from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import Accuracy
 from largebatch.training import state
 
-pytestmark = pytest.mark.usefixtures("no_report")
-
 
 def assert_same(ours: object, other: object) -> None:
     torch.testing.assert_close(ours, other, rtol=0, atol=0)
@@ -119,7 +117,11 @@ def test_two_workers_finish_a_run_as_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "judged", "stops"),
-    [(1, True, (5, 7, 8, 10)), (1, False, (5, 7, 8, 10)), (2, True, (10,))],
+    [
+        (1, True, (5, 7, 8, 10)),
+        pytest.param(1, False, (5, 7, 8, 10), marks=pytest.mark.long),
+        pytest.param(2, True, (10,), marks=pytest.mark.long),
+    ],
 )
 def test_a_run_stopped_in_any_stage_ends_with_identical_weights(
     tmp_path: Path, workers: int, judged: bool, stops: tuple[int, ...]
