@@ -47,7 +47,7 @@ def step(batches: Iterator[object]) -> Step:
 def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure the training pictures of CIFAR-10, shards in `folder`."""
     index, backend = load_or_read(folder, "train"), Serial(args.device)
-    kept = pixel_cache.keep(index, backend=backend, threads=args.threads)
+    kept = pixel_cache.open_cache(index, backend=backend, threads=args.threads)
     small = view(32)
 
     def asked() -> Iterator[Request]:

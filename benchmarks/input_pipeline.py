@@ -216,7 +216,7 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     index = load_or_read(folder, "train")
     batch, small = 256, view(32)
     begun = time.perf_counter()
-    kept = pixel_cache.keep(index, backend=Serial(CPU), threads=args.threads)
+    kept = pixel_cache.open_cache(index, backend=Serial(CPU), threads=args.threads)
     filling = time.perf_counter() - begun
 
     def decoding(decode: Callable[..., Batches]) -> Rival:

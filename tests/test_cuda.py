@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, keep, needs_dali, photograph, png_folder, view
+from decoding import augmented, needs_dali, open_cache, photograph, png_folder, view
 from decoding import run as decode
 from PIL import Image
 from threads import Thread, on_threads
@@ -240,14 +240,16 @@ def test_kept_pictures_are_resized_on_the_gpu_as_on_the_cpu(
 def kept_on(
     device: torch.device, index: Index, requests: list[Request], **changes: object
 ) -> Batches:
-    return cached.decode_on_device(cached.upload(keep(index), device), requests, view(**changes))
+    return cached.decode_on_device(
+        cached.upload(open_cache(index), device), requests, view(**changes)
+    )
 
 
 def opened(way: str, index: Index, requests: list[Request]) -> Batches:
     if way == "device":
         return kept_on(GPU, index, requests)
     if way == "memory":
-        return cached.decode(keep(index), requests, view(), device=GPU, threads=2)
+        return cached.decode(open_cache(index), requests, view(), device=GPU, threads=2)
     return decode(
         {"dali": dali, "torchvision": torchvision}[way].decode, index, requests, device=GPU
     )

@@ -31,11 +31,11 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = partial(add_command, commands)
 
-    index = command("index", _index, "verify the header of every picture of DIR/{train,val}")
+    index = command("index", _index, "verify the header of every image of DIR/{train,val}")
     index.add_argument("folder", type=Path, metavar="DIR")
     index.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
 
-    pack = command("pack", _pack, "copy the pictures of DIR into WebDataset tar shards")
+    pack = command("pack", _pack, "copy the images of DIR into WebDataset tar shards")
     pack.add_argument("folder", type=Path, metavar="DIR")
     _add_output(pack)
 
@@ -65,14 +65,14 @@ def _index(args: argparse.Namespace) -> int:
 
 def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
     """Make the indexes of a folder unless they are there, check them and say what they hold."""
-    from largebatch.data.index.index import BadPicturesError, check_same_classes, index_of, refresh
+    from largebatch.data.index.index import BadImagesError, check_same_classes, index_of, refresh
 
     contents, bad = [], 0
     for split in SPLITS:
         try:
             with _progress(split) as progress:
                 content = refresh(folder, split, drop_bad=drop_bad, progress=progress)
-        except BadPicturesError as error:
+        except BadImagesError as error:
             print("\n".join(f"{path}: {reason}" for path, reason, *_ in error.bad))
             bad += len(error.bad)
         else:
@@ -80,7 +80,7 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
             contents.append(content)
     if bad:
         raise DataError(
-            f"{folder}: {bad} pictures, listed above, cannot be used; replace or remove them, or "
+            f"{folder}: {bad} images, listed above, cannot be used; replace or remove them, or "
             f"leave them out with: largebatch data index {folder} --drop-bad"
         )
     train, val = (index_of(content, folder) for content in contents)
@@ -88,14 +88,14 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
     left_out = len(train.bad) + len(val.bad)
     print(
         f"{folder}: {len(train.classes)} classes, {len(train)} training and {len(val)} "
-        f"validation pictures, {f'{left_out} bad ones left out' if left_out else 'all readable'}"
+        f"validation images, {f'{left_out} bad ones left out' if left_out else 'all readable'}"
     )
 
 
 def _describe(content: "Content") -> str:
     split, bad = content.header["split"], content.bad
     where = content.file or "kept nowhere: neither the folder nor the user's cache can be written"
-    lines = [f"{split}: {len(content.arrays['labels'])} pictures ({where})"]
+    lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
     if bad:
         lines.append(f"{split}: {len(bad)} left out:")
         lines += [f"  {path}: {reason}" for path, reason, *_ in bad]

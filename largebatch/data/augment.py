@@ -1,7 +1,7 @@
-"""Which part of each picture is shown: pure functions of the seed and the position in the run.
+"""Which part of each image is shown: pure functions of the seed and the position in the run.
 
 The decoders apply these numbers and draw none, so every decoder, on any number of workers, shows
-the same part of the same picture. A box is (top, left, height, width) in source pixels; it is
+the same part of the same image. A box is (top, left, height, width) in source pixels; it is
 resized to the square the model sees.
 """
 
@@ -36,7 +36,7 @@ def train_request(
 ) -> Request:
     """Ask for the samples at these positions of the run as training shows them.
 
-    `area` None shows whole pictures.
+    `area` None shows whole images.
     """
     samples = training_samples(index, positions, seed=seed)
     heights, widths = index.heights[samples], index.widths[samples]
@@ -106,7 +106,7 @@ def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize
     Those are: resize the short side to `resize`, cut the central image_size x image_size. In source
     pixels the square's side is short side * image_size / resize. It is rounded to whole source
     pixels here and to whole resized pixels there, so their edges lie less than one of each apart;
-    and a picture is resampled to the size wanted, not resampled and then cut.
+    and an image is resampled to the size wanted, not resampled and then cut.
 
     >>> center_boxes(np.array([512]), np.array([640]), image_size=224, resize=256).tolist()
     [[32, 96, 448, 448]]
@@ -116,7 +116,7 @@ def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize
 
 
 def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
-    """Return boxes that hold the whole of every picture; resizing may change its shape."""
+    """Return boxes that hold the whole of every image; resizing may change its shape."""
     return _centered(heights, widths, heights, widths)
 
 

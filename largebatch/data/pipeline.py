@@ -1,4 +1,4 @@
-"""The pictures of one run: which batches one worker sees, in which order, in every stage.
+"""The images of one run: which batches one worker sees, in which order, in every stage.
 
 Everything here is a function of the recipe, the plan and the worker's rank; the decoder that was
 chosen only turns the requests into tensors.
@@ -39,22 +39,22 @@ class Pipeline:
     val_index: Index
     decode: Decode
     held_out_samples: IntArray
-    """Training pictures that no stage is trained or measured on."""
+    """Training images that no stage is trained or measured on."""
 
     @property
     def splits(self) -> dict[str, dict[str, object]]:
-        """What identifies the pictures of each split."""
+        """What identifies the images of each split."""
         return {"train": self.train_index.identity, "val": self.val_index.identity}
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.
 
-        Clean pictures are prepared like validation pictures, in the same order of samples.
+        Clean images are prepared like validation images, in the same order of samples.
         """
         return self.decode(self.train_index, self._training_requests(steps, clean=clean))
 
     def validation(self) -> Batches:
-        """Return this worker's share of the validation pictures, which may be none."""
+        """Return this worker's share of the validation images, which may be none."""
         samples = np.arange(len(self.val_index))
         requests = self._clean(self.val_index, samples, size=self.plan.device_batch)
         return self.decode(self.val_index, requests)
@@ -69,7 +69,7 @@ class Pipeline:
         return self.decode(self.train_index, requests)
 
     def held_out(self) -> Batches:
-        """Return this worker's share of the training pictures held out, clean; it may be none."""
+        """Return this worker's share of the training images held out, clean; it may be none."""
         requests = self._clean(self.train_index, self.held_out_samples, size=self.plan.device_batch)
         return self.decode(self.train_index, requests)
 
@@ -108,9 +108,9 @@ class Pipeline:
 
 
 def open_pipeline(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | None) -> Pipeline:
-    """Find the pictures a recipe names and prepare to decode them on this worker's device.
+    """Find the images a recipe names and prepare to decode them on this worker's device.
 
-    Worker 0 reads and judges the folder and gives the index to the others. Raises DataError where
+    Worker 0 reads and checks the folder and gives the index to the others. Raises DataError where
     the folder is not what the recipe describes, MissingPackageError where the decoder is missing.
     """
     data = recipe.data
@@ -160,21 +160,21 @@ def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
 
 
 def _open_cache(recipe: Recipe, *indexes: Index, backend: Backend, threads: int) -> Decode:
-    """Keep the decoded pictures of the indexes; return what cuts and resizes from them."""
+    """Keep the decoded images of the indexes; return what cuts and resizes from them."""
     view, device = _view(recipe.data), backend.device
     in_memory = {
-        one.digest: pixel_cache.keep(one, backend=backend, threads=threads) for one in indexes
+        one.digest: pixel_cache.open_cache(one, backend=backend, threads=threads) for one in indexes
     }
     # The memory of a CPU "device" is the same.
     if recipe.execution.cache == "memory" or device.type == "cpu":
 
         def decode(index: Index, requests: Iterator[Request]) -> Batches:
-            pictures = in_memory[index.digest]
-            return cached.decode(pictures, requests, view, device=device, threads=threads)
+            cache = in_memory[index.digest]
+            return cached.decode(cache, requests, view, device=device, threads=threads)
 
         return decode
 
-    uploaded = {key: cached.upload(pictures, device) for key, pictures in in_memory.items()}
+    uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
     return lambda index, requests: cached.decode_on_device(uploaded[index.digest], requests, view)
 
 
@@ -208,14 +208,14 @@ def _root(data: Data, folder: Path | None) -> Path:
         return digits.write_digits()
     if folder is None:
         raise DataError(
-            "this recipe reads pictures from a folder: say which with --data DIR "
+            "this recipe reads images from a folder: say which with --data DIR "
             "(DIR/train/<class>/* and DIR/val/<class>/*, or DIR/train/*.tar and DIR/val/*.tar)"
         )
     return folder
 
 
 def _check(data: Data, train: Index, val: Index) -> None:
-    """Refuse pictures that are not the ones the recipe was written for."""
+    """Refuse images that are not the ones the recipe was written for."""
     check_same_classes(train, val)
     found = {
         "classes": len(train.classes),

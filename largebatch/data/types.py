@@ -32,7 +32,7 @@ Batches = Generator[Batch, None, None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One device batch that a decoder is asked for: which pictures, and which part of each.
+    """One device batch that a decoder is asked for: which images, and which part of each.
 
     A decoder applies these numbers and decides nothing itself, so two decoders, or one decoder on
     any number of workers, show the model the same pixels.
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """How the part of a picture that a request names becomes what the model sees."""
+    """How the part of an image that a request names becomes what the model sees."""
 
     image_size: int
     """Side of the square it is resized to."""

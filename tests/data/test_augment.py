@@ -50,7 +50,7 @@ def ordered(bounds: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[float, 
     seed=st.integers(0, 2**63),
     start=st.integers(0, 2**40),
 )
-def test_a_random_box_lies_inside_its_picture_and_not_on_its_company(
+def test_a_random_box_lies_inside_its_image_and_not_on_its_company(
     sizes: list[tuple[int, int]],
     area: tuple[float, float],
     aspect: tuple[float, float],
@@ -79,7 +79,7 @@ def test_a_random_box_lies_inside_its_picture_and_not_on_its_company(
 @pytest.mark.parametrize(
     ("height", "width", "area", "aspect"),
     [
-        pytest.param(375, 500, (0.08, 1.0), (3 / 4, 4 / 3), id="an ImageNet picture"),
+        pytest.param(375, 500, (0.08, 1.0), (3 / 4, 4 / 3), id="an ImageNet image"),
         pytest.param(8, 8, (0.3, 1.0), (3 / 4, 4 / 3), id="a digit"),
         pytest.param(300, 900, (0.4, 0.9), (2 / 3, 3 / 2), id="wide, often without a fit"),
     ],
@@ -93,9 +93,9 @@ def test_boxes_are_distributed_as_torchvisions(
 
     number = 3000
     torch.manual_seed(0)
-    picture = torch.empty(1, height, width)
+    image = torch.empty(1, height, width)
     theirs = np.array(
-        [RandomResizedCrop.get_params(picture, list(area), list(aspect)) for _ in range(number)]
+        [RandomResizedCrop.get_params(image, list(area), list(aspect)) for _ in range(number)]
     )
     sizes = same_size(number, height, width)
     ours = random_boxes(0, range(number), *sizes, area=area, aspect=aspect)
@@ -211,11 +211,11 @@ def test_without_a_margin_the_center_box_is_the_whole_short_side() -> None:
     assert boxes.tolist() == [[0, 100, 300, 300], [0, 0, 400, 400]]
 
 
-def test_whole_boxes_hold_whole_pictures() -> None:
+def test_whole_boxes_hold_whole_images() -> None:
     assert whole_boxes(np.array([3, 5]), np.array([4, 6])).tolist() == [[0, 0, 3, 4], [0, 0, 5, 6]]
 
 
-def test_a_training_request_follows_the_order_and_the_sizes_of_its_pictures() -> None:
+def test_a_training_request_follows_the_order_and_the_sizes_of_its_images() -> None:
     index = index_of([(10 * (i + 1), 20) for i in range(7)])
     positions = range(5, 16)
     request = train_request(index, positions, seed=3, flip=True, **INCEPTION)
@@ -226,7 +226,7 @@ def test_a_training_request_follows_the_order_and_the_sizes_of_its_pictures() ->
     assert (request.flips == random_flips(3, positions)).all()
 
 
-def test_a_training_request_without_augmentation_shows_whole_pictures() -> None:
+def test_a_training_request_without_augmentation_shows_whole_images() -> None:
     index = index_of([(10, 20), (30, 40)])
     request = train_request(index, range(2), seed=0, area=None, aspect=(1.0, 1.0), flip=False)
     assert (request.boxes[:, 2] == index.heights[request.samples]).all()

@@ -1,4 +1,4 @@
-"""Pictures that are kept decoded look as if they were decoded each time.
+"""Images that are kept decoded look as if they were decoded each time.
 
 Bilinear is compared with Pillow. Bicubic is compared with torchvision's resizing of byte tensors,
 since Pillow 13 resizes the height of a tall box first, where the order shows.
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, keep, png_folder, run, view
+from decoding import augmented, open_cache, png_folder, run, view
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -44,8 +44,10 @@ def folder(
 
 def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:
     if way == "device":
-        return cached.decode_on_device(cached.upload(keep(index), CPU), requests, view(**changes))
-    return cached.decode(keep(index), requests, view(**changes), device=CPU, threads=2)
+        return cached.decode_on_device(
+            cached.upload(open_cache(index), CPU), requests, view(**changes)
+        )
+    return cached.decode(open_cache(index), requests, view(**changes), device=CPU, threads=2)
 
 
 def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
@@ -61,7 +63,7 @@ def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
 
 @either_way
 @pytest.mark.parametrize("size", [20, 64, 200])
-def test_kept_pictures_are_what_pillow_would_make(way: str, size: int, folder: Index) -> None:
+def test_kept_images_are_what_pillow_would_make(way: str, size: int, folder: Index) -> None:
     clean = clean_request(folder, np.arange(13), image_size=size, resize=size + 6)
     requests = [*augmented(folder, 10, 4), clean]
     theirs = run(torchvision.decode, folder, requests, image_size=size)
@@ -80,12 +82,12 @@ def test_kept_pictures_are_what_pillow_would_make(way: str, size: int, folder: I
 @either_way
 def test_bicubic_is_what_torchvision_makes_of_bytes(way: str, folder: Index) -> None:
     (request,) = augmented(folder, 13, 1)
-    pictures = keep(folder)
+    images = open_cache(folder)
     (batch,) = kept_batches(way, folder, [request], image_size=48, interpolation="bicubic")
     for image, sample, box, flip in zip(
         batch.images, request.samples.tolist(), request.boxes.tolist(), request.flips, strict=True
     ):
-        expected = on_bytes(pictures.part(sample, box), 48, "bicubic")
+        expected = on_bytes(images.part(sample, box), 48, "bicubic")
         assert (image - (expected.flip(2) if flip else expected)).abs().max() <= 1.01
 
 
@@ -108,20 +110,20 @@ def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
     height, width, size = (data.draw(st.integers(1, 60)) for _ in range(3))
     number = data.draw(st.integers(1, 4))
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    pictures = draw.integers(0, 256, (number, height, width, 3), dtype=np.uint8)
+    images = draw.integers(0, 256, (number, height, width, 3), dtype=np.uint8)
     tall, wide = draw.integers(1, height + 1, number), draw.integers(1, width + 1, number)
     top, left = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
     boxes, flips = np.stack([top, left, tall, wide], axis=1), draw.integers(0, 2, number) > 0
     found = resample(
-        torch.from_numpy(pictures),
+        torch.from_numpy(images),
         torch.from_numpy(boxes),
         torch.from_numpy(flips),
         size=size,
         interpolation=interpolation,
     )
     assert found.shape == (number, 3, size, size)
-    for image, picture, box, flip in zip(found, pictures, boxes.tolist(), flips, strict=True):
-        part = picture[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
+    for image, image, box, flip in zip(found, images, boxes.tolist(), flips, strict=True):
+        part = image[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
         expected = on_bytes(part, size, interpolation)
         difference = (image - (expected.flip(2) if flip else expected)).abs()
         assert difference.max() <= 2.01  # noise meets halves, which weights in int16 round away
@@ -134,19 +136,19 @@ def test_weights_that_are_looked_up_are_those_that_are_computed(
     height: int, width: int, size: int, interpolation: Interpolation
 ) -> None:
     draw = np.random.default_rng(height)
-    pictures = draw.integers(0, 256, (300, height, width, 3), dtype=np.uint8)
+    images = draw.integers(0, 256, (300, height, width, 3), dtype=np.uint8)
     tall, wide = draw.integers(1, height + 1, 300), draw.integers(1, width + 1, 300)
     corners = draw.integers(0, height - tall + 1), draw.integers(0, width - wide + 1)
     boxes, flips = np.stack([*corners, tall, wide], axis=1), draw.integers(0, 2, 300) > 0
-    numbers = [torch.from_numpy(each) for each in (pictures, boxes, flips)]
+    numbers = [torch.from_numpy(each) for each in (images, boxes, flips)]
     expected = resample(*numbers, size=size, interpolation=interpolation)
-    found = resample_small(pictures, boxes, flips, size=size, interpolation=interpolation)
+    found = resample_small(images, boxes, flips, size=size, interpolation=interpolation)
     difference = np.abs(found - expected.numpy())
     assert difference.max() <= 1.0  # where a sum is a half, its order decides
     assert (difference > 0).mean() < 5e-3
 
 
-def test_a_device_resizes_a_few_pictures_at_a_time(
+def test_a_device_resizes_a_few_images_at_a_time(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = augmented(folder, 11, 2)
@@ -178,8 +180,8 @@ def test_what_does_not_fit_on_a_device_is_said(folder: Index) -> None:
         def to(self, _: object) -> Tensor:
             raise torch.OutOfMemoryError
 
-    pictures = keep(folder)
+    images = open_cache(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "from_numpy", lambda _: Full())
         with pytest.raises(DataError, match="do not fit on cpu; use execution.cache: memory"):
-            cached.upload(pictures, CPU)
+            cached.upload(images, CPU)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run
 from PIL import Image
 from torch import Tensor
@@ -28,19 +27,19 @@ from largebatch.data.datasets.digits import write_digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
-from largebatch.errors import DataError, MissingPackageError
+from largebatch.errors import MissingPackageError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """One picture of each kind that image folders hold, larger than 128 x 128."""
+    """One image of each kind that image folders hold, larger than 128 x 128."""
     rgb, tall = (Image.fromarray(photograph(*size)) for size in ((375, 500), (431, 229)))
     grey, alpha, exif = rgb.convert("L"), rgb.copy(), Image.Exif()
     alpha.putalpha(grey)
     exif[0x0112] = 6  # orientation: turned by a quarter
-    pictures: dict[str, tuple[Image.Image, dict[str, Any]]] = {
+    images: dict[str, tuple[Image.Image, dict[str, Any]]] = {
         "jpeg/4-4-4.jpg": (rgb, {"quality": 92, "subsampling": 0}),
         "jpeg/4-2-0.jpg": (rgb, {"quality": 92, "subsampling": 2}),
         "jpeg/4-2-2.JPEG": (tall, {"quality": 92, "subsampling": 1, "progressive": True}),
@@ -59,11 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
         "other/grey.pgm": (grey, {}),
         "other/tall é ✓.ppm": (tall, {}),
     }
-    root = tmp_path_factory.mktemp("pictures")
-    for name, (picture, options) in pictures.items():
+    root = tmp_path_factory.mktemp("images")
+    for name, (image, options) in images.items():
         path = root / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path, **options)
+        image.save(path, **options)
     return read_folder(root, "train")
 
 
@@ -73,15 +72,15 @@ def one_by_one(index: Index, box: tuple[int, int, int, int]) -> list[Request]:
 
 
 def by_hand(index: Index, request: Request, image_size: int) -> Tensor:
-    pictures = []
+    images = []
     for sample, (top, left, height, width), flip in zip(
         request.samples, request.boxes.tolist(), request.flips, strict=True
     ):
         with Image.open(index.locate(int(sample)).path) as image:
             part = image.convert("RGB").crop((left, top, left + width, top + height))
         pixels = np.asarray(part.resize((image_size, image_size), Image.Resampling.BILINEAR))
-        pictures.append(pixels[:, ::-1] if flip else pixels)
-    scaled = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).double() / 255
+        images.append(pixels[:, ::-1] if flip else pixels)
+    scaled = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).double() / 255
     mean, std = (torch.tensor(x, dtype=torch.float64).view(3, 1, 1) for x in (MEAN, STD))
     return (scaled - mean) / std
 
@@ -95,7 +94,7 @@ def test_torchvision_gives_what_pillow_gives_by_hand(folder: Index) -> None:
 
 
 @both_decoders
-def test_pixels_that_are_not_resized_are_exact_for_every_kind_of_picture(
+def test_pixels_that_are_not_resized_are_exact_for_every_kind_of_image(
     decode: Decode, folder: Index
 ) -> None:
     """The box is away from the edges and of odd offset, so JPEG chroma is cut between samples."""
@@ -147,7 +146,7 @@ def test_the_decoders_agree_on_the_digits(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs_dali
-def test_the_decoders_agree_on_pictures_of_every_kind(folder: Index) -> None:
+def test_the_decoders_agree_on_images_of_every_kind(folder: Index) -> None:
     assert_alike(folder, augmented(folder, 17, 4))
 
 
@@ -186,28 +185,6 @@ def test_the_decoders_nearly_agree_on_bicubic_photographs(photographs: Index) ->
         assert (difference > 1.01).float().mean() <= 0.002
         assert difference.mean() <= 0.25
         assert (b.images - other.images).abs().mean() > 0.5
-
-
-@needs_dali
-def test_without_antialias_a_smaller_picture_is_made_of_the_nearest_pixels_alone(
-    folder: Index,
-) -> None:
-    (request,) = augmented(folder, 17, 1)
-    (batch,) = run(dali.decode, folder, [request], image_size=40, antialias=False)
-    for image, sample, box, flip in zip(
-        batch.images, request.samples.tolist(), request.boxes.tolist(), request.flips, strict=True
-    ):
-        top, left, height, width = box
-        with Image.open(folder.locate(sample).path) as picture:
-            part = np.array(picture.convert("RGB"))[top : top + height, left : left + width]
-        planes = torch.from_numpy(part).permute(2, 0, 1)[None].float()
-        expected = F.interpolate(planes, size=(40, 40), mode="bilinear", antialias=False)[0]
-        assert (image - (expected.flip(2) if flip else expected)).abs().max() <= 1.01
-
-
-def test_torchvision_refuses_what_pillow_cannot_do(folder: Index) -> None:
-    with pytest.raises(DataError, match="antialias: false cannot be done by decoder torchvision"):
-        run(torchvision.decode, folder, [], antialias=False)
 
 
 def assert_alike(

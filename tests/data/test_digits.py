@@ -18,7 +18,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_digits_are_1437_and_360_pictures_of_ten_classes(cache: Path) -> None:
+def test_the_digits_are_1437_and_360_images_of_ten_classes(cache: Path) -> None:
     root = write_digits()
     assert root == cache / "largebatch/digits"
     train, val = read_folder(root, "train"), read_folder(root, "val")
@@ -29,7 +29,7 @@ def test_the_digits_are_1437_and_360_pictures_of_ten_classes(cache: Path) -> Non
     assert np.bincount(val.labels).tolist() == [36, 36, 36, 36, 37, 36, 36, 36, 35, 36]
 
 
-def test_the_pictures_are_scikit_learns_on_the_scale_of_a_byte(cache: Path) -> None:
+def test_the_images_are_scikit_learns_on_the_scale_of_a_byte(cache: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -47,7 +47,7 @@ def test_the_pictures_are_scikit_learns_on_the_scale_of_a_byte(cache: Path) -> N
 
 
 def test_the_split_is_this_one_for_ever(cache: Path) -> None:
-    """A recipe's accuracy means something only on the same pictures."""
+    """A recipe's accuracy means something only on the same images."""
     paths = read_folder(write_digits(), "val").paths
     assert paths[:3] == ("val/0/0000.png", "val/0/0048.png", "val/0/0079.png")
     assert hashlib.sha256("\n".join(paths).encode()).hexdigest()[:16] == "bc00d83e8b343dfe"

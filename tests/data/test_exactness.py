@@ -156,7 +156,7 @@ def test_a_box_depends_on_its_own_position_alone(positions: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of one colour each, which says their number."""
+    """Images of one colour each, which says their number."""
     root = tmp_path_factory.mktemp("colours")
     for split, number in (("train", 30), ("val", 2)):
         for sample in range(number):

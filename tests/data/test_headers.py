@@ -15,7 +15,7 @@ from PIL import Image
 from largebatch.data.index import build
 from largebatch.data.index.build import (
     MAX_SIDE,
-    BadPictureError,
+    BadImageError,
     measure,
     measure_bytes,
     measure_part,
@@ -28,7 +28,7 @@ EXIF[0x0112] = 6  # turn by a quarter
 def encoded(
     kind: str, *, mode: str = "RGB", size: tuple[int, int] = (48, 31), **options: object
 ) -> bytes:
-    """A picture of noise, 48 wide and 31 high, as Pillow writes it."""
+    """An image of noise, 48 wide and 31 high, as Pillow writes it."""
     width, height = size
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 4), dtype=np.uint8)
     image = Image.fromarray(noise).convert("RGB").convert(mode)
@@ -59,7 +59,7 @@ GOOD = {
     "a header longer than what is read at first": encoded("jpeg", comment=b"x" * 60_000),
     "a thumbnail with an end of its own": after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG)),
     "fill bytes before a marker": after_start(JPEG, b"\xff\xff\xff"),
-    "something behind the picture": JPEG + b"\0" * 10_000,
+    "something behind the image": JPEG + b"\0" * 10_000,
     "PNG": PNG,
     "grey PNG": encoded("png", mode="L"),
     "two colours": encoded("png", mode="1"),
@@ -85,15 +85,15 @@ def test_the_size_is_pillows(content: bytes) -> None:
 @pytest.mark.parametrize(
     "content", [pytest.param(c, id=name) for name, c in GOOD.items() if "behind" not in name]
 )
-def test_a_picture_without_its_end_is_cut_off(content: bytes) -> None:
+def test_an_image_without_its_end_is_cut_off(content: bytes) -> None:
     for length in (len(content) // 2, len(content) - 70, len(content) - 8, 40):
-        with pytest.raises(BadPictureError):
+        with pytest.raises(BadImageError):
             measure_bytes(content[:length])
 
 
 def test_a_cut_within_the_thumbnail_is_noticed() -> None:
     content = after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG))
-    with pytest.raises(BadPictureError, match="cut off in the header"):
+    with pytest.raises(BadImageError, match="cut off in the header"):
         measure_bytes(content[: len(JPEG) + 60])
 
 
@@ -114,8 +114,8 @@ def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
 
 BAD = {
     "empty": (b"", "the file is empty"),
-    "a web page": (b"<html>not found</html>", "no readable picture"),
-    "a GIF": (encoded("gif", mode="P"), "no readable picture"),
+    "a web page": (b"<html>not found</html>", "no readable image"),
+    "a GIF": (encoded("gif", mode="P"), "no readable image"),
     "only the start of a JPEG": (JPEG[:4], "cut off in the header"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
     "2 channels": (frame(channels=2), "cannot handle 2-layer images"),
@@ -141,7 +141,7 @@ BAD = {
 def test_what_cannot_be_used_is_refused_with_the_reason(content: bytes, reason: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's of bombs, which the index silences for all
-        with pytest.raises(BadPictureError) as caught:
+        with pytest.raises(BadImageError) as caught:
             measure_bytes(content)
     assert reason in str(caught.value)
 
@@ -167,7 +167,7 @@ def test_a_long_header_is_read_at_once_and_no_further_than_the_limit(
         return content[position : position + length]
 
     if len(inserted) > 500_000:
-        with pytest.raises(BadPictureError, match="longer than 500,000 bytes"):
+        with pytest.raises(BadImageError, match="longer than 500,000 bytes"):
             measure(read, len(content))
     else:
         assert measure(read, len(content)) == (31, 48)
@@ -177,14 +177,14 @@ def test_a_long_header_is_read_at_once_and_no_further_than_the_limit(
 
 @pytest.mark.parametrize("marker", [0xE1, 0xC0])
 def test_a_segment_that_points_behind_the_file_is_a_cut(tmp_path: Path, marker: int) -> None:
-    """Read by place in a file, where there may be other bytes behind the picture."""
+    """Read by place in a file, where there may be other bytes behind the image."""
     at = JPEG.index(bytes([0xFF, 0xC0]))
     content = JPEG[: at + 10] + JPEG[-2:]
     content = after_start(content, bytes([0xFF, marker]) + b"\xff\xff\x08\0\x1f\0\x30\x03")
     (tmp_path / "file").write_bytes(b"before" + content + JPEG * 200)
     file = os.open(tmp_path / "file", os.O_RDONLY)
     try:
-        with pytest.raises(BadPictureError, match="cut off in the header"):
+        with pytest.raises(BadImageError, match="cut off in the header"):
             measure_part(file, 6, len(content))
     finally:
         os.close(file)
@@ -201,7 +201,7 @@ def test_whatever_is_damaged_there_is_a_size_or_a_reason(name: str, data: st.Dat
         warnings.simplefilter("ignore")
         try:
             height, width = measure_bytes(bytes(content))
-        except BadPictureError as error:
+        except BadImageError as error:
             assert str(error)  # noqa: PT017 -- either outcome is right
         else:
             assert 1 <= min(height, width) <= max(height, width) <= MAX_SIDE
@@ -216,7 +216,7 @@ def test_real_jpegs_have_the_size_pillow_finds(real_data: Path) -> None:
                     content = file.read(name)
                     with Image.open(io.BytesIO(content)) as image:
                         assert measure_bytes(content) == (image.height, image.width), name
-                    with pytest.raises(BadPictureError):
+                    with pytest.raises(BadImageError):
                         measure_bytes(content[: len(content) * 3 // 4])
                     number += 1
     assert number == 1100

@@ -1,4 +1,4 @@
-"""Training pictures that are held out: chosen by the seed, asked for to judge and never to train.
+"""Training images that are held out: chosen by the seed, asked for to judge and never to train.
 
 The choice is written out here: the numbers of the samples sorted by Philox words of a stream of its
 own, of which the first are held out.
@@ -130,7 +130,7 @@ def test_the_choice_is_the_seeds_and_not_the_order_of_training() -> None:
     assert len(set(first)) == 240  # else one would be missing from the epoch
 
 
-def test_the_arithmetic_is_that_of_the_pictures_that_are_left() -> None:
+def test_the_arithmetic_is_that_of_the_images_that_are_left() -> None:
     plan = make_plan(a_recipe(100, 28), workers=1)
     assert (plan.train_samples, plan.steps_per_epoch) == (72, 6.0)
     whole = load_recipe(DIGITS, ["polish={clean: {epochs: 1}, keep: better, held_out: 477}"])
@@ -138,7 +138,7 @@ def test_the_arithmetic_is_that_of_the_pictures_that_are_left() -> None:
     assert make_plan(whole, workers=1).clean_steps == 10
 
 
-def test_the_contact_sheet_shows_pictures_that_are_trained_on() -> None:
+def test_the_contact_sheet_shows_images_that_are_trained_on() -> None:
     pipeline = worker(a_recipe(20, 12), 0, workers=1, device_batch=2)
     asked: list[Request] = []
 
@@ -158,7 +158,7 @@ def test_the_contact_sheet_shows_pictures_that_are_trained_on() -> None:
     ("words", "message"),
     [
         (["polish.keep=better"], "keep: better compares .*: give held_out"),
-        (["polish.held_out=9"], "held_out pictures would not be used: give keep: better"),
+        (["polish.held_out=9"], "held_out images would not be used: give keep: better"),
         (
             ["polish.keep=better", "polish.held_out=1437", "polish.statistics=null"],
             r"polish.held_out \(1437\) must be fewer than data.train_samples \(1437\)",

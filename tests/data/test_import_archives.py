@@ -25,7 +25,7 @@ def test_the_tests_sparse_member_is_one() -> None:
         assert file.read() == bytes(512) + b"x" * 700
 
 
-def test_links_of_a_tar_are_the_pictures_they_lead_to(tmp_path: Path) -> None:
+def test_links_of_a_tar_are_the_images_they_lead_to(tmp_path: Path) -> None:
     """As Python's tarfile extracts them; the first one leads on through another."""
     source = tars.write(
         tmp_path / "all.tar",
@@ -47,7 +47,7 @@ def test_links_of_a_tar_are_the_pictures_they_lead_to(tmp_path: Path) -> None:
         assert [path.read_bytes() for path in sorted(folder.iterdir())] == found[name]
 
 
-def test_links_of_a_zip_are_the_pictures_they_lead_to(tmp_path: Path) -> None:
+def test_links_of_a_zip_are_the_images_they_lead_to(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))
@@ -70,7 +70,7 @@ def test_a_zip_does_not_unpack_more_than_an_image_can_have(
 
 
 def test_links_of_a_folder_are_followed(tmp_path: Path) -> None:
-    """To a picture and to a whole class."""
+    """To an image and to a whole class."""
     raw, root = tmp_path / "raw", tmp_path / "root"
     for path in (raw / "a.png", root / "val/cat/a.png", root / "val/dog/a.png"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def lose_the_end(content: bytearray) -> None:
     del content[-len(tars.END) :]
 
 
-def cut_a_picture(content: bytearray) -> None:
+def cut_an_image(content: bytearray) -> None:
     del content[-len(tars.END) - 300 :]
 
 
@@ -156,7 +156,7 @@ def count_backwards(content: bytearray) -> None:
     [
         (spoil_a_header, "there is no header at byte 1024, or data behind its end"),
         (lose_the_end, "the zeros at its end are missing"),
-        (cut_a_picture, "it is cut off in val/dog/a.png"),
+        (cut_an_image, "it is cut off in val/dog/a.png"),
         (count_backwards, "the length of val/dog/a.txt is below zero"),
     ],
 )

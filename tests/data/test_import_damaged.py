@@ -14,7 +14,7 @@ from importing import png
 from largebatch.data.datasets import import_data
 from largebatch.errors import DataError
 
-PICTURES = {
+IMAGES = {
     f"{split}/{name}/{n}.png": png(n)
     for split in ("train", "val")
     for name in ("cat", "dog")
@@ -28,13 +28,13 @@ def read(name: str, source: Path, out: Path) -> None:
 
 def write_zip(path: Path, method: int) -> None:
     with zipfile.ZipFile(path, "w", method) as file:
-        for name, content in PICTURES.items():
+        for name, content in IMAGES.items():
             file.writestr(name, content)
 
 
 def write_tar(path: Path, mode: str) -> None:
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
-        for name, content in PICTURES.items():
+        for name, content in IMAGES.items():
             info = tarfile.TarInfo(name)
             info.size, info.mtime = len(content), 1.5  # which gives it an extended header
             tar.addfile(info, io.BytesIO(content))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from class_folders import fields, write_folder, write_image
 from importing import imported
-from picture_folder import fields, write_folder, write_picture
 
 from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
@@ -23,7 +23,7 @@ def zip_of(folder: Path, archive: Path) -> None:
         for path in sorted(folder.rglob("*"), reverse=True):
             file.write(path, path.relative_to(folder.parent))
         file.writestr("__MACOSX/train/dog/._a.JPEG", b"left behind")
-        file.writestr(f"{folder.name}/readme.txt", b"no picture")
+        file.writestr(f"{folder.name}/readme.txt", b"no image")
 
 
 def tar_of(folder: Path, archive: Path, mode: str) -> None:
@@ -87,15 +87,15 @@ def test_class_folders_keep_bytes_and_order_in_every_form(
         assert after.classes == before.classes
 
 
-def test_broken_pictures_of_an_archive_are_named(tmp_path: Path) -> None:
+def test_broken_images_of_an_archive_are_named(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
     (tmp_path / "root/train/dog/b.png").write_bytes(b"")
-    write_picture(tmp_path / "root/train/dog/c.png")
+    write_image(tmp_path / "root/train/dog/c.png")
     source = as_one_zip(tmp_path / "root", tmp_path)
     with pytest.raises(DataError) as caught:
         imported(source, tmp_path / "out")
-    assert "1 of 5 pictures in train cannot be used" in str(caught.value)
+    assert "1 of 5 images in train cannot be used" in str(caught.value)
     assert "root/train/dog/b.png: the file is empty" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -127,9 +127,9 @@ TINY = (
 
 def write_tiny(root: Path) -> None:
     for number, path in enumerate(TINY, start=1):
-        write_picture(root / path, width=number)
+        write_image(root / path, width=number)
     (root / "train/n01/boxes.txt").write_text("0 0 1 1")
-    write_picture(root / "train/n01/.thumbnails/0.png")
+    write_image(root / "train/n01/.thumbnails/0.png")
 
 
 def as_archive_around(root: Path, source: Path) -> Path:
@@ -204,7 +204,7 @@ UNCLEAR = {
 @pytest.mark.parametrize(
     ("paths", "message"), [pytest.param(*each, id=name) for name, each in UNCLEAR.items()]
 )
-def test_a_picture_whose_class_is_unclear_is_refused(
+def test_an_image_whose_class_is_unclear_is_refused(
     tmp_path: Path, paths: list[str], message: str
 ) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
@@ -215,19 +215,19 @@ def test_a_picture_whose_class_is_unclear_is_refused(
     assert f"all.zip: {message}; expected train/<class>/*.jpg" in str(caught.value)
 
 
-def test_a_picture_beside_class_folders_is_refused(tmp_path: Path) -> None:
+def test_an_image_beside_class_folders_is_refused(tmp_path: Path) -> None:
     """In a folder and in an archive of one split."""
     root, source = tmp_path / "root", tmp_path / "source"
     source.mkdir()
     for split in ("train", "val"):
         write_folder(root, split)
-    write_picture(root / "val/x.png")
+    write_image(root / "val/x.png")
     for form in (as_folder, as_bare_tars):
         with pytest.raises(DataError, match=r"x.png lies in no class folder"):
             imported(form(root, source), tmp_path / "out")
 
 
-def test_two_pictures_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
     """Of two archives, both of which hold the split."""
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
@@ -243,20 +243,20 @@ def test_two_pictures_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_an_archive_of_one_split_alone_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "root", "train")
     zip_of(tmp_path / "root/train", tmp_path / "train.zip")
-    with pytest.raises(DataError, match="train.zip: there are no pictures of val; expected .* a f"):
+    with pytest.raises(DataError, match="train.zip: there are no images of val; expected .* a f"):
         imported(tmp_path / "train.zip", tmp_path / "out")
 
 
-def test_an_archive_without_pictures_is_refused(tmp_path: Path) -> None:
+def test_an_archive_without_images_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
         file.writestr("train/n01.tar", "")
-    with pytest.raises(DataError, match="no pictures in it; expected .*; found train/n01.tar"):
+    with pytest.raises(DataError, match="no images in it; expected .*; found train/n01.tar"):
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
 def test_archives_whose_splits_differ_are_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "root", "train")
-    write_picture(tmp_path / "root/val/yak/a.png")
+    write_image(tmp_path / "root/val/yak/a.png")
     with pytest.raises(DataError, match="only in train: Zebra, cat, dog; only in val: yak"):
         imported(tmp_path / "root", tmp_path / "out")
 
@@ -283,7 +283,7 @@ def test_what_is_no_file_in_a_folder_is_refused_by_name(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     for split in ("train", "val"):
-        write_picture(tmp_path / f"in/{split}/cat/a.png")
+        write_image(tmp_path / f"in/{split}/cat/a.png")
     make(tmp_path / "in/train/cat/b.png")
     with pytest.raises(DataError, match="in/train/cat/b.png: is no file but a pipe"):
         imported(tmp_path / "in", tmp_path / "out")

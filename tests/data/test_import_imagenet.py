@@ -24,7 +24,7 @@ def test_imagenets_archives_are_imported_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         imported(tmp_path, tmp_path / "out")
     message = str(caught.value)
-    assert f"expected {tmp_path}/val_labels.txt with the classes of the 3 pictures of" in message
+    assert f"expected {tmp_path}/val_labels.txt with the classes of the 3 images of" in message
     assert "imagenet_2012_validation_synset_labels.txt" in message
     (tmp_path / "val_labels.txt").write_text("n01443537\nn01440764\nn01440764\n")
     out = imported(tmp_path, tmp_path / "out")
@@ -42,5 +42,5 @@ def test_a_list_of_classes_that_does_not_fit_is_refused(tmp_path: Path, text: st
     )
     tars.write(tmp_path / "val.tar", *(tars.member(f"{n}.png", png(n)) for n in range(3)))
     (tmp_path / "val_labels.txt").write_text(text)
-    with pytest.raises(DataError, match=r"val_labels.txt: has \d classes; expected .* 3 pictures"):
+    with pytest.raises(DataError, match=r"val_labels.txt: has \d classes; expected .* 3 images"):
         imported(tmp_path, tmp_path / "out")

@@ -77,7 +77,7 @@ def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(tmp_path: Pat
         yield
 
     data_set = DataSet(["cat"], {"train": 1}, samples)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="pictures of train cannot be read .*'a disk'"):
+    with pytest.raises(DataError, match="images of train cannot be read .*'a disk'"):
         write_shards(data_set, tmp_path / "out", shard_bytes=10**6, progress=lambda *_: None)
 
 

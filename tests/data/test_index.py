@@ -4,15 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_folder import fields, write_folder, write_picture
+from class_folders import fields, write_folder, write_image
 
 from largebatch import storage
 from largebatch.cli.main import main
 from largebatch.data.index.index import (
-    BadPicturesError,
+    BadImagesError,
     check_same_classes,
+    find_stored,
     index_of,
-    kept,
     load_or_read,
     make,
     read_folder,
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
     return write_folder(tmp_path)
 
 
-def test_classes_and_pictures_are_in_bytewise_order(root: Path) -> None:
+def test_classes_and_images_are_in_bytewise_order(root: Path) -> None:
     index = read_folder(root, "train")
     assert index.root == root
     assert index.classes == ("Zebra", "cat", "dog")
@@ -53,42 +53,40 @@ def test_paths_are_a_sequence(root: Path) -> None:
 def test_other_files_and_hidden_names_are_ignored(root: Path) -> None:
     (root / "train/cat/x.jpg").touch()
     before = list(read_folder(root, "train").paths)
-    (root / "train/cat/notes.txt").write_text("no picture")
+    (root / "train/cat/notes.txt").write_text("no image")
     (root / "train/cat/._x.jpg").write_bytes(b"left behind by a file manager")
     (root / "train/readme.jpg").write_bytes(b"not in a class folder")
     (root / "train/.ipynb_checkpoints").mkdir()
     (root / "train/cat/folder.jpg").mkdir()
-    write_picture(root / "train/cat/inner/deep.png")
+    write_image(root / "train/cat/inner/deep.png")
     assert list(read_folder(root, "train").paths) == before
 
 
 def spoil(root: Path) -> dict[str, str]:
-    """Add broken pictures; return what is to be said about them."""
-    write_picture(root / "train/dog/cut.jpg", height=200, width=200)
+    """Add broken images; return what is to be said about them."""
+    write_image(root / "train/dog/cut.jpg", height=200, width=200)
     os.truncate(root / "train/dog/cut.jpg", (root / "train/dog/cut.jpg").stat().st_size - 200)
     (root / "train/cat/text.jpg").write_text("<html>not found</html>")
     (root / "train/cat/empty.png").touch()
     (root / "train/cat/gone.jpg").symlink_to("nowhere.jpg")
-    write_picture(root / "train/cat/deep.png", mode="I;16")
+    write_image(root / "train/cat/deep.png", mode="I;16")
     os.mkfifo(root / "train/cat/pipe.png")
     return {
         "train/cat/deep.png": "it has 16 bits a channel",
         "train/cat/empty.png": "the file is empty",
         "train/cat/gone.jpg": "No such file or directory",
         "train/cat/pipe.png": "it is no file but a folder, a pipe or a device",
-        "train/cat/text.jpg": "no readable picture",
+        "train/cat/text.jpg": "no readable image",
         "train/dog/cut.jpg": "it is cut off",
     }
 
 
-def test_every_broken_picture_is_reported_at_once(root: Path) -> None:
+def test_every_broken_image_is_reported_at_once(root: Path) -> None:
     reasons = spoil(root)
-    with pytest.raises(BadPicturesError) as caught:
+    with pytest.raises(BadImagesError) as caught:
         read_folder(root, "train")
     message = str(caught.value)
-    assert message.startswith(
-        f"{root}: 6 of 10 pictures in train cannot be used; replace or remove"
-    )
+    assert message.startswith(f"{root}: 6 of 10 images in train cannot be used; replace or remove")
     assert f"largebatch data index {root} --drop-bad" in message
     for path, reason in reasons.items():
         assert f"{path}: {reason}" in message
@@ -97,7 +95,7 @@ def test_every_broken_picture_is_reported_at_once(root: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [3, 4])
-def test_a_disk_that_fails_is_asked_again_and_its_pictures_are_not_taken_for_bad_ones(
+def test_a_disk_that_fails_is_asked_again_and_its_images_are_not_taken_for_bad_ones(
     root: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     expected = fields(read_folder(root, "train"))
@@ -116,14 +114,14 @@ def test_a_disk_that_fails_is_asked_again_and_its_pictures_are_not_taken_for_bad
         return
     with pytest.raises(DataError, match=rf"{path}: cannot be read \(Input/output error\), tried 4"):
         make(root, "train", drop_bad=True)
-    assert not list(kept(root, "train"))
+    assert not list(find_stored(root, "train"))
 
 
-def test_a_message_lists_no_more_than_ten_pictures_but_the_error_all(tmp_path: Path) -> None:
+def test_a_message_lists_no_more_than_ten_images_but_the_error_all(tmp_path: Path) -> None:
     (tmp_path / "train/a").mkdir(parents=True)
     for number in range(25):
         (tmp_path / f"train/a/{number:02d}.jpg").touch()
-    with pytest.raises(BadPicturesError, match="25 of 25 pictures") as caught:
+    with pytest.raises(BadImagesError, match="25 of 25 images") as caught:
         read_folder(tmp_path, "train")
     lines = str(caught.value).splitlines()
     assert len(lines) == 12
@@ -132,12 +130,12 @@ def test_a_message_lists_no_more_than_ten_pictures_but_the_error_all(tmp_path: P
     assert len(caught.value.bad) == 25
 
 
-def test_bad_pictures_are_left_out_only_when_asked_and_are_recorded(root: Path) -> None:
+def test_bad_images_are_left_out_only_when_asked_and_are_recorded(root: Path) -> None:
     good = fields(read_folder(root, "train"))
     reasons = spoil(root)
-    with pytest.raises(BadPicturesError):
+    with pytest.raises(BadImagesError):
         make(root, "train")
-    assert not list(kept(root, "train"))
+    assert not list(find_stored(root, "train"))
     make(root, "train", drop_bad=True)
     index = load_or_read(root, "train")
     assert fields(index) == {**good, "bad": index.bad, "digest": index.digest}
@@ -147,9 +145,9 @@ def test_bad_pictures_are_left_out_only_when_asked_and_are_recorded(root: Path) 
         assert bad.reason.startswith(reason)
 
 
-def test_a_class_whose_pictures_are_all_bad_cannot_be_left_out(root: Path) -> None:
+def test_a_class_whose_images_are_all_bad_cannot_be_left_out(root: Path) -> None:
     (root / "train/cat/x.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match="1 of 3 classes have no picture that can be used: cat"):
+    with pytest.raises(DataError, match="1 of 3 classes have no image that can be used: cat"):
         make(root, "train", drop_bad=True)
 
 
@@ -168,7 +166,7 @@ def test_a_class_whose_pictures_are_all_bad_cannot_be_left_out(root: Path) -> No
         pytest.param(
             ["val/cat", "val/dog"],
             "val",
-            "2 of 2 class folders hold no pictures",
+            "2 of 2 class folders hold no images",
             id="empty classes",
         ),
     ],
@@ -188,7 +186,7 @@ def test_a_folder_of_another_shape_is_refused(
 
 def test_the_splits_must_have_the_same_classes(root: Path) -> None:
     for name in ("cat", "Zebra", "yak"):
-        write_picture(root / f"val/{name}/x.png")
+        write_image(root / f"val/{name}/x.png")
     train, val = read_folder(root, "train"), read_folder(root, "val")
     check_same_classes(train, train)
     with pytest.raises(DataError, match="only in train: dog; only in val: yak"):
@@ -200,18 +198,18 @@ def test_the_command_makes_shows_and_refuses(
 ) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path, split)
-    (tmp_path / "val/cat/text.jpg").write_text("no picture")
+    (tmp_path / "val/cat/text.jpg").write_text("no image")
     words = ["data", "index", str(tmp_path)]
     assert main(words) == 2
     out, err = capsys.readouterr()
-    assert "train: 4 pictures" in out
-    assert "val/cat/text.jpg: no readable picture" in out
-    assert "1 pictures, listed above, cannot be used" in err
+    assert "train: 4 images" in out
+    assert "val/cat/text.jpg: no readable image" in out
+    assert "1 images, listed above, cannot be used" in err
     for again in ([*words, "--drop-bad"], words):
         assert main(again) == 0
         out, _ = capsys.readouterr()
-        assert "val: 1 left out:\n  val/cat/text.jpg: no readable picture" in out
-        assert "4 training and 4 validation pictures, 1 bad ones left out" in out
-    write_picture(tmp_path / "train/cat/y.jpg")
+        assert "val: 1 left out:\n  val/cat/text.jpg: no readable image" in out
+        assert "4 training and 4 validation images, 1 bad ones left out" in out
+    write_image(tmp_path / "train/cat/y.jpg")
     assert main(words) == 0
     assert "3 classes, 5 training" in capsys.readouterr().out

@@ -2,10 +2,10 @@ import os
 from pathlib import Path
 
 import pytest
-from picture_folder import fields, write_folder, write_picture
+from class_folders import fields, write_folder, write_image
 
 from largebatch.data.index import index as module
-from largebatch.data.index.index import kept, load_or_read, make, read_folder, refresh
+from largebatch.data.index.index import find_stored, load_or_read, make, read_folder, refresh
 from largebatch.errors import DataError
 from largebatch.storage import write_whole
 
@@ -41,7 +41,7 @@ def test_where_a_folder_cannot_be_written_to_the_users_cache_keeps_the_index(
     content = make(root, "train")
     assert content.file is not None
     assert content.file.is_relative_to(cache)
-    (found,) = kept(root, "train")
+    (found,) = find_stored(root, "train")
     assert found.file == content.file
     assert [path.name for path in root.iterdir()] == ["train"]
 
@@ -51,11 +51,11 @@ def test_an_old_index_that_cannot_be_replaced_does_not_hide_the_new_one(
 ) -> None:
     old = make(root, "train").file
     request.getfixturevalue("read_only")
-    write_picture(root / "train/dog/c.png")
+    write_image(root / "train/dog/c.png")
     with pytest.raises(DataError, match=f"c.png; gone: nothing.*the index is {old}"):
         load_or_read(root, "train")
     new = make(root, "train")
-    assert [content.file for content in kept(root, "train")] == [old, new.file]
+    assert [content.file for content in find_stored(root, "train")] == [old, new.file]
     assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
     assert refresh(root, "train", drop_bad=False, progress=unwanted).file == new.file
     (root / "train/dog/c.png").unlink()
@@ -66,7 +66,7 @@ def test_an_old_index_that_cannot_be_replaced_does_not_hide_the_new_one(
 
 
 def unwanted(done: int, total: int) -> None:
-    raise AssertionError(f"{done} of {total} pictures were read again")
+    raise AssertionError(f"{done} of {total} images were read again")
 
 
 def test_what_cannot_be_read_back_from_the_folder_is_kept_in_the_cache(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from picture_folder import fields, write_folder, write_picture
+from class_folders import fields, write_folder, write_image
 from torch import Tensor
 
 from largebatch.data.index import sharing
@@ -126,7 +126,7 @@ def test_who_does_not_find_it_gets_the_bytes_once_a_machine(
 
 def test_an_index_that_was_sent_takes_the_place_of_the_one_before(root: Path, cache: Path) -> None:
     for name in ("c", "d"):
-        write_picture(root / f"train/dog/{name}.png")
+        write_image(root / f"train/dog/{name}.png")
         sent = share(root, make(root, "train")._replace(file=None), [0, 1])[1]
         assert sent.paths[-1] == f"train/dog/{name}.png"
         assert len(list((cache / "largebatch/index").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Opening and closing the pictures again and again leaves nothing behind."""
+"""Opening and closing the images again and again leaves nothing behind."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, has_dali, keep, needs_dali, photograph, view
+from decoding import augmented, has_dali, needs_dali, open_cache, photograph, view
 from PIL import Image
 
 from largebatch.data.decoders import cached
@@ -153,7 +153,7 @@ def test_a_pipeline_gives_everything_back_fifty_times(
 
 
 def read_some() -> int:
-    """Be one of several workers: open the pictures in every way and read three batches."""
+    """Be one of several workers: open the images in every way and read three batches."""
     backend = connect("torch")
     for way in WAYS:
         assert open_and_close(way, 4, backend) == 3
@@ -190,8 +190,8 @@ def test_two_workers_leave_no_process_or_file_behind(
     assert marked(mark) == []
 
 
-def test_nothing_partial_is_left_where_pictures_are_kept(folder: Index, tmp_path: Path) -> None:
-    keep(folder)
+def test_nothing_partial_is_left_where_images_are_kept(folder: Index, tmp_path: Path) -> None:
+    open_cache(folder)
     (file,) = (tmp_path / "cache/largebatch/pixels").iterdir()
     assert re.fullmatch(rf"{folder.digest}\.\d+\.pillow-[\d.]+\.pixels", file.name)
     assert file.stat().st_size == 4 + sum(3 * (60 + number) * 80 for number in range(6))
@@ -199,7 +199,7 @@ def test_nothing_partial_is_left_where_pictures_are_kept(folder: Index, tmp_path
 
 def test_kept_pixels_are_mapped_and_never_copied(folder: Index) -> None:
     """So that any number of workers has them in memory once."""
-    kept = keep(folder)
+    kept = open_cache(folder)
     list(cached.decode(kept, augmented(folder, 4, 3), view(), device=CPU, threads=2))
     mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
     ours = [mapping for mapping in mappings if folder.digest in mapping]

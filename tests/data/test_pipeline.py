@@ -43,7 +43,7 @@ def requests(
     return asked
 
 
-def test_clean_pictures_come_in_the_order_of_the_augmented_ones() -> None:
+def test_clean_images_come_in_the_order_of_the_augmented_ones() -> None:
     augmented, clean = (requests(1, 0, clean=clean) for clean in (False, True))
     for one, other in zip(augmented, clean, strict=True):
         np.testing.assert_array_equal(one.samples, other.samples)
@@ -89,7 +89,7 @@ def test_a_folder_that_would_not_be_read_is_refused() -> None:
         open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=Path("x"))
 
 
-def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def stages(*overrides: str) -> list[Batch]:
@@ -111,7 +111,7 @@ def test_kept_pictures_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Mon
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
 
 
-def test_kept_pictures_are_compared_with_every_file_since_none_is_read(
+def test_kept_images_are_compared_with_every_file_since_none_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

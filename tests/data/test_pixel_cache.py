@@ -1,4 +1,4 @@
-"""The file in which decoded pixels are kept: whole or made anew, shared, and removed in the end."""
+"""The file of decoded pixels: whole or made anew, shared, and removed in the end."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import PIL
 import pytest
-from decoding import keep, png_folder
+from decoding import open_cache, png_folder
 from PIL import Image
 
 from largebatch import storage
@@ -32,16 +32,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     return png_folder(tmp_path, one_size=False)
 
 
-def test_pictures_are_decoded_once_for_all_runs(
+def test_images_are_decoded_once_for_all_runs(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = keep(folder)
+    first = open_cache(folder)
     monkeypatch.setattr(pixel_cache, "to_pillow", None)  # would fail if it were called
-    assert np.array_equal(keep(folder).pixels, first.pixels)
+    assert np.array_equal(open_cache(folder).pixels, first.pixels)
     for sample in range(13):
         box = [0, 0, int(folder.heights[sample]), int(folder.widths[sample])]
-        with Image.open(folder.locate(sample).path) as picture:
-            assert np.array_equal(first.part(sample, box), np.asarray(picture.convert("RGB")))
+        with Image.open(folder.locate(sample).path) as image:
+            assert np.array_equal(first.part(sample, box), np.asarray(image.convert("RGB")))
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["common folder", "a folder each"])
@@ -63,7 +63,7 @@ def test_one_worker_of_each_folder_writes(
     def work(rank: int) -> int:
         local.rank = rank
         worker: Any = SimpleNamespace(rank=rank, local_rank=rank % 2, barrier=barrier.wait)
-        return len(pixel_cache.keep(folder, backend=worker, threads=1).pixels)
+        return len(pixel_cache.open_cache(folder, backend=worker, threads=1).pixels)
 
     monkeypatch.setattr(pixel_cache, "_write", count)
     monkeypatch.setattr(pixel_cache, "_place", place)
@@ -72,7 +72,7 @@ def test_one_worker_of_each_folder_writes(
     assert sorted(written) == ([0] if shared else [0, 2])
 
 
-def kept_files(tmp_path: Path) -> list[Path]:
+def cache_files(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "cache/largebatch/pixels").iterdir())
 
 
@@ -106,12 +106,12 @@ def test_a_damaged_file_is_made_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(storage, "CHUNK", at_once)
-    expected = keep(folder).pixels.copy()
-    (file,) = kept_files(tmp_path)
+    expected = open_cache(folder).pixels.copy()
+    (file,) = cache_files(tmp_path)
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
-    assert np.array_equal(keep(folder).pixels, expected)
-    assert kept_files(tmp_path) == [file]
+    assert np.array_equal(open_cache(folder).pixels, expected)
+    assert cache_files(tmp_path) == [file]
     assert file.read_bytes() == whole
 
 
@@ -119,14 +119,14 @@ def test_a_file_under_the_name_of_another_is_made_anew(
     folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of as many pixels, whole, and with a checksum that is right under its own name."""
-    expected = keep(folder).pixels.copy()
-    (file,) = kept_files(tmp_path)
+    expected = open_cache(folder).pixels.copy()
+    (file,) = cache_files(tmp_path)
     monkeypatch.setattr(pixel_cache, "_decode_all", lambda *_: iter([255 - expected]))
-    keep(replace(folder, digest="another"))
+    open_cache(replace(folder, digest="another"))
     monkeypatch.undo()
     file.with_name(file.name.replace(folder.digest, "another")).replace(file)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert np.array_equal(keep(folder).pixels, expected)
+    assert np.array_equal(open_cache(folder).pixels, expected)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_file_under_the_name_of_another_is_made_anew(
         pytest.param(PIL, "__version__", "0.1", id="another Pillow"),
     ],
 )
-def test_other_versions_keep_pixels_of_their_own(
+def test_other_versions_have_files_of_their_own(
     module: ModuleType,
     name: str,
     value: object,
@@ -144,10 +144,10 @@ def test_other_versions_keep_pixels_of_their_own(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keep(folder)
+    open_cache(folder)
     monkeypatch.setattr(module, name, value)
-    keep(folder)
-    assert len(kept_files(tmp_path)) == 2
+    open_cache(folder)
+    assert len(cache_files(tmp_path)) == 2
 
 
 def test_pixels_are_on_the_disk_before_their_file_has_its_name(
@@ -167,11 +167,11 @@ def test_pixels_are_on_the_disk_before_their_file_has_its_name(
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_rename)
-    number = len(keep(folder).pixels)
+    number = len(open_cache(folder).pixels)
     assert done[-3:] == [f"{number + 4} bytes", "renamed", "folder"]
 
 
-def test_only_a_part_of_the_pictures_is_in_memory_while_they_are_written(
+def test_only_a_part_of_the_images_is_in_memory_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train/a").mkdir(parents=True)
@@ -180,32 +180,32 @@ def test_only_a_part_of_the_pictures_is_in_memory_while_they_are_written(
     monkeypatch.setattr(pixel_cache, "EACH", 1)
     decoded, decode_one = [], torchvision.to_pillow
 
-    def count(picture: Any) -> Image.Image:  # noqa: ANN401 -- the decoder's own type
-        decoded.append(picture)
-        return decode_one(picture)
+    def count(image: Any) -> Image.Image:  # noqa: ANN401 -- the decoder's own type
+        decoded.append(image)
+        return decode_one(image)
 
     monkeypatch.setattr(pixel_cache, "to_pillow", count)
-    pictures = pixel_cache._decode_all(load_or_read(tmp_path, "train"), threads=2)
-    assert [int(pixels[0, 0, 0]) for pixels in islice(pictures, 40)] == list(range(40))
+    images = pixel_cache._decode_all(load_or_read(tmp_path, "train"), threads=2)
+    assert [int(pixels[0, 0, 0]) for pixels in islice(images, 40)] == list(range(40))
     assert 40 <= len(decoded) <= 60
-    assert [int(pixels[0, 0, 0]) for pixels in pictures] == list(range(40, 200))
+    assert [int(pixels[0, 0, 0]) for pixels in images] == list(range(40, 200))
 
 
 def test_what_was_long_not_used_is_removed_when_another_is_made(
     folder: Index, tmp_path: Path
 ) -> None:
-    keep(folder)
-    (ours,) = kept_files(tmp_path)
+    open_cache(folder)
+    (ours,) = cache_files(tmp_path)
     ages = {"old": 31, "old.0f3a": 31, "recent": 29, "older": 400}
     for name, days in ages.items():
         path = ours.with_name(name)
         path.write_bytes(b"")
         os.utime(path, 2 * (time.time() - days * 24 * 3600,))
     os.utime(ours, 2 * (time.time() - 31 * 24 * 3600,))
-    keep(folder)  # a use, which makes it a recent one
-    assert len(kept_files(tmp_path)) == 5
-    keep(replace(folder, digest="another"))
-    assert {path.name.partition(".")[0] for path in kept_files(tmp_path)} == {
+    open_cache(folder)  # a use, which makes it a recent one
+    assert len(cache_files(tmp_path)) == 5
+    open_cache(replace(folder, digest="another"))
+    assert {path.name.partition(".")[0] for path in cache_files(tmp_path)} == {
         "recent",
         "another",
         folder.digest,
@@ -215,10 +215,10 @@ def test_what_was_long_not_used_is_removed_when_another_is_made(
 def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     total = int((3 * folder.heights * folder.widths).sum())
     monkeypatch.setattr(pixel_cache, "LIMIT", total)
-    keep(folder)
+    open_cache(folder)
     monkeypatch.setattr(pixel_cache, "LIMIT", total - 1)
-    with pytest.raises(DataError, match="13 decoded pictures are .* keeps at most"):
-        keep(folder)
+    with pytest.raises(DataError, match="13 decoded images are .* keeps at most"):
+        open_cache(folder)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPa
         pytest.param(Path, "mkdir", errno.EROFS, id="read-only"),
     ],
 )
-def test_where_nothing_can_be_kept_that_is_said_and_nothing_is_left(
+def test_where_nothing_can_be_written_that_is_said_and_nothing_is_left(
     owner: Any,  # noqa: ANN401 -- a module or a class
     call: str,
     number: int,
@@ -246,23 +246,23 @@ def test_where_nothing_can_be_kept_that_is_said_and_nothing_is_left(
     monkeypatch.setattr(owner, call, fail)
     size = int((3 * folder.heights * folder.widths).sum()) / 1e6
     expected = (
-        f"{place}: {size:.1f} MB of decoded pictures cannot be kept there "
+        f"{place}: {size:.1f} MB of decoded images cannot be written there "
         f"({os.strerror(number)}); set XDG_CACHE_HOME to a folder that can be written to and has "
         "room for them, or decode them each time with --set execution.cache=null"
     )
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
-        keep(folder)
-    assert kept_files(tmp_path) == []
+        open_cache(folder)
+    assert cache_files(tmp_path) == []
 
 
 def test_a_cache_that_can_only_be_read_is_used(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = keep(folder).pixels.copy()
+    expected = open_cache(folder).pixels.copy()
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(pixel_cache, "_write", None)  # would fail if it were called
-    assert np.array_equal(keep(folder).pixels, expected)
+    assert np.array_equal(open_cache(folder).pixels, expected)

@@ -1,4 +1,4 @@
-"""What becomes of reads that fail, hang or give bytes that are no picture."""
+"""What becomes of reads that fail, hang or give bytes that are no image."""
 
 import io
 import os
@@ -45,14 +45,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def whole(index: Index, size: int = 6) -> list[Request]:
-    """Ask for every picture in turn."""
+    """Ask for every image in turn."""
     boxes, flips = np.tile([0, 0, 60, 80], (size, 1)), np.zeros(size, dtype=np.bool_)
     starts = range(0, len(index), size)
     return [Request(np.arange(start, start + size), boxes, flips) for start in starts]
 
 
 class Failing:
-    """An os.preadv that fails for one picture, some number of times, or for ever."""
+    """An os.preadv that fails for one image, some number of times, or for ever."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, times: float) -> None:
         self.identity, self.times, self.failed = path.stat().st_ino, times, 0
@@ -89,7 +89,7 @@ def test_a_read_that_keeps_failing_ends_the_run_with_its_path(
 
 
 @both_decoders
-def test_a_picture_that_went_away_or_is_another_is_named(decode: Decode, folder: Index) -> None:
+def test_an_image_that_went_away_or_is_another_is_named(decode: Decode, folder: Index) -> None:
     path = folder.locate(8).path
     content = path.read_bytes()
     for changed in (content[:-10], content + b"more"):
@@ -160,7 +160,7 @@ def test_reads_that_hung_once_are_made_by_other_threads(
     with reading.open_reader() as reader:
         for given in reading.read_ahead(folder, requests, reader):
             assert all(a.tobytes() == b for a, b in zip(given.contents, expected, strict=True))
-            reader.take_back(given)
+            reader.release(given)
         for path in moved:
             let_go(path)
         deadline = time.monotonic() + 120
@@ -228,9 +228,9 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
     monkeypatch.setattr(reading, "_read_again", again)
     with reading.open_reader() as reader:
         first, second = whole(folder, 12)
-        given_up = reader.start(folder, first)
-        reader.finish(given_up)
-        reader.take_back(given_up)
+        replaced = reader.start(folder, first)
+        reader.finish(replaced)
+        reader.release(replaced)
         later = reader.start(folder, second)
         reader.finish(later)
         go_on.set()
@@ -246,7 +246,7 @@ def overwrite(path: Path, content: bytes) -> None:
 
 
 def hang(index: Index, sample: int) -> tuple[Path, bytes]:
-    """Put a pipe that nobody writes to in a picture's place: opening it waits for ever."""
+    """Put a pipe that nobody writes to in an image's place: opening it waits for ever."""
     path = index.locate(sample).path
     content = path.read_bytes()
     path.unlink()
@@ -265,15 +265,15 @@ def let_go(pipe: Path) -> None:
 
 @both_decoders
 @pytest.mark.parametrize("sample", [0, 8, 23])
-def test_bytes_that_are_no_picture_are_named(decode: Decode, folder: Index, sample: int) -> None:
+def test_bytes_that_are_no_image_are_named(decode: Decode, folder: Index, sample: int) -> None:
     path = folder.locate(sample).path
     overwrite(path, bytes(path.stat().st_size))
-    with pytest.raises(DataError, match=f"{path}: .*cannot decode this picture"):
+    with pytest.raises(DataError, match=f"{path}: .*cannot decode this image"):
         list(run(decode, folder, whole(folder)))
 
 
 @both_decoders
-def test_a_picture_that_became_smaller_is_named(decode: Decode, folder: Index) -> None:
+def test_an_image_that_became_smaller_is_named(decode: Decode, folder: Index) -> None:
     path = folder.locate(8).path
     smaller = io.BytesIO()
     Image.fromarray(photograph(50, 70)).save(smaller, "JPEG")
@@ -282,7 +282,7 @@ def test_a_picture_that_became_smaller_is_named(decode: Decode, folder: Index) -
         list(run(decode, folder, whole(folder)))
 
 
-def test_a_picture_in_a_shard_is_named_by_its_place(tmp_path: Path) -> None:
+def test_an_image_in_a_shard_is_named_by_its_place(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(bytes(2000))
     with pytest.raises(
         DataError, match=r"0.tar \(byte 1536\): cannot be read \(its file has 464 of its 999"
@@ -291,11 +291,11 @@ def test_a_picture_in_a_shard_is_named_by_its_place(tmp_path: Path) -> None:
     assert reading.read(Location(tmp_path / "0.tar", 1000, 999)) == bytes(999)
 
 
-def test_a_picture_that_cannot_be_kept_is_named_and_nothing_is_left(
+def test_an_image_that_cannot_be_kept_is_named_and_nothing_is_left(
     folder: Index, tmp_path: Path
 ) -> None:
     path = folder.locate(8).path
     overwrite(path, bytes(path.stat().st_size))
     with pytest.raises(DataError, match=f"{path}: Pillow cannot decode"):
-        pixel_cache.keep(folder, backend=Serial(torch.device("cpu")), threads=2)
+        pixel_cache.open_cache(folder, backend=Serial(torch.device("cpu")), threads=2)
     assert list((tmp_path / "cache/largebatch/pixels").iterdir()) == []

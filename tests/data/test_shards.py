@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tars
-from picture_folder import fields, write_folder, write_picture
+from class_folders import fields, write_folder, write_image
 from PIL import Image
 
 from largebatch.cli.main import main
 from largebatch.data.datasets.packing import ShardWriter, pack_folder
-from largebatch.data.index.index import BadPicturesError, Index, load_or_read, make, read_folder
+from largebatch.data.index.index import BadImagesError, Index, load_or_read, make, read_folder
 from largebatch.errors import DataError
 
 
@@ -31,7 +31,7 @@ def pack(root: Path, out: Path, *, shard_bytes: int = 10**6) -> Path:
 
 
 def contents(index: Index) -> list[bytes]:
-    """Every picture's bytes, cut out of its file by hand."""
+    """Every image's bytes, cut out of its file by hand."""
     found = []
     for sample in range(len(index)):
         path, offset, num_bytes, *_ = index.locate(sample)
@@ -63,7 +63,7 @@ def shards(root: Path, members: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10_000, 10**6])
-def test_packed_pictures_have_their_bytes_order_and_labels(
+def test_packed_images_have_their_bytes_order_and_labels(
     folder: Path, tmp_path: Path, shard_bytes: int
 ) -> None:
     packed = pack(folder, tmp_path / "packed", shard_bytes=shard_bytes)
@@ -94,11 +94,11 @@ def test_python_and_the_naming_rules_read_what_was_packed(folder: Path, tmp_path
         ["cls", "png"],
     ]
     assert [int(sample["cls"]) for sample in samples.values()] == [0, 1, 2, 2]
-    picture = Image.open(io.BytesIO(list(samples.values())[3]["png"]))
-    assert picture.size == (7, 5)
+    image = Image.open(io.BytesIO(list(samples.values())[3]["png"]))
+    assert image.size == (7, 5)
 
 
-def test_the_same_pictures_give_the_same_bytes_whenever_they_are_packed(
+def test_the_same_images_give_the_same_bytes_whenever_they_are_packed(
     folder: Path, tmp_path: Path
 ) -> None:
     copied = tmp_path / "copied"
@@ -111,7 +111,7 @@ def test_the_same_pictures_give_the_same_bytes_whenever_they_are_packed(
     assert tars[0] == tars[1]
 
 
-def test_no_shard_is_longer_than_asked_but_for_a_single_picture(tmp_path: Path) -> None:
+def test_no_shard_is_longer_than_asked_but_for_a_single_image(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes
     lengths = [1, 511, 512, 513, 3000, 9000, 30_000, 100, 100]
     with ShardWriter(tmp_path, shard_bytes=25_000) as writer:
@@ -151,8 +151,8 @@ def test_shards_of_others_are_read(tmp_path: Path) -> None:
         ({"b.jpg": jpeg(), "b.cls": b"2"}, "b.jpg: its label is '2', expected a number from 0 to"),
         ({"b.jpg": jpeg(), "b.cls": b"dog"}, "b.jpg: its label is 'dog'"),
         ({"b.jpg": jpeg(), "b.cls": b"-1"}, "b.jpg: its label is '-1'"),
-        ({"b.cls": b"0"}, "train/a.tar/b: it has 0 pictures, expected 1"),
-        ({"b.jpg": jpeg(), "b.png": b"", "b.cls": b"0"}, "b: it has 2 pictures, expected 1"),
+        ({"b.cls": b"0"}, "train/a.tar/b: it has 0 images, expected 1"),
+        ({"b.jpg": jpeg(), "b.png": b"", "b.cls": b"0"}, "b: it has 2 images, expected 1"),
         ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is cut off"),
         ({"b.jpg": b"", "b.cls": b"0"}, "train/a.tar/b.jpg: the file is empty"),
     ],
@@ -162,7 +162,7 @@ def test_bad_samples_are_named_and_can_be_left_out(
 ) -> None:
     before, after = {"a.jpg": jpeg(), "a.cls": b"0"}, {"c.jpg": jpeg(), "c.cls": b"1"}
     root = shards(tmp_path, {**before, **members, **after})
-    with pytest.raises(BadPicturesError) as caught:
+    with pytest.raises(BadImagesError) as caught:
         read_folder(root, "train")
     assert reason in str(caught.value)
     make(root, "train", drop_bad=True)
@@ -198,7 +198,7 @@ def add_another(root: Path) -> None:
     path.write_bytes(path.read_bytes() * 2)
 
 
-def cut_a_picture(root: Path) -> None:
+def cut_an_image(root: Path) -> None:
     path = root / "train/000000.tar"
     with tarfile.open(path) as tar:
         last = tar.getmembers()[-2]
@@ -210,7 +210,7 @@ def compress(root: Path) -> None:
 
 
 def mix(root: Path) -> None:
-    write_picture(root / "train/cat/x.jpg")
+    write_image(root / "train/cat/x.jpg")
 
 
 def lose_classes(root: Path) -> None:
@@ -227,7 +227,7 @@ def repeat_classes(root: Path) -> None:
         (lose_the_end, "000000.tar: not a whole, uncompressed tar file (the zeros at its end are"),
         (spoil_a_header, "not a whole, uncompressed tar file (there is no header at byte"),
         (add_another, "there is no header at byte 9216, or data behind its end"),
-        (cut_a_picture, "not a whole, uncompressed tar file ("),
+        (cut_an_image, "not a whole, uncompressed tar file ("),
         (compress, "000000.tar: not a whole, uncompressed tar file"),
         (mix, "both class folders (cat) and shards (000000.tar)"),
         (lose_classes, "classes.txt: No such file or directory; beside shards it gives"),
@@ -262,9 +262,9 @@ def test_an_index_of_changed_shards_is_refused(folder: Path, tmp_path: Path) -> 
 
 def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
     (folder / "val/dog/b.png").write_bytes(b"")
-    with pytest.raises(BadPicturesError):
+    with pytest.raises(BadImagesError):
         pack(folder, tmp_path / "packed")
-    write_picture(folder / "val/dog/b.png", height=5, width=7)
+    write_image(folder / "val/dog/b.png", height=5, width=7)
     load_or_read(folder, "val")
     (folder / "val/dog/b.png").write_bytes(b"changed after it was looked at")
 
@@ -273,7 +273,7 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="not what its index was made from"):
         pack(folder, tmp_path / "packed")
-    write_picture(folder / "val/dog/b.png", height=5, width=7)
+    write_image(folder / "val/dog/b.png", height=5, width=7)
     make(folder, "val")
     with pytest.raises(KeyboardInterrupt):
         pack_folder(folder, tmp_path / "packed", shard_bytes=10**6, progress=spoil)
@@ -304,5 +304,5 @@ def test_the_command_packs_and_checks(
 ) -> None:
     out = tmp_path / "packed"
     assert main(["data", "pack", str(folder), "--out", str(out), "--shard-mb", "1"]) == 0
-    assert "3 classes, 4 training and 4 validation pictures" in capsys.readouterr().out
+    assert "3 classes, 4 training and 4 validation images" in capsys.readouterr().out
     assert (out / ".largebatch-train.index").exists()

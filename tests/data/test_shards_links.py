@@ -5,7 +5,7 @@ import pytest
 import tars
 from importing import png
 
-from largebatch.data.index.index import BadPicturesError, read_folder
+from largebatch.data.index.index import BadImagesError, read_folder
 
 NOT_WHOLE = {
     "a symbolic link": (tars.symbolic("b.png", "a.png"), "b.png: it is a link to a.png"),
@@ -35,7 +35,7 @@ def test_a_sample_without_bytes_of_its_own_is_named(
     folder, link = tars.member("b", kind=tarfile.DIRTYPE), tars.symbolic("b.json", "a.json")
     tars.write(tmp_path / "train/a.tar", before, folder, members, label, link, after)
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    with pytest.raises(BadPicturesError) as caught:
+    with pytest.raises(BadImagesError) as caught:
         read_folder(tmp_path, "train")
-    assert "1 of 3 pictures in train cannot be used" in str(caught.value)
+    assert "1 of 3 images in train cannot be used" in str(caught.value)
     assert f"train/a.tar/{reason}" in str(caught.value)

@@ -19,7 +19,6 @@ def decode(index: Index, requests: list[Request], **changes: object) -> Iterator
         "mean": (0.0, 0.0, 0.0),
         "std": (1 / 255, 1 / 255, 1 / 255),
         "interpolation": "bilinear",
-        "antialias": True,
     }
     view, cpu = View(**(arguments | changes)), torch.device("cpu")
     return synthetic.decode(index, requests, view, device=cpu, threads=1, batch_size=512)
@@ -29,14 +28,14 @@ def whole(index: Index, samples: np.ndarray) -> Request:
     return clean_request(index, samples, image_size=1, resize=None)
 
 
-def pictures(index: Index, request: Request, **changes: object) -> Tensor:
+def decoded(index: Index, request: Request, **changes: object) -> Tensor:
     return next(decode(index, [request], **changes)).images
 
 
-def test_a_picture_depends_on_its_number_alone() -> None:
+def test_an_image_depends_on_its_number_alone() -> None:
     index = synthetic.synthetic_index(1000, 10, 64)
-    images = pictures(index, whole(index, np.array([7, 900, 7, 17])))
-    assert torch.equal(images[1:2], pictures(index, whole(index, np.array([900]))))
+    images = decoded(index, whole(index, np.array([7, 900, 7, 17])))
+    assert torch.equal(images[1:2], decoded(index, whole(index, np.array([900]))))
     assert torch.equal(images[0], images[2])
     assert (images[0] - images[3]).abs().mean() > 10
     assert images.shape == (4, 3, 64, 64)
@@ -44,7 +43,7 @@ def test_a_picture_depends_on_its_number_alone() -> None:
     assert 195 < images.max() <= 255
 
 
-def test_an_index_of_made_up_pictures_takes_its_labels_memory_and_no_more() -> None:
+def test_an_index_of_made_up_images_takes_its_labels_memory_and_no_more() -> None:
     tracemalloc.start()
     try:
         index = synthetic.synthetic_index(10**6, 1000, 224)
@@ -66,8 +65,8 @@ def test_batches_answer_the_requests_in_order() -> None:
     assert {batch.images.dtype for batch in batches} == {torch.float32}
 
 
-def test_the_classes_take_turns_and_show_in_the_pictures() -> None:
-    """The nearest mean of the first 200 pictures tells the class of the next 100."""
+def test_the_classes_take_turns_and_show_in_the_images() -> None:
+    """The nearest mean of the first 200 images tells the class of the next 100."""
     index = synthetic.synthetic_index(300, 5, 16)
     assert index.labels[:7].tolist() == [0, 1, 2, 3, 4, 0, 1]
     images, labels = next(decode(index, [whole(index, np.arange(300))]))
@@ -79,19 +78,19 @@ def test_the_classes_take_turns_and_show_in_the_pictures() -> None:
 def test_neighbours_have_nothing_in_common_but_the_pattern() -> None:
     """There is no correlation between what is left, at any distance."""
     index = synthetic.synthetic_index(400, 1, synthetic.SIDE)
-    values = pictures(index, whole(index, np.arange(400))).flatten(1).numpy()
+    values = decoded(index, whole(index, np.arange(400))).flatten(1).numpy()
     noise = values - values.mean(0)
     spectrum = np.fft.rfft(noise / np.linalg.norm(noise, axis=1, keepdims=True))
     correlations = np.fft.irfft(spectrum[:-1].conj() * spectrum[1:])
     assert np.abs(correlations).max() < 0.5
 
 
-def test_boxes_and_flips_are_applied_as_to_other_pictures() -> None:
+def test_boxes_and_flips_are_applied_as_to_other_images() -> None:
     index = synthetic.synthetic_index(4, 2, 512)
-    images = pictures(index, whole(index, np.arange(4)))
+    images = decoded(index, whole(index, np.arange(4)))
     flips = np.array([False, True, False, True])
     boxes = np.tile([80, 160, 256, 320], (4, 1))
-    cut = pictures(index, Request(np.arange(4), boxes, flips))
+    cut = decoded(index, Request(np.arange(4), boxes, flips))
     expected = torch.nn.functional.interpolate(
         images[:, :, 80:336, 160:480], size=(512, 512), mode="bilinear"
     )
@@ -99,10 +98,10 @@ def test_boxes_and_flips_are_applied_as_to_other_pictures() -> None:
     assert (cut - expected)[:, :, 2:-2, 2:-2].abs().max() < 1.5
 
 
-def test_pictures_are_normalised() -> None:
+def test_images_are_normalised() -> None:
     index = synthetic.synthetic_index(4, 2, 16)
     request = whole(index, np.arange(4))
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    images = pictures(index, request) / 255
+    images = decoded(index, request) / 255
     expected = (images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    torch.testing.assert_close(pictures(index, request, mean=mean, std=std), expected)
+    torch.testing.assert_close(decoded(index, request, mean=mean, std=std), expected)

@@ -1,4 +1,4 @@
-"""What tests of decoders share: pictures, requests, and one way to call every decoder."""
+"""What tests of decoders share: images, requests, and one way to call every decoder."""
 
 import importlib.util
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from PIL import Image
 
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, pixel_cache, torchvision
-from largebatch.data.decoders.pixel_cache import Kept
+from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.types import Batches, Bytes, Request, View
 from largebatch.distributed.serial import Serial
@@ -40,7 +40,6 @@ def view(**changes: object) -> View:
         "mean": (0.0, 0.0, 0.0),
         "std": (1 / 255, 1 / 255, 1 / 255),
         "interpolation": "bilinear",
-        "antialias": True,
     }
     return View(**(arguments | changes))
 
@@ -55,13 +54,13 @@ def photograph(height: int, width: int) -> np.ndarray:
 
 
 def png_folder(root: Path, *, one_size: bool, size: tuple[int, int] = (70, 90)) -> Index:
-    """Write 13 pictures of two classes into root/train: colours, grey and palettes."""
+    """Write 13 images of two classes into root/train: colours, grey and palettes."""
     for number in range(13):
         height, width = size if one_size else (70 + 9 * number, 150)
         place = root / "train" / str(number % 2)
         place.mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(photograph(height, width))
-        picture.convert(["RGB", "L", "P"][number % 3]).save(place / f"{number:02d}.png")
+        image = Image.fromarray(photograph(height, width))
+        image.convert(["RGB", "L", "P"][number % 3]).save(place / f"{number:02d}.png")
     return load_or_read(root, "train")
 
 
@@ -77,8 +76,8 @@ def run(
     return decode(index, iter(requests), view(**changes), device=device, threads=2, batch_size=100)
 
 
-def keep(index: Index) -> Kept[Bytes]:
-    return pixel_cache.keep(index, backend=Serial(CPU), threads=2)
+def open_cache(index: Index) -> PixelCache[Bytes]:
+    return pixel_cache.open_cache(index, backend=Serial(CPU), threads=2)
 
 
 def augmented(index: Index, size: int, number: int) -> list[Request]:

@@ -16,7 +16,7 @@ def imported(source: Path, out: Path) -> Path:
 
 
 def png(number: int, *, side: int = 2) -> bytes:
-    """A picture that no other number gives."""
+    """An image that no other number gives."""
     buffer = io.BytesIO()
     noise = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, format="png")
@@ -24,7 +24,7 @@ def png(number: int, *, side: int = 2) -> bytes:
 
 
 def contents(out: Path, split: str = "train") -> dict[str, list[bytes]]:
-    """The pictures of every class, cut out of the shards by hand."""
+    """The images of every class, cut out of the shards by hand."""
     index = read_folder(out, split)
     found: dict[str, list[bytes]] = {name: [] for name in index.classes}
     for sample, label in enumerate(index.labels.tolist()):

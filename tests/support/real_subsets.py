@@ -1,4 +1,4 @@
-"""A few real pictures of every class, written as class folders: enough to start a recipe."""
+"""A few real images of every class, written as class folders: enough to start a recipe."""
 
 import gzip
 import zipfile
@@ -14,14 +14,14 @@ Pixels = npt.NDArray[np.uint8]
 
 CLASSES = 10
 TRAIN, VAL = 24, 6
-"""Pictures of each class."""
+"""Images of each class."""
 
 SAMPLES = (f"data.train_samples={CLASSES * TRAIN}", f"data.val_samples={CLASSES * VAL}")
 """What to override in a recipe."""
 
 
 def write_subset(source: Path, folder: Path) -> Path:
-    """Write TRAIN and VAL pictures of each class of a data set in LARGEBATCH_DATA; return where."""
+    """Write TRAIN and VAL images of each class of a data set in LARGEBATCH_DATA; return where."""
     write = {"cifar10": _cifar10, "fashion_mnist": _fashion_mnist, "imagenette224": _imagenette}
     for split in ("train", "val"):
         write[source.name](source, folder / split, split)
@@ -30,20 +30,20 @@ def write_subset(source: Path, folder: Path) -> Path:
 
 def _cifar10(source: Path, folder: Path, split: str) -> None:
     part = {"train": "train", "val": "test"}[split]
-    pictures = cut(min(source.glob(f"{part}-*.webp")))
-    labels = np.load(source / f"{part}_labels.npy")[: len(pictures)]
+    images = cut(min(source.glob(f"{part}-*.webp")))
+    labels = np.load(source / f"{part}_labels.npy")[: len(images)]
     names = (source / "classes.txt").read_text().split()
-    _write(folder, pictures, labels, names, number=TRAIN if split == "train" else VAL)
+    _write(folder, images, labels, names, number=TRAIN if split == "train" else VAL)
 
 
 def _fashion_mnist(source: Path, folder: Path, split: str) -> None:
     part = {"train": "train", "val": "t10k"}[split]
     pixels = gzip.decompress((source / f"{part}-images-idx3-ubyte.gz").read_bytes())
     labels = gzip.decompress((source / f"{part}-labels-idx1-ubyte.gz").read_bytes())
-    pictures = np.frombuffer(pixels, dtype=np.uint8, offset=16).reshape(-1, 28, 28)
+    images = np.frombuffer(pixels, dtype=np.uint8, offset=16).reshape(-1, 28, 28)
     names = list(map(str, range(CLASSES)))
     known = np.frombuffer(labels, dtype=np.uint8, offset=8)
-    _write(folder, pictures, known, names, number=TRAIN if split == "train" else VAL)
+    _write(folder, images, known, names, number=TRAIN if split == "train" else VAL)
 
 
 def _imagenette(source: Path, folder: Path, split: str) -> None:
@@ -59,14 +59,14 @@ def _imagenette(source: Path, folder: Path, split: str) -> None:
 
 def _write(
     folder: Path,
-    pictures: Iterable[Pixels],
+    images: Iterable[Pixels],
     labels: npt.NDArray[np.integer],
     names: list[str],
     *,
     number: int,
 ) -> None:
     counts = dict.fromkeys(range(len(names)), 0)
-    for place, (pixels, label) in enumerate(zip(pictures, labels.tolist(), strict=False)):
+    for place, (pixels, label) in enumerate(zip(images, labels.tolist(), strict=False)):
         if counts[label] == number:
             continue
         counts[label] += 1

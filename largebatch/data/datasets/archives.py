@@ -1,8 +1,8 @@
 """The files of a folder, a zip or a tar by their paths, each of which can be read on its own.
 
 A link in an archive is the file of that archive it leads to, and a tar in a tar is a folder, as in
-ImageNet's. Whatever else is not a plain file there is refused by name, so no picture is left out
-in silence. Of each file only its path and its place are kept: there may be a million.
+ImageNet's. Whatever else is not a plain file there is refused by name, so no image is left out
+in silence. Of each file only its path and its place stay in memory: there may be a million.
 
 A file that cannot be read and one that was read and is damaged need different remedies; Python's
 modules for archives raise OSError for both, with an error number only where the system gave one.
@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 
-from largebatch.data.index.folder import is_picture, visible
-from largebatch.data.index.shards import CHUNK, has_bytes, members, what
+from largebatch.data.index.folder import is_image, visible
+from largebatch.data.index.shards import CHUNK, has_bytes, kind_of, members
 from largebatch.errors import DataError
 
 ZIP = b"PK"
@@ -107,7 +107,7 @@ def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
                 yield from _walk(root, path, (*above, here))
             elif entry.is_file():
                 yield path
-            elif is_picture(entry.name):
+            elif is_image(entry.name):
                 raise DataError(
                     f"{root / path}: is no file but a pipe, a device or a link to nowhere"
                 )
@@ -130,8 +130,8 @@ class _Listing(Generic[P]):
         self._links[self._new(path)] = _clean(target)
 
     def refuse(self, path: str, kind: str) -> None:
-        """Raise DataError if what is no plain file has the name of a picture."""
-        if is_picture(_last(path)):
+        """Raise DataError if what is no plain file has the name of an image."""
+        if is_image(_last(path)):
             raise DataError(f"{self._archive}: {path} is {kind}; {self._unpack('make it a file')}")
 
     def places(self) -> Mapping[str, P]:
@@ -152,7 +152,7 @@ class _Listing(Generic[P]):
 
     def _new(self, path: str) -> str:
         name = _clean(path)
-        if is_picture(_last(name)) and (name in self._places or name in self._links):
+        if is_image(_last(name)) and (name in self._places or name in self._links):
             raise DataError(
                 f"{self._archive}: there are two files {name}; {self._unpack('keep one of them')}"
             )
@@ -220,7 +220,7 @@ def _add_tar(listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, fold
         elif member.islnk():
             listing.add_link(path, f"{folder}/{member.linkname}")
         elif not has_bytes(member):
-            listing.refuse(path.lstrip("/"), what(member))
+            listing.refuse(path.lstrip("/"), kind_of(member))
         elif path.endswith(".tar"):
             file.seek(member.offset_data)
             try:
@@ -259,7 +259,7 @@ def unpacking(archive: Path, scratch: Path) -> Iterator[None]:
 
 
 def fault(path: Path, error: Exception, *, expected: str) -> DataError:
-    """Say that a file cannot be read, or that it is not whole or not what was expected."""
+    """Return the error for a file that cannot be read, is not whole or not what was expected."""
     if isinstance(error, OSError) and error.errno is not None:
         return DataError(f"{error.filename or path}: cannot be read ({error.strerror})")
     return DataError(f"{path}: not a whole {expected} ({reason(error)}); fetch it again")

@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits as an image folder: real data that is already installed.
 
-1,797 grey pictures of 8 x 8 pixels, 1,437 to train on and 360 to validate with. They are written
-once into the user's cache folder and read like any other folder of pictures.
+1,797 grey images of 8 x 8 pixels, 1,437 to train on and 360 to validate with. They are written
+once into the user's cache folder and read like any other folder of images.
 """
 
 import shutil
@@ -22,7 +22,7 @@ def write_digits() -> Path:
     """Write train/<digit>/*.png and val/<digit>/*.png unless they are there; return the folder.
 
     The folder appears whole or not at all, so processes that start together do not disturb each
-    other. With the pictures sorted by digit and otherwise in scikit-learn's order, every fifth one
+    other. With the images sorted by digit and otherwise in scikit-learn's order, every fifth one
     from the first validates: 35 to 37 of each digit, the same ones for ever.
     """
     cache = user_cache()
@@ -38,17 +38,17 @@ def write_digits() -> Path:
             f"to a folder that can be written to"
         ) from None
     try:
-        _write_pictures(partial)
+        _write_images(partial)
         partial.rename(root)
     except OSError:
-        if not root.is_dir():  # else another process was first, with the same pictures
+        if not root.is_dir():  # else another process was first, with the same images
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return root
 
 
-def _write_pictures(folder: Path) -> None:
+def _write_images(folder: Path) -> None:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
@@ -56,10 +56,10 @@ def _write_pictures(folder: Path) -> None:
             "scikit-learn", purpose="data.source: digits", install="pip install scikit-learn"
         ) from None
     digits = load_digits()
-    pictures, labels = digits.images, digits.target
+    images, labels = digits.images, digits.target
     for place, sample in enumerate(np.argsort(labels, kind="stable")):
         split = "train" if place % 5 else "val"
-        pixels = np.rint(pictures[sample] * 255 / FULL_SCALE).astype(np.uint8)
+        pixels = np.rint(images[sample] * 255 / FULL_SCALE).astype(np.uint8)
         path = folder / split / str(labels[sample]) / f"{sample:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)

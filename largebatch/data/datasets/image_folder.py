@@ -1,6 +1,6 @@
-"""Pictures in class folders, in a folder, a zip or a tar: their bytes are kept.
+"""Images in class folders, in a folder, a zip or a tar: their bytes are kept.
 
-A path is `<split>/<class>/<picture>`, where a class may have folders of its own: all that lies
+A path is `<split>/<class>/<image>`, where a class may have folders of its own: all that lies
 below it belongs to it. The archive may have other folders around all of that. Where the archives
 are one for each split, `train.zip` and `val.tar.gz` say, their paths may leave the split out.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
 from largebatch.data.datasets.packing import DataSet, Sample, in_parts
-from largebatch.data.index.build import BadPictureError, measure_bytes
-from largebatch.data.index.folder import is_picture, visible
+from largebatch.data.index.build import BadImageError, measure_bytes
+from largebatch.data.index.folder import is_image, visible
 from largebatch.errors import DataError, shorten
 
 SPLITS = ("train", "val")
@@ -34,7 +34,7 @@ IMAGENET = (
 )
 
 
-class _Picture(NamedTuple):
+class _Image(NamedTuple):
     files: Files
     path: str
     """In the archive."""
@@ -50,13 +50,13 @@ class _Picture(NamedTuple):
         return f"{self.files.archive}: {self.path}"
 
 
-Classes = dict[str, list[_Picture]]
-"""The pictures of a split by the names of their classes."""
+Classes = dict[str, list[_Image]]
+"""The images of a split by the names of their classes."""
 
 
 @contextmanager
 def open_archives(source: Path, *, scratch: Path) -> Iterator[DataSet]:
-    """List the pictures of `source`: a folder, an archive, or a folder with one for each split.
+    """List the images of `source`: a folder, an archive, or a folder with one for each split.
 
     A compressed tar is unpacked into the folder `scratch`.
     """
@@ -67,8 +67,8 @@ def open_archives(source: Path, *, scratch: Path) -> Iterator[DataSet]:
                 files = stack.enter_context(open_files(archive, below=SPLITS, scratch=scratch))
             except DAMAGED as error:
                 raise fault(archive, error, expected="zip or tar") from error
-            for split, class_name, picture in _pictures(files):
-                splits[split].setdefault(class_name, []).append(picture)
+            for split, class_name, image in _images(files):
+                splits[split].setdefault(class_name, []).append(image)
         yield _data_set(source, splits)
 
 
@@ -85,7 +85,7 @@ def _archives(source: Path) -> list[Path]:
     ]
     if sorted(map(_split_of, archives)) != sorted(SPLITS):
         names = shorten([path.name for path in found])
-        raise DataError(f"{source}: no pictures for import; {LAYOUT}; found {names}")
+        raise DataError(f"{source}: no images for import; {LAYOUT}; found {names}")
     return archives
 
 
@@ -94,12 +94,12 @@ def _split_of(archive: Path) -> str:
     return archive.name.partition(".")[0].rpartition("_")[2]
 
 
-def _pictures(files: Files) -> Iterator[tuple[str, str, _Picture]]:
-    """Find split and class of every picture; other files and hidden names are ignored."""
+def _images(files: Files) -> Iterator[tuple[str, str, _Image]]:
+    """Find split and class of every image; other files and hidden names are ignored."""
     wanted = [name for name in files.names if _is_wanted(name)]
     if not wanted:
         found = shorten(sorted(files.names))
-        raise DataError(f"{files.archive}: there are no pictures in it; {LAYOUT}; found {found}")
+        raise DataError(f"{files.archive}: there are no images in it; {LAYOUT}; found {found}")
     around: dict[tuple[str, ...], str] = {}
     bare: list[str] = []
     for name in wanted:
@@ -129,7 +129,7 @@ def _pictures(files: Files) -> Iterator[tuple[str, str, _Picture]]:
 def _is_wanted(path: str) -> bool:
     parts = path.split("/")
     below = parts[_place_of_split(parts) or 0 :]
-    return is_picture(parts[-1]) and all(map(visible, below)) and "__MACOSX" not in parts
+    return is_image(parts[-1]) and all(map(visible, below)) and "__MACOSX" not in parts
 
 
 def _place_of_split(parts: Sequence[str]) -> int | None:
@@ -139,26 +139,26 @@ def _place_of_split(parts: Sequence[str]) -> int | None:
 
 def _in_class_folders(
     files: Files, paths: Sequence[str], *, depth: int, split: str = ""
-) -> Iterator[tuple[str, str, _Picture]]:
-    """Give the pictures; the part of a path at `depth` is its class, the one before its split."""
+) -> Iterator[tuple[str, str, _Image]]:
+    """Give the images; the part of a path at `depth` is its class, the one before its split."""
     for path in paths:
         parts = path.split("/", depth + 1)
         yield (
             split or parts[depth - 1],
             parts[depth],
-            _Picture(files, path, len(path) - len(parts[-1])),
+            _Image(files, path, len(path) - len(parts[-1])),
         )
 
 
 def _without_split(
     files: Files, paths: Sequence[str], split: str
-) -> Iterator[tuple[str, str, _Picture]]:
-    """Give the pictures of one split: in class folders, with a folder around them, or in none."""
+) -> Iterator[tuple[str, str, _Image]]:
+    """Give the images of one split: in class folders, with a folder around them, or in none."""
     depths = {path.count("/") for path in paths}
     if depths == {0}:
         classes = _listed_classes(files.archive, split, len(paths))
         for path, name in zip(sorted(paths, key=os.fsencode), classes, strict=True):
-            yield split, name, _Picture(files, path, 0)
+            yield split, name, _Image(files, path, 0)
         return
     if 0 in depths:
         bare = next(path for path in paths if "/" not in path)
@@ -168,10 +168,10 @@ def _without_split(
 
 
 def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
-    """Return the classes of pictures without folders, as in ImageNet's val, from a file."""
+    """Return the classes of images without folders, as in ImageNet's val, from a file."""
     path = archive.with_name(f"{split}_labels.txt")
     expected = (
-        f"expected {path} with the classes of the {number} pictures of {archive.name}, which lie "
+        f"expected {path} with the classes of the {number} images of {archive.name}, which lie "
         f"in no class folders, one a line, in the order of their names; {IMAGENET}"
     )
     try:
@@ -186,10 +186,10 @@ def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
 
 
 def _data_set(source: Path, splits: dict[str, Classes]) -> DataSet:
-    """Sort the pictures as class folders are read, so that a sample has the same number there."""
+    """Sort the images as class folders are read, so that a sample has the same number there."""
     for split in SPLITS:
         if not splits[split]:
-            raise DataError(f"{source}: there are no pictures of {split}; {LAYOUT}")
+            raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")
     train, val = (splits[split].keys() for split in SPLITS)
     if train != val:
         raise DataError(
@@ -207,38 +207,38 @@ def _data_set(source: Path, splits: dict[str, Classes]) -> DataSet:
     )
 
 
-def _sort(pictures: list[_Picture], where: str) -> None:
-    """Sort the pictures of a class bytewise; refuse two that have one name in it."""
-    pictures.sort(key=lambda picture: os.fsencode(picture.name))
-    for one, other in pairwise(pictures):
+def _sort(images: list[_Image], where: str) -> None:
+    """Sort the images of a class bytewise; refuse two that have one name in it."""
+    images.sort(key=lambda image: os.fsencode(image.name))
+    for one, other in pairwise(images):
         if one.name == other.name:
             raise DataError(f"{one} and {other} are both {where}/{one.name}; remove one of them")
 
 
-def _samples(source: Path, split: str, classes: Sequence[list[_Picture]]) -> Iterator[Sample]:
-    """Read the pictures in order; raise one DataError in the end that names the broken ones."""
-    pictures = [picture for each in classes for picture in each]
+def _samples(source: Path, split: str, classes: Sequence[list[_Image]]) -> Iterator[Sample]:
+    """Read the images in order; raise one DataError in the end that names the broken ones."""
+    images = [image for each in classes for image in each]
     labels = [label for label, each in enumerate(classes) for _ in each]
     bad: list[str] = []
-    contents = in_parts(lambda row: _read(pictures[row]), len(pictures))
-    for picture, label, content in zip(pictures, labels, contents, strict=True):
+    contents = in_parts(lambda row: _read(images[row]), len(images))
+    for image, label, content in zip(images, labels, contents, strict=True):
         if isinstance(content, bytes):
-            yield Sample(content, picture.path.rpartition(".")[2], label)
+            yield Sample(content, image.path.rpartition(".")[2], label)
         else:
-            bad.append(f"{picture}: {reason(content)}")
+            bad.append(f"{image}: {reason(content)}")
     if bad:
         shown = shorten(bad, between="\n  ")
         raise DataError(
-            f"{source}: {len(bad)} of {len(pictures)} pictures in {split} cannot be used; mend "
+            f"{source}: {len(bad)} of {len(images)} images in {split} cannot be used; mend "
             f"the archive, or unpack it and use: largebatch data index DIR --drop-bad\n  {shown}"
         )
 
 
-def _read(picture: _Picture) -> bytes | Exception:
-    """Return the bytes of a picture that can be used, or why it cannot."""
+def _read(image: _Image) -> bytes | Exception:
+    """Return the bytes of an image that can be used, or why it cannot."""
     try:
-        content = picture.files.read(picture.path)
+        content = image.files.read(image.path)
         measure_bytes(content)
-    except (*DAMAGED, BadPictureError) as error:
+    except (*DAMAGED, BadImageError) as error:
         return error
     return content

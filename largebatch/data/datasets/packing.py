@@ -1,7 +1,7 @@
 """Write data sets as WebDataset shards: `out/{train,val}/000000.tar` ... and `out/classes.txt`.
 
-Pictures keep their bytes and their order, so a sample has the same number in the shards as in the
-folder they come from, and a run on either sees the same pictures in the same order. (Who reads
+Images keep their bytes and their order, so a sample has the same number in the shards as in the
+folder they come from, and a run on either sees the same images in the same order. (Who reads
 shards from front to back without this package's index should shuffle: they are sorted by class.)
 """
 
@@ -28,7 +28,7 @@ S = TypeVar("S")
 
 
 class Sample(NamedTuple):
-    """One encoded picture."""
+    """One encoded image."""
 
     content: bytes
     extension: str
@@ -54,7 +54,7 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
     train, val = (load_or_read(root, split) for split in ("train", "val"))
     check_same_classes(train, val)
     if train.offsets is not None or val.offsets is not None:
-        raise DataError(f"{root}: there are shards already; expected folders of pictures")
+        raise DataError(f"{root}: there are shards already; expected folders of images")
     indexes = {"train": train, "val": val}
     data_set = DataSet(
         train.classes,
@@ -89,7 +89,7 @@ def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample]:
     try:
         yield from data_set.samples(split)
     except OSError as error:
-        raise DataError(f"the pictures of {split} cannot be read ({error})") from error
+        raise DataError(f"the images of {split} cannot be read ({error})") from error
 
 
 def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
@@ -125,7 +125,7 @@ class ShardWriter:
         self.num_shards = 0
 
     def add(self, content: bytes, *, extension: str, label: int) -> None:
-        """Write one encoded picture with its label; `extension` is without a dot."""
+        """Write one encoded image with its label; `extension` is without a dot."""
         files = {extension.lower(): content, LABEL: str(label).encode("ascii")}
         length = sum(BLOCK + _padded(len(each)) for each in files.values())
         end = tarfile.RECORDSIZE  # with which tarfile ends a file, at the most

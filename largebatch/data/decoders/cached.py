@@ -1,10 +1,10 @@
-"""Small sets, decoded once: crops, flips and resizing from pixels that are kept as bytes.
+"""Small sets, decoded once: crops, flips and resizing from pixels cached as bytes.
 
-On a processor threads cut and resize one picture after the other (`decode`). On a GPU the bytes are
-kept there and cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`): nothing
-is read, decoded or copied from the host but a few numbers for each picture, and nothing waits for
-the device. On a processor the batched products would do many times the arithmetic of resizing one
-picture after the other, and pay for small ones only.
+On a processor threads cut and resize one image after the other (`decode`). On a GPU the bytes stay
+there and are cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`): nothing is
+read, decoded or copied from the host but a few numbers for each image, and nothing waits for the
+device. On a processor the batched products would do many times the arithmetic of resizing one image
+after the other, and pay for small ones only.
 """
 
 from collections.abc import Iterable
@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from largebatch.data.decoders.pixel_cache import EACH, Kept, kept
-from largebatch.data.decoders.prefetch import Part, fill_ahead
+from largebatch.data.decoders.pixel_cache import EACH, PixelCache, make_cache
+from largebatch.data.decoders.prefetch import Part, prefetch
 from largebatch.data.decoders.resample import resample, resample_small
 from largebatch.data.types import Batch, Batches, BoolArray, Bytes, Floats, IntArray, Request, View
 from largebatch.errors import DataError
 from largebatch.recipe.sections import Interpolation
 
 SMALL = 40
-"""Up to how many pixels a side pictures of one size are resized together: one by one, two threads
+"""Up to how many pixels a side images of one size are resized together: one by one, two threads
 spend their time on handing Python's lock to each other. Weights of all boxes take 20 MB then."""
 
 AT_ONCE = 2**25
-"""How many pixels of pictures are resized at once; as floats they take twelve bytes each."""
+"""How many pixels of images are resized at once; as floats they take twelve bytes each."""
 
 
 def decode(
-    kept: Kept[Bytes],
+    cache: PixelCache[Bytes],
     requests: Iterable[Request],
     view: View,
     *,
@@ -42,14 +42,14 @@ def decode(
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
         rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
-        parts = [Part(r, partial(_fill, kept, request, r, view.interpolation)) for r in rows]
-        return kept.index.labels[request.samples], parts
+        parts = [Part(r, partial(_fill, cache, request, r, view.interpolation)) for r in rows]
+        return cache.index.labels[request.samples], parts
 
-    return fill_ahead(requests, divide, view=view, device=device, threads=threads)
+    return prefetch(requests, divide, view=view, device=device, threads=threads)
 
 
 def _fill(
-    kept: Kept[Bytes],
+    cache: PixelCache[Bytes],
     request: Request,
     rows: slice,
     interpolation: Interpolation,
@@ -58,8 +58,8 @@ def _fill(
     """Write what these rows of a request ask for into `pixels`."""
     samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
     size = pixels.shape[1:3]
-    if kept.alike is not None and max(*kept.alike.shape[1:3], *size) <= SMALL:
-        whole = kept.alike[samples]
+    if cache.alike is not None and max(*cache.alike.shape[1:3], *size) <= SMALL:
+        whole = cache.alike[samples]
         pixels[:] = resample_small(
             whole, boxes, flips, size=size[0], interpolation=interpolation
         ).transpose(0, 2, 3, 1)
@@ -67,33 +67,33 @@ def _fill(
     each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
     for sample, box, flip, out in each:
         # unsqueeze, not [None], whose stride of 0 would hide from PyTorch that channels come last.
-        part = torch.from_numpy(kept.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
+        part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
         resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)
         whole = resized.permute(0, 2, 3, 1).numpy()[0]
         out[:] = whole[:, ::-1] if flip else whole
 
 
-def upload(on_host: Kept[Bytes], device: torch.device) -> Kept[Tensor]:
+def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tensor]:
     """Copy the pixels to a device; raise DataError if they do not fit."""
     try:
         pixels = torch.from_numpy(on_host.pixels).to(device)
     except torch.OutOfMemoryError:
         raise DataError(
-            f"{on_host.index.root}: {len(on_host.pixels) / 1e9:.1f} GB of decoded pictures do not "
+            f"{on_host.index.root}: {len(on_host.pixels) / 1e9:.1f} GB of decoded images do not "
             f"fit on {device}; use execution.cache: memory"
         ) from None
-    return kept(on_host.index, pixels, on_host.starts)
+    return make_cache(on_host.index, pixels, on_host.starts)
 
 
-def decode_on_device(pictures: Kept[Tensor], requests: Iterable[Request], view: View) -> Batches:
+def decode_on_device(cache: PixelCache[Tensor], requests: Iterable[Request], view: View) -> Batches:
     """Return one batch for each request, in order."""
-    device = pictures.pixels.device
+    device = cache.pixels.device
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).mul_(255).view(3, 1, 1)
     for request in requests:
-        labels = pictures.index.labels[request.samples]
+        labels = cache.index.labels[request.samples]
         numbers = _copied(device, request.samples, *request.boxes.T, request.flips, labels)
-        images = _resized(pictures, request, numbers, view)
+        images = _resized(cache, request, numbers, view)
         yield Batch(images.sub_(center).div_(spread), numbers[-1])
 
 
@@ -109,14 +109,14 @@ def _copied(device: torch.device, *rows: IntArray | BoolArray) -> Tensor:
     return numbers.to(device, non_blocking=True)
 
 
-def _resized(pictures: Kept[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
+def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
     """Return N x 3 x H x W values 0 .. 255, made from AT_ONCE pixels at a time.
 
     `numbers` has the request's samples, boxes and flips, row by row.
     """
     size = view.image_size
-    if pictures.alike is not None:
-        pixels = pictures.alike[0].numel() // 3
+    if cache.alike is not None:
+        pixels = cache.alike[0].numel() // 3
     else:
         pixels = int(request.boxes[:, 2:].max(axis=0).prod())
     number = max(1, AT_ONCE // pixels)
@@ -124,10 +124,10 @@ def _resized(pictures: Kept[Tensor], request: Request, numbers: Tensor, view: Vi
     images = torch.empty(len(samples), 3, size, size, device=numbers.device)
     for first in range(0, len(images), number):
         part = slice(first, first + number)
-        if pictures.alike is not None:
-            parts, places = pictures.alike[samples[part]], boxes[part]
+        if cache.alike is not None:
+            parts, places = cache.alike[samples[part]], boxes[part]
         else:
-            parts = _cut_out(pictures, request.samples[part], request.boxes[part])
+            parts = _cut_out(cache, request.samples[part], request.boxes[part])
             places = boxes[part].clone()
             places[:, :2] = 0
         images[part] = resample(
@@ -136,11 +136,11 @@ def _resized(pictures: Kept[Tensor], request: Request, numbers: Tensor, view: Vi
     return images
 
 
-def _cut_out(pictures: Kept[Tensor], samples: IntArray, boxes: IntArray) -> Tensor:
+def _cut_out(cache: PixelCache[Tensor], samples: IntArray, boxes: IntArray) -> Tensor:
     """Return N x H x W x 3 bytes with a box in the upper left corner of each."""
     height, width = boxes[:, 2:].max(axis=0).tolist()
     shape = len(samples), height, width, 3
-    parts = torch.zeros(shape, dtype=torch.uint8, device=pictures.pixels.device)
+    parts = torch.zeros(shape, dtype=torch.uint8, device=cache.pixels.device)
     for part, sample, box in zip(parts, samples.tolist(), boxes.tolist(), strict=True):
-        part[: box[2], : box[3]] = pictures.part(sample, box)
+        part[: box[2], : box[3]] = cache.part(sample, box)
     return parts

@@ -53,7 +53,7 @@ def decode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
-    """What becomes of the pictures, and how to build pipelines that do it."""
+    """What becomes of the images, and how to build pipelines that do it."""
 
     dali: ModuleType
     index: Index
@@ -79,7 +79,7 @@ class _Graph:
         """Describe the pipeline: decode the box, resize, mirror and normalise."""
         fn, types, view = self.dali.fn, self.dali.types, self.view
         on_gpu = self.device.type == "cuda"
-        pictures, corners, shapes, flips = fn.external_source(
+        encoded, corners, shapes, flips = fn.external_source(
             source=inputs,
             num_outputs=4,
             dtype=[types.UINT8, types.INT32, types.INT32, types.INT32],
@@ -87,7 +87,7 @@ class _Graph:
             no_copy=not on_gpu,  # a GPU may still be reading when a batch is handed out
         )
         images = fn.decoders.image_slice(
-            pictures,
+            encoded,
             device="mixed" if on_gpu else "cpu",
             start=corners,
             shape=shapes,
@@ -132,7 +132,7 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
                 _name_culprit(graph, under_way)
                 raise
             reading, _ = under_way.popleft()
-            reader.take_back(reading)
+            reader.release(reading)
             labels = torch.from_numpy(index.labels[reading.request.samples])
             yield Batch(
                 dlpack.from_dlpack(images.as_tensor()), labels.to(device, non_blocking=True)
@@ -142,7 +142,7 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
 def _inputs(
     readings: Iterable[Reading], under_way: deque[_UnderWay]
 ) -> Generator[_Inputs, None, None]:
-    """Turn requests into the pipeline's inputs: pictures, corners, shapes and flips.
+    """Turn requests into the pipeline's inputs: images, corners, shapes and flips.
 
     DALI reads them where they are, so `under_way` holds them until their batch is finished.
     """
@@ -159,14 +159,14 @@ def _inputs(
 
 
 def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
-    """Raise DataError with the path of the picture over which a pipeline failed.
+    """Raise DataError with the path of the image over which a pipeline failed.
 
     DALI does not say which it was, so those under way are decoded again one by one. If every one
     can be, the fault lies elsewhere and this returns.
     """
     singles = [
-        (sample, (pictures[k : k + 1], corners[k : k + 1], shapes[k : k + 1], flips[k : k + 1]))
-        for reading, (pictures, corners, shapes, flips) in under_way
+        (sample, (encoded[k : k + 1], corners[k : k + 1], shapes[k : k + 1], flips[k : k + 1]))
+        for reading, (encoded, corners, shapes, flips) in under_way
         for k, sample in enumerate(reading.request.samples.tolist())
     ]
     inputs = (single for _, single in singles)
@@ -177,7 +177,7 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
         except RuntimeError as error:
             name = name_of(graph.index.locate(sample))
             raise DataError(
-                f"{name}: DALI cannot decode this picture ({_gist(error)}); replace or remove it"
+                f"{name}: DALI cannot decode this image ({_gist(error)}); replace or remove it"
             ) from error
 
 

@@ -3,7 +3,7 @@
 All workers of a machine map it, so the pixels are in memory once however many workers there are,
 and at once the next time.
 
-A file holds the pixels of all pictures, then a checksum of them and of the file's name, which
+A file holds the pixels of all images, then a checksum of them and of the file's name, which
 says the index's digest, FORMAT and the version of Pillow. A run would train on what a disk damaged
 and never know, so it reads a file through before it uses it (at 2.5 GB/s on one core, if the disk
 is that fast: CIFAR-10 takes 0.1 s, the 16 GB of LIMIT 7 s); a damaged one is made anew. Files that
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders.reader import open_reader, read_ahead
-from largebatch.data.decoders.torchvision import Picture, pictures_of, to_pillow
+from largebatch.data.decoders.torchvision import Encoded, encoded_images, to_pillow
 from largebatch.data.index.index import Index
 from largebatch.data.types import Bytes, IntArray
 from largebatch.distributed.backend import Backend
@@ -35,32 +35,32 @@ from largebatch.storage import CHECKSUM_BYTES, checksum, is_undamaged, user_cach
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 
 LIMIT = 16 * 2**30
-"""The most bytes of pixels that one split of a data set may have to be kept."""
+"""The most bytes of pixels that one split of a data set may have, to be cached."""
 
 FORMAT = 1
-"""Of the files, and of how pictures become bytes; files of another one are not used."""
+"""Of the files, and of how images become bytes; files of another one are not used."""
 
 UNUSED_DAYS = 30
 """After how many days without use a file of pixels is removed."""
 
 EACH = 128
-"""How many pictures a thread makes at a time."""
+"""How many images a thread makes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Generic[Pixels]):
-    """The pixels of all pictures of an index: H x W x 3 bytes each, one after the other."""
+class PixelCache(Generic[Pixels]):
+    """The pixels of all images of an index: H x W x 3 bytes each, one after the other."""
 
     index: Index
     pixels: Pixels
     starts: IntArray
-    """Where each picture begins."""
+    """Where each image begins."""
 
     alike: Pixels | None
-    """The same bytes as N x H x W x 3 where all pictures have one size."""
+    """The same bytes as N x H x W x 3 where all images have one size."""
 
     def part(self, sample: int, box: list[int]) -> Pixels:
-        """Return the box of a picture, H x W x 3, without copying."""
+        """Return the box of an image, H x W x 3, without copying."""
         top, left, height, width = box
         if self.alike is not None:
             return self.alike[sample, top : top + height, left : left + width]
@@ -70,19 +70,21 @@ class Kept(Generic[Pixels]):
         return whole[top : top + height, left : left + width]
 
 
-def kept(index: Index, pixels: Pixels, starts: IntArray) -> Kept[Pixels]:
-    """Put together what `Kept` holds."""
+def make_cache(index: Index, pixels: Pixels, starts: IntArray) -> PixelCache[Pixels]:
+    """Put together what a `PixelCache` holds."""
     high, wide = int(index.heights[0]), int(index.widths[0])
     one_size = bool((index.heights == high).all() and (index.widths == wide).all())
-    return Kept(index, pixels, starts, pixels.reshape(-1, high, wide, 3) if one_size else None)
+    return PixelCache(
+        index, pixels, starts, pixels.reshape(-1, high, wide, 3) if one_size else None
+    )
 
 
-def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
-    """Decode every picture of an index, unless that has been done before, and map the pixels.
+def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[Bytes]:
+    """Decode every image of an index, unless that has been done before, and map the pixels.
 
     Worker 0 writes the file, then the first worker of each other machine that does not find it: in
     a folder that machines share, nobody may replace what others have mapped. Raises DataError with
-    the path of a picture that cannot be decoded, or if there are too many pixels to keep.
+    the path of an image that cannot be decoded, or if there are too many pixels to cache.
     """
     sizes = 3 * index.heights * index.widths
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -101,11 +103,11 @@ def keep(index: Index, *, backend: Backend, threads: int) -> Kept[Bytes]:
         backend.barrier()
     # Mapped as private, since torch warns of bytes that cannot be written to; nobody writes.
     pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
-    return kept(index, pixels, starts)
+    return make_cache(index, pixels, starts)
 
 
 def _place(index: Index) -> Path:
-    """Return where the pixels of an index are kept, made by this version of what decodes them."""
+    """Return the file of the pixels of an index, made by this version of what decodes them."""
     assert index.digest, "an index that was read has a digest"
     name = f"{index.digest}.{FORMAT}.pillow-{PIL.__version__}.pixels"
     return user_cache() / "pixels" / name
@@ -139,7 +141,7 @@ def _write(path: Path, index: Index, threads: int) -> None:
     except OSError as error:
         size = int((3 * index.heights * index.widths).sum()) / 1e6
         raise DataError(
-            f"{path.parent}: {size:,.1f} MB of decoded pictures cannot be kept there "
+            f"{path.parent}: {size:,.1f} MB of decoded images cannot be written there "
             f"({error.strerror or error}); set XDG_CACHE_HOME to a folder that can be written to "
             "and has room for them, or decode them each time with --set execution.cache=null"
         ) from None
@@ -155,14 +157,14 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
-    """Give the pixels of every picture in turn; some hundreds are under way at a time."""
+    """Give the pixels of every image in turn; some hundreds are under way at a time."""
 
-    def to_bytes(picture: Picture) -> Bytes:
-        return np.asarray(to_pillow(picture))
+    def to_bytes(encoded: Encoded) -> Bytes:
+        return np.asarray(to_pillow(encoded))
 
     parts = (np.arange(n, min(n + 4 * EACH, len(index))) for n in range(0, len(index), 4 * EACH))
     whole = (clean_request(index, samples, image_size=1, resize=None) for samples in parts)
     with open_reader() as reader, ThreadPoolExecutor(threads) as pool:
         for reading in read_ahead(index, whole, reader):
-            yield from pool.map(to_bytes, pictures_of(index, reading))
-            reader.take_back(reading)
+            yield from pool.map(to_bytes, encoded_images(index, reading))
+            reader.release(reading)

@@ -1,4 +1,4 @@
-"""Batches that threads fill in ahead of their use, and normalise, part by part.
+"""Batches that threads make before they are used, part by part.
 
 A GPU is sent bytes, a quarter as much, and normalises them itself.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, View
 
 Order = TypeVar("Order")
-"""What says what a batch is to be: a request, alone or with bytes that were read for it."""
+"""What describes a batch: a request, alone or with bytes that were read for it."""
 
 
 AHEAD = 2
@@ -37,7 +37,7 @@ class _Scale(NamedTuple):
     spread: Tensor
 
 
-class _Filling(NamedTuple):
+class _Pending(NamedTuple):
     """A batch that is being filled in."""
 
     jobs: list[Future[None]]
@@ -48,7 +48,7 @@ class _Filling(NamedTuple):
     labels: IntArray
 
 
-def fill_ahead(
+def prefetch(
     orders: Iterable[Order],
     divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
     *,
@@ -63,13 +63,13 @@ def fill_ahead(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
     scale = _Scale(*(torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)))
     there = _Scale(*(each.to(device) for each in scale))
-    started: deque[_Filling] = deque()
+    started: deque[_Pending] = deque()
     try:
         for order in orders:
             labels, parts = divide(order)
-            filling = _room(labels, view.image_size, on_gpu=device.type == "cuda")
-            filling.jobs.extend(pool.submit(_make, part, filling, scale) for part in parts)
-            started.append(filling)
+            pending = _room(labels, view.image_size, on_gpu=device.type == "cuda")
+            pending.jobs.extend(pool.submit(_make, part, pending, scale) for part in parts)
+            started.append(pending)
             if len(started) > AHEAD:
                 yield _finish(started.popleft(), there)
         while started:
@@ -78,23 +78,23 @@ def fill_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def _room(labels: IntArray, size: int, *, on_gpu: bool) -> _Filling:
+def _room(labels: IntArray, size: int, *, on_gpu: bool) -> _Pending:
     if on_gpu:
         pixels = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=True)
-        return _Filling([], pixels.permute(0, 3, 1, 2), labels)
-    return _Filling([], torch.empty((len(labels), 3, size, size)), labels)
+        return _Pending([], pixels.permute(0, 3, 1, 2), labels)
+    return _Pending([], torch.empty((len(labels), 3, size, size)), labels)
 
 
-def _make(part: Part, filling: _Filling, scale: _Scale) -> None:
+def _make(part: Part, pending: _Pending, scale: _Scale) -> None:
     """Fill some rows in; with NumPy, whose operations start no threads of their own."""
-    images = filling.images.numpy()[part.rows]
+    images = pending.images.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))
     if images.dtype == np.float32:
         images -= scale.center.numpy()
         images /= scale.spread.numpy()
 
 
-def _finish(batch: _Filling, scale: _Scale) -> Batch:
+def _finish(batch: _Pending, scale: _Scale) -> Batch:
     """Wait for a batch; on a GPU, copy and normalise it there without waiting for that."""
     for job in batch.jobs:
         job.result()

@@ -1,6 +1,6 @@
-"""The bytes of encoded pictures: read ahead by threads, again where a read fails or hangs.
+"""The bytes of encoded images: read ahead by threads, again where a read fails or hangs.
 
-Pictures lie on disks and networks that fail or stand still for a moment, and a run of hours must
+Images lie on disks and networks that fail or stand still for a moment, and a run of hours must
 not end over that; nor may it wait for ever without saying for what. The threads are daemons, so
 one that hangs inside the operating system keeps neither a run nor the process from ending.
 
@@ -35,12 +35,12 @@ SLOW_SECONDS = 60.0
 
 
 def name_of(location: Location) -> str:
-    """Return the path of a picture, and its place where the file is a shard of many."""
+    """Return the path of an image, and its place where the file is a shard of many."""
     return f"{location.path}" + (f" (byte {location.offset})" if location.offset else "")
 
 
 def read(location: Location) -> bytes:
-    """Return the bytes of one picture; raise DataError with its path if no attempt succeeds."""
+    """Return the bytes of one image; raise DataError with its path if no attempt succeeds."""
     content = np.empty(location.num_bytes, dtype=np.uint8)
     try:
         _fill(content, location)
@@ -50,7 +50,7 @@ def read(location: Location) -> bytes:
 
 
 def _fill(content: Bytes, location: Location) -> None:
-    """Read a picture into `content`; raise OSError where the file is not what was indexed."""
+    """Read an image into `content`; raise OSError where the file is not what was indexed."""
     file = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if location.offset == 0:  # the whole file: shards begin with a header
@@ -78,7 +78,7 @@ def _read_again(location: Location, problem: OSError) -> Bytes:
 
     def in_a_thread() -> Bytes:
         share = _Share([location], [np.empty(location.num_bytes, dtype=np.uint8)])
-        threading.Thread(target=share.carry_out, name="read again", daemon=True).start()
+        threading.Thread(target=share.run, name="read again", daemon=True).start()
         if not share.done.wait(SLOW_SECONDS):
             raise _no_answer()
         if share.problems:
@@ -93,18 +93,18 @@ def _no_answer() -> OSError:
 
 
 class _Share:
-    """Some pictures of a batch, which one thread reads one after the other."""
+    """Some images of a batch, which one thread reads one after the other."""
 
     def __init__(self, locations: Sequence[Location], contents: Sequence[Bytes]) -> None:
         self.locations = locations
         self.contents = contents
         self.problems: dict[int, OSError] = {}
         self.done = threading.Event()
-        self.left = False
-        """Whether the thread was given up: should its read return, it takes no other share."""
+        self.abandoned = False
+        """Whether the thread hangs and was replaced: should its read return, it ends."""
 
         self.current = 0
-        """The picture that is being read."""
+        """The image that is being read."""
 
         self.seconds = 0.0
         """How long all of it took."""
@@ -112,8 +112,8 @@ class _Share:
         self._since: float | None = None
         """When that began; None: nothing has begun."""
 
-    def carry_out(self) -> None:
-        """Read the pictures into their places, noting which reads failed."""
+    def run(self) -> None:
+        """Read the images into their places, noting which reads failed."""
         begun = time.monotonic()
         for row, location in enumerate(self.locations):
             self.current, self._since = row, time.monotonic()
@@ -133,7 +133,7 @@ class _Share:
 
 
 class Reading:
-    """The pictures of a request while they are being read, all into one buffer."""
+    """The images of a request while they are being read, all into one buffer."""
 
     def __init__(
         self, request: Request, locations: Sequence[Location], buffer: Bytes, threads: int
@@ -146,14 +146,14 @@ class Reading:
         ends = list(accumulate(location.num_bytes for location in locations))
         starts = [0, *ends[:-1]]
         self.contents = [buffer[start:end] for start, end in zip(starts, ends, strict=True)]
-        """The encoded pictures."""
+        """The encoded images."""
 
         parts = (slice(first, None, threads) for first in range(threads))
         self.shares = [_Share(locations[part], self.contents[part]) for part in parts]
 
 
 class Reader:
-    """Reads pictures in threads of its own; `open_reader` makes one."""
+    """Reads images in threads of its own; `open_reader` makes one."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Share | None] = SimpleQueue()
@@ -165,7 +165,7 @@ class Reader:
             self._add_thread(None)
 
     def start(self, index: Index, request: Request) -> Reading:
-        """Begin to read the pictures of a request; `finish` waits for them."""
+        """Begin to read the images of a request; `finish` waits for them."""
         locations = [index.locate(sample) for sample in request.samples.tolist()]
         room = self._room(sum(location.num_bytes for location in locations))
         reading = Reading(request, locations, room, self._sharing)
@@ -174,14 +174,14 @@ class Reader:
         return reading
 
     def finish(self, reading: Reading) -> None:
-        """Wait for the pictures; raise DataError with the path of one that cannot be read."""
+        """Wait for the images; raise DataError with the path of one that cannot be read."""
         for first, share in enumerate(reading.shares):
             reading.contents[first :: len(reading.shares)] = self._finish(share, reading)
         seconds = sum(share.seconds for share in reading.shares)
         self._sharing = min(THREADS, 1 + int(seconds / THREAD_SECONDS))
 
-    def take_back(self, reading: Reading) -> None:
-        """Let the memory of pictures that nobody uses any more be used again."""
+    def release(self, reading: Reading) -> None:
+        """Let the memory of images that nobody uses any more be used again."""
         if reading.buffer is not None:
             self._free.append(reading.buffer)
             reading.buffer = None
@@ -199,10 +199,10 @@ class Reader:
         following = None
         contents, problems = list(share.contents), share.problems
         if not share.wait():
-            # Its read may end this very moment. Then one picture is read twice and one more thread
+            # Its read may end this very moment. Then one image is read twice and one more thread
             # comes and goes, which does no harm: all write the same bytes to the same place.
-            share.left, hung = True, share.current
-            reading.buffer = None  # the thread that is given up may still write into it
+            share.abandoned, hung = True, share.current
+            reading.buffer = None  # the thread that was replaced may still write into it
             following = _Share(share.locations[hung + 1 :], share.contents[hung + 1 :])
             contents, problems = contents[: hung + 1], {**problems, hung: _no_answer()}
             self._add_thread(following)  # at once: others may hang in what is queued
@@ -227,8 +227,8 @@ class Reader:
         share = share or self._jobs.get()
         while share is not None:
             if not self._closed:
-                share.carry_out()
-            if share.left:
+                share.run()
+            if share.abandoned:
                 return  # another thread has taken the place of this one
             share = self._jobs.get()
 
@@ -244,7 +244,7 @@ def open_reader() -> Iterator[Reader]:
 
 
 def read_ahead(index: Index, requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
-    """Give each request with its pictures read, while those of the next are being read."""
+    """Give each request with its images read, while those of the next are being read."""
     waiting: Reading | None = None
     for request in requests:
         started = reader.start(index, request)

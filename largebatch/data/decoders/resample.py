@@ -1,7 +1,7 @@
-"""Cut out, resize and mirror a batch of pictures at once, as torchvision would one by one.
+"""Cut out, resize and mirror a batch of images at once, as torchvision would one by one.
 
-Resizing is separable: out = Wy . picture . Wx^T, with a row of weights for each output pixel. Boxes
-differ from picture to picture, so each has weights of its own, and a batch is two batched matrix
+Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel. Boxes
+differ from image to image, so each has weights of its own, and a batch is two batched matrix
 products. Like PyTorch on bytes, and Pillow until version 13, which begins with the height of a tall
 box, it resizes the width first and rounds to whole values between the two.
 """
@@ -17,21 +17,21 @@ from largebatch.recipe.sections import Interpolation
 
 
 def resample(
-    pictures: Tensor, boxes: Tensor, flips: Tensor, *, size: int, interpolation: Interpolation
+    images: Tensor, boxes: Tensor, flips: Tensor, *, size: int, interpolation: Interpolation
 ) -> Tensor:
     """Resize the boxes of N x H x W x 3 bytes to N x 3 x size x size floats of whole 0 .. 255.
 
     `boxes` is N x 4: top, left, height, width; `flips` N: mirror left to right. The filter is
     widened where a box is made smaller, and sees nothing outside of the box.
     """
-    number, height, width, _ = pictures.shape
+    number, height, width, _ = images.shape
     top, left, box_height, box_width = boxes.to(torch.float32).unbind(dim=1)
-    places = torch.arange(size, device=pictures.device).expand(number, size)
+    places = torch.arange(size, device=images.device).expand(number, size)
     across = torch.where(flips[:, None], places.flip(1), places)
     rows = _weights(top, box_height, places, num_pixels=height, interpolation=interpolation)
     columns = _weights(left, box_width, across, num_pixels=width, interpolation=interpolation)
 
-    planes = pictures.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     narrow = _whole(torch.bmm(planes.view(number, 3 * height, width), columns.transpose(1, 2)))
     narrow = narrow.view(number, 3, height, size).transpose(1, 2).reshape(number, height, 3 * size)
     result = _whole(torch.bmm(rows, narrow))
@@ -39,7 +39,7 @@ def resample(
 
 
 def resample_small(
-    pictures: Bytes,
+    images: Bytes,
     boxes: IntArray,
     flips: BoolArray,
     *,
@@ -48,15 +48,15 @@ def resample_small(
 ) -> Floats:
     """Do on a processor what `resample` does, with weights that are looked up.
 
-    For small pictures, which have few boxes; by NumPy, whose operations start no threads.
+    For small images, which have few boxes; by NumPy, whose operations start no threads.
     """
-    number, height, width, _ = pictures.shape
+    number, height, width, _ = images.shape
     top, left, box_height, box_width = boxes.T
     rows = _all_weights(height, size, interpolation)[0, top, box_height - 1]
     columns = _all_weights(width, size, interpolation)[flips.astype(int), left, box_width - 1]
 
     planes = np.empty((number, 3, height, width), dtype=np.float32)
-    planes[:] = pictures.transpose(0, 3, 1, 2)
+    planes[:] = images.transpose(0, 3, 1, 2)
     narrow = planes.reshape(number, 3 * height, width) @ columns.transpose(0, 2, 1)
     narrow = _to_whole(narrow).reshape(number, 3, height, size)
     return _to_whole(rows[:, None] @ narrow)

@@ -1,6 +1,6 @@
-"""Pictures that are made up: try a recipe, or time training, without any data.
+"""Images that are made up: try a recipe, or time training, without any data.
 
-A picture is a pure function of its sample number: half its class's pattern and half noise of its
+An image is a pure function of its sample number: half its class's pattern and half noise of its
 own, both a few random colours interpolated, so a model can learn the classes. Boxes and flips are
 applied as a decoder would, on the device, in one operation a batch.
 """
@@ -19,11 +19,11 @@ from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
 from largebatch.data.types import Batch, Batches, IntArray, Request, View
 
 SIDE = 8
-"""A picture is SIDE x SIDE colours, interpolated."""
+"""An image is SIDE x SIDE colours, interpolated."""
 
 
 def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
-    """List square pictures whose label is their number modulo the number of classes.
+    """List square images whose label is their number modulo the number of classes.
 
     Every worker holds the labels, 10 MB for as many as ImageNet has, and nothing else that grows.
     """
@@ -54,22 +54,22 @@ def decode(
         labels = index.labels[request.samples]
         noise = _colours(Stream.NOISE, request.samples)
         pattern = _colours(Stream.PATTERN, labels)
-        pictures = torch.from_numpy((pattern + noise) / 2).to(device, non_blocking=True)
+        whole = torch.from_numpy((pattern + noise) / 2).to(device, non_blocking=True)
         shape = [len(labels), 3, view.image_size, view.image_size]
         grid = F.affine_grid(_placement(index, request).to(device), shape, align_corners=False)
-        images = F.grid_sample(pictures, grid, padding_mode="border", align_corners=False)
+        images = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)
         yield Batch(images.sub_(center).div_(spread), torch.from_numpy(labels).to(device))
 
 
 def _colours(stream: Stream, numbers: IntArray) -> np.ndarray:
-    """Return N x 3 x SIDE x SIDE values in [0, 1); each picture depends on its number alone."""
+    """Return N x 3 x SIDE x SIDE values in [0, 1); each image depends on its number alone."""
     blocks = 3 * SIDE * SIDE // WORDS_PER_BLOCK
     words = [random_words(0, stream, block=n * blocks, num_blocks=blocks) for n in numbers.tolist()]
     return (np.stack(words).reshape(-1, 3, SIDE, SIDE) / 2.0**64).astype(np.float32)
 
 
 def _placement(index: Index, request: Request) -> Tensor:
-    """Return N x 2 x 3 matrices from output to picture coordinates, both -1 .. 1 edge to edge."""
+    """Return N x 2 x 3 matrices from output to image coordinates, both -1 .. 1 edge to edge."""
     sizes = np.stack([index.heights, index.widths], axis=-1)[request.samples]
     scale = request.boxes[:, 2:] / sizes
     shift = 2 * request.boxes[:, :2] / sizes + scale - 1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.data.decoders.prefetch import Part, fill_ahead
+from largebatch.data.decoders.prefetch import Part, prefetch
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index, Location
 from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
@@ -20,8 +20,8 @@ from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
 
-class Picture(NamedTuple):
-    """An encoded picture, and what the index says of it."""
+class Encoded(NamedTuple):
+    """An encoded image, and what the index says of it."""
 
     location: Location
     content: Bytes
@@ -51,51 +51,51 @@ def _decode(
 ) -> Batches:
     def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
         request = reading.request
-        each = zip(pictures_of(index, reading), request.boxes, request.flips, strict=True)
+        each = zip(encoded_images(index, reading), request.boxes, request.flips, strict=True)
         parts = [
-            Part(slice(row, row + 1), partial(_decode_one, view, *picture))
-            for row, picture in enumerate(each)
+            Part(slice(row, row + 1), partial(_decode_one, view, *encoded))
+            for row, encoded in enumerate(each)
         ]
         return index.labels[request.samples], parts
 
     with open_reader() as reader:
         readings = read_ahead(index, requests, reader)
-        yield from fill_ahead(readings, divide, view=view, device=device, threads=threads)
+        yield from prefetch(readings, divide, view=view, device=device, threads=threads)
 
 
-def pictures_of(index: Index, reading: Reading) -> list[Picture]:
-    """Return the pictures that were read."""
+def encoded_images(index: Index, reading: Reading) -> list[Encoded]:
+    """Return the images that were read."""
     samples = reading.request.samples
     heights, widths = index.heights[samples].tolist(), index.widths[samples].tolist()
     each = zip(reading.locations, reading.contents, heights, widths, strict=True)
-    return [Picture(*picture) for picture in each]
+    return [Encoded(*one) for one in each]
 
 
-def to_pillow(picture: Picture) -> Image.Image:
-    """Decode a whole picture to RGB; raise DataError with its path where that cannot be done."""
+def to_pillow(encoded: Encoded) -> Image.Image:
+    """Decode a whole image to RGB; raise DataError with its path where that cannot be done."""
     try:
-        with Image.open(io.BytesIO(picture.content.data)) as image:
+        with Image.open(io.BytesIO(encoded.content.data)) as image:
             pixels = image.convert("RGB")
     except Exception as error:  # Pillow raises all kinds over a damaged file
-        name = name_of(picture.location)
-        raise DataError(f"{name}: Pillow cannot decode this picture: {error}") from error
-    if pixels.size != (picture.width, picture.height):
+        name = name_of(encoded.location)
+        raise DataError(f"{name}: Pillow cannot decode this image: {error}") from error
+    if pixels.size != (encoded.width, encoded.height):
         raise DataError(
-            f"{name_of(picture.location)}: the picture has {pixels.height} x {pixels.width} "
-            f"pixels, {picture.height} x {picture.width} in the index; run `largebatch data index` "
+            f"{name_of(encoded.location)}: the image has {pixels.height} x {pixels.width} "
+            f"pixels, {encoded.height} x {encoded.width} in the index; run `largebatch data index` "
             "again"
         )
     return pixels
 
 
 def _decode_one(
-    view: View, picture: Picture, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
+    view: View, encoded: Encoded, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
 ) -> None:
-    """Write the part of a picture that was asked for into `pixels`, 1 x H x W x 3."""
+    """Write the part of an image that was asked for into `pixels`, 1 x H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
     part = functional.resized_crop(
-        to_pillow(picture),
+        to_pillow(encoded),
         *box.tolist(),
         list(pixels.shape[1:3]),
         InterpolationMode(view.interpolation),

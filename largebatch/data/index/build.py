@@ -1,10 +1,10 @@
-"""Read the header of every picture of a split and put the results into arrays.
+"""Read the header of every image of a split and put the results into arrays.
 
 The arrays, with what a header of plain values says about them, are the content of an index file.
 Threads, because they mostly wait for the storage; Python's lock lets them read ten thousand headers
 a second, so a million images take less than two minutes on any number of cores.
 
-An image is judged by its header, which Pillow reads, and by the mark of its end: how large it is,
+An image is checked by its header, which Pillow reads, and by the mark of its end: how large it is,
 whether it can be used and is whole. The pixels of JPEG and PNG, which large data sets are made of,
 are not decoded; the decoder finds data that is broken in the middle.
 """
@@ -61,8 +61,8 @@ OTHER_FRAMES = re.compile(rb"\xff([\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..\x08(....)
 """Frame headers of lossless, hierarchical and arithmetic JPEGs: their marker, height and width."""
 
 
-class BadPictureError(Exception):
-    """A picture cannot be used; the message is the reason."""
+class BadImageError(Exception):
+    """An image cannot be used; the message is the reason."""
 
 
 class Size(NamedTuple):
@@ -73,9 +73,9 @@ class Size(NamedTuple):
 
 
 def measure(read: Read, num_bytes: int) -> Size:
-    """Return the size of an encoded image of this length, or raise BadPictureError."""
+    """Return the size of an encoded image of this length, or raise BadImageError."""
     if num_bytes == 0:
-        raise BadPictureError("the file is empty")
+        raise BadImageError("the file is empty")
     start = read(0, len(PNG))
     if start.startswith(JPEG):
         return _jpeg(read, num_bytes)
@@ -102,7 +102,7 @@ def _jpeg(read: Read, num_bytes: int) -> Size:
     size, header = _header(read, JpegImageFile)
     for found in OTHER_FRAMES.finditer(header):  # Pillow does not say which frame header it read
         if found[2] == struct.pack(">HH", *size):
-            raise BadPictureError(
+            raise BadImageError(
                 f"it is a JPEG of process SOF{found[1][0] - 0xC0}, expected baseline or progressive"
             )
     _require_end(read, num_bytes, JPEG_END, after=len(header))
@@ -112,7 +112,7 @@ def _jpeg(read: Read, num_bytes: int) -> Size:
 def _png(read: Read, num_bytes: int) -> Size:
     size, header = _header(read, PngImageFile)
     if header[PNG_DEPTH] > 8:
-        raise BadPictureError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
+        raise BadImageError(f"it has {header[PNG_DEPTH]} bits a channel, expected at most 8")
     _require_end(read, num_bytes, PNG_END, after=len(header))
     return size
 
@@ -131,8 +131,8 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
             if image.tile:  # the data begins here
                 return _sane(image.height, image.width), content[: file.tell()]
         if file.read(1):
-            raise BadPictureError(f"its header cannot be read: {problem}")
-    raise BadPictureError(
+            raise BadImageError(f"its header cannot be read: {problem}")
+    raise BadImageError(
         f"it is cut off in the header, or the header is longer than {MAX_HEADER:,} bytes"
     )
 
@@ -142,16 +142,16 @@ def _other(content: bytes) -> Size:
     try:
         with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
             if image.mode not in MODES:
-                raise BadPictureError(f"its pixels are {image.mode}, expected 8 bits per channel")
+                raise BadImageError(f"its pixels are {image.mode}, expected 8 bits per channel")
             size = _sane(image.height, image.width)
             if image.format != "WEBP":  # whose opening has looked for all of its parts
                 image.load()
-    except BadPictureError:
+    except BadImageError:
         raise
     except UnidentifiedImageError:
-        raise BadPictureError("no readable picture") from None
+        raise BadImageError("no readable image") from None
     except Exception as error:  # Pillow raises all kinds over a damaged file
-        raise BadPictureError(str(error) or type(error).__name__) from None
+        raise BadImageError(str(error) or type(error).__name__) from None
     return size
 
 
@@ -163,15 +163,15 @@ def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None
     """
     start = max(after, num_bytes - TAIL)
     if mark not in read(start, TAIL) and mark not in read(after, num_bytes):
-        raise BadPictureError("it is cut off: the mark of its end is missing")
+        raise BadImageError("it is cut off: the mark of its end is missing")
 
 
 def _sane(height: int, width: int) -> Size:
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
-        raise BadPictureError(f"it is {height} x {width} pixels, expected 1 to {MAX_SIDE} a side")
+        raise BadImageError(f"it is {height} x {width} pixels, expected 1 to {MAX_SIDE} a side")
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and height * width > limit:
-        raise BadPictureError(
+        raise BadImageError(
             f"it is {height} x {width} pixels, more than the {limit:,} beyond which Pillow "
             f"suspects an attack (a decompression bomb)"
         )
@@ -179,9 +179,9 @@ def _sane(height: int, width: int) -> Size:
 
 
 def build(source: Source, *, progress: Progress | None = None) -> Content:
-    """Measure every picture of a split; those that cannot be used are listed and left out."""
+    """Measure every image of a split; those that cannot be used are listed and left out."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of what is judged here
+        warnings.simplefilter("ignore")  # Pillow's, of what is checked here
         build_kind = _build_shards if source.shards else _build_files
         arrays, bad = build_kind(source, progress or (lambda _done, _total: None))
     header: dict[str, Any] = {
@@ -220,9 +220,8 @@ def _build_files(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]
     measured = np.concatenate(sizes)
     names = [os.fsencode(name) for folder in source.folders for name in folder.names]
     usable = measured[:, 0] > 0
-    kept = np.flatnonzero(usable)
-    listed_names = [names[row] for row in kept.tolist()]
-    blob = b"".join(listed_names)
+    usable_names = [names[row] for row in np.flatnonzero(usable).tolist()]
+    blob = b"".join(usable_names)
     assert len(blob) < 2**32, "names of 4 GB and more need wider numbers"
     return {
         "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
@@ -231,7 +230,7 @@ def _build_files(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]
         "num_bytes": _column(source, "sizes")[usable],
         "mtimes": _column(source, "mtimes")[usable],
         "names": np.frombuffer(blob, dtype=np.uint8),
-        "name_ends": np.cumsum([len(name) for name in listed_names], dtype=np.uint32),
+        "name_ends": np.cumsum([len(name) for name in usable_names], dtype=np.uint32),
     }, bad
 
 
@@ -240,21 +239,21 @@ def _column(source: Source, field: str) -> IntArray:
 
 
 def _parts(source: Source) -> Iterator[tuple[ClassFolder, range]]:
-    """Divide the pictures into jobs of one class each."""
+    """Divide the images into jobs of one class each."""
     for folder in source.folders:
         for start in range(0, len(folder.names), PART):
             yield folder, range(start, min(start + PART, len(folder.names)))
 
 
 def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[IntArray, list[Bad]]:
-    """Return the sizes of some pictures of a class, 0 x 0 for those that cannot be used."""
+    """Return the sizes of some images of a class, 0 x 0 for those that cannot be used."""
     sizes, bad = np.zeros((len(rows), 2), dtype=np.int64), []
     for place, row in enumerate(rows):
         path = f"{source.split}/{folder.name}/{folder.names[row]}"
         facts = folder.sizes[row], folder.mtimes[row]
         try:
             sizes[place] = _measure_file(f"{source.root}/{path}", folder.sizes[row])
-        except BadPictureError as error:
+        except BadImageError as error:
             bad.append(Bad(path, str(error), *facts))
     return sizes, bad
 
@@ -273,13 +272,13 @@ def _open_and_measure(path: str, num_bytes: int) -> Size:
         try:
             # What is no file has no length.
             if not num_bytes and not stat.S_ISREG(os.fstat(file).st_mode):
-                raise BadPictureError("it is no file but a folder, a pipe or a device")
+                raise BadImageError("it is no file but a folder, a pipe or a device")
             return measure_part(file, 0, num_bytes)
         finally:
             os.close(file)
     except OSError as error:
         if error.errno in OF_THE_FILE:
-            raise BadPictureError(os.strerror(error.errno)) from None
+            raise BadImageError(os.strerror(error.errno)) from None
         raise
 
 
@@ -300,7 +299,7 @@ def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]
 
 
 def _measure_shard(source: Source, shard: Shard) -> tuple[IntArray, list[Bad]]:
-    """Return label, height, width, offset and length of every picture of a shard."""
+    """Return label, height, width, offset and length of every image of a shard."""
     path = source.root / source.split / shard.name
     rows, bad = [], []
     file = os.open(path, os.O_RDONLY)
@@ -308,10 +307,10 @@ def _measure_shard(source: Source, shard: Shard) -> tuple[IntArray, list[Bad]]:
         for found in read_shard(path, len(source.classes)):
             try:
                 if isinstance(found, Unusable):
-                    raise BadPictureError(found.reason)
+                    raise BadImageError(found.reason)
                 size = measure_part(file, found.offset, found.num_bytes)
                 rows.append((found.label, *size, found.offset, found.num_bytes))
-            except BadPictureError as error:
+            except BadImageError as error:
                 bad.append(Bad(f"{source.split}/{shard.name}/{found.name}", str(error)))
     finally:
         os.close(file)

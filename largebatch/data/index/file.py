@@ -71,7 +71,7 @@ def _divide(
 
 
 class Bad(NamedTuple):
-    """A picture that cannot be used."""
+    """An image that cannot be used."""
 
     path: str
     """From the root; of one in a shard, the shard's with the member's name."""
@@ -83,7 +83,7 @@ class Bad(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What an index file holds: the pictures that can be used, and those that cannot."""
+    """What an index file holds: the images that can be used, and those that cannot."""
 
     header: dict[str, Any]
     arrays: Arrays
@@ -92,7 +92,7 @@ class Content(NamedTuple):
 
     @property
     def bad(self) -> tuple[Bad, ...]:
-        """The pictures that were left out."""
+        """The images that were left out."""
         return tuple(Bad(*each) for each in self.header["bad"])
 
 
@@ -135,7 +135,7 @@ class Paths(Sequence[str]):
 
 
 def paths(header: Header, arrays: Arrays) -> Paths:
-    """Return the paths that an index file states: pictures in class folders, or shards."""
+    """Return the paths that an index file states: images in class folders, or shards."""
     split = header["split"]
     if "shards" in arrays:
         return Paths([f"{split}/{name}" for name, *_ in header["shards"]], arrays["shards"])

@@ -37,7 +37,7 @@ MOST = 20_000
 
 @dataclass(frozen=True, slots=True)
 class ClassFolder:
-    """The pictures of one class, sorted bytewise, with their lengths and times of change."""
+    """The images of one class, sorted bytewise, with their lengths and times of change."""
 
     name: str
     mtime: int
@@ -78,8 +78,8 @@ def scan(root: Path, split: str) -> Source:
     empty = [scanned.name for scanned in folders if not scanned.names]
     if empty:
         raise DataError(
-            f"{folder}: {len(empty)} of {len(names)} class folders hold no pictures "
-            f"({' '.join(EXTENSIONS)}): {shorten(empty)}; add pictures or remove the folders, or "
+            f"{folder}: {len(empty)} of {len(names)} class folders hold no images "
+            f"({' '.join(EXTENSIONS)}): {shorten(empty)}; add images or remove the folders, or "
             "copy what lies in folders below: largebatch data import imagefolder"
         )
     return Source(root, split, classes=names, folders=folders)
@@ -114,15 +114,15 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
 
 
 def scan_class(folder: Path, name: str) -> ClassFolder:
-    """List the pictures of one class."""
+    """List the images of one class."""
     mtime = (folder / name).stat().st_mtime_ns  # before listing: what is added later shows
     with os.scandir(folder / name) as entries:
         found = [
             (os.fsencode(entry.name), entry.name, _stat(entry))
             for entry in entries
-            if is_picture(entry.name) and not entry.is_dir()
+            if is_image(entry.name) and not entry.is_dir()
         ]
-    found.sort(key=lambda picture: picture[0])
+    found.sort(key=lambda image: image[0])
     return ClassFolder(
         name=name,
         mtime=mtime,
@@ -150,13 +150,13 @@ def read_classes(root: Path) -> tuple[str, ...]:
     return names
 
 
-def is_picture(name: str) -> bool:
-    """Say whether a file of this name is taken for a picture."""
+def is_image(name: str) -> bool:
+    """Return whether a file of this name is taken for an image."""
     return visible(name) and name.lower().endswith(EXTENSIONS)
 
 
 def visible(name: str) -> bool:
-    """Say whether a name is not a hidden one."""
+    """Return whether a name is not a hidden one."""
     return not name.startswith(".")
 
 
@@ -240,7 +240,7 @@ def _folder(content: Content, known: Paths, root: Path, label: int) -> str | Non
     bad = [path for path, *_ in content.bad if path.startswith(f"{place}/")]
     then += [path.removeprefix(f"{place}/") for path in bad]
     now = scan_class(root / header["split"], name).names
-    return _names(place, "pictures", then, now) or _files(content, known, root, rows)
+    return _names(place, "images", then, now) or _files(content, known, root, rows)
 
 
 def _bad_files(content: Content, root: Path) -> str | None:

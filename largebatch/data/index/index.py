@@ -1,7 +1,7 @@
-"""What pictures exist: where, label, height and width, read and checked once.
+"""What images exist: where, label, height and width, read and checked once.
 
-A broken picture must be reported before a run starts, with its path, and never in the middle of
-it. What was found is kept in one file beside the pictures, which every worker of a machine maps
+A broken image must be reported before a run starts, with its path, and never in the middle of
+it. What was found is stored in one file beside the images, which every worker of a machine maps
 into memory, and refused once the folder is another than it was.
 """
 
@@ -24,7 +24,7 @@ from largebatch.storage import Progress, user_cache, write_whole
 
 
 class Location(NamedTuple):
-    """The bytes of one encoded picture."""
+    """The bytes of one encoded image."""
 
     path: Path
     offset: int
@@ -35,7 +35,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """The pictures of one split in a fixed order. A sample's number is its row."""
+    """The images of one split in a fixed order. A sample's number is its row."""
 
     root: Path
     """The folder that holds the splits; `paths` begin from it."""
@@ -52,19 +52,19 @@ class Index:
     """In pixels as stored: no decoder applies EXIF orientation, so it is not applied here."""
 
     num_bytes: IntArray | None = None
-    """Lengths of the encoded pictures; None where there are none to read."""
+    """Lengths of the encoded images; None where there are none to read."""
 
     offsets: IntArray | None = None
     """Where they begin in their files; None: each is a whole file."""
 
     mtimes: IntArray | None = None
-    """Of the files, in nanoseconds; None where files hold many pictures, or there are none."""
+    """Of the files, in nanoseconds; None where files hold many images, or there are none."""
 
     bad: tuple[Bad, ...] = ()
-    """Pictures that cannot be used and were left out."""
+    """Images that cannot be used and were left out."""
 
     digest: str = ""
-    """Of the content: two indexes with one digest list the same pictures."""
+    """Of the content: two indexes with one digest list the same images."""
 
     trained: IntArray | None = None
     """The samples that a run may train on, rising; None: all of them."""
@@ -74,33 +74,33 @@ class Index:
 
     @property
     def identity(self) -> dict[str, object]:
-        """How many pictures there are, and the digest, as in a record; None: they are made up."""
+        """How many images there are, and the digest, as in a record; None: they are made up."""
         return {"samples": len(self), "digest": self.digest or None}
 
     def locate(self, sample: int) -> Location:
-        """Return the file that holds a sample, and which bytes of it are the encoded picture."""
-        assert self.num_bytes is not None, "these pictures are made up, not read"
+        """Return the file that holds a sample, and which bytes of it are the encoded image."""
+        assert self.num_bytes is not None, "these images are made up, not read"
         offset = 0 if self.offsets is None else int(self.offsets[sample])
         mtime = None if self.mtimes is None else int(self.mtimes[sample])
         return Location(self.root / self.paths[sample], offset, int(self.num_bytes[sample]), mtime)
 
 
-class BadPicturesError(DataError):
-    """Some pictures cannot be used; `bad` lists all of them, the message the first ones."""
+class BadImagesError(DataError):
+    """Some images cannot be used; `bad` lists all of them, the message the first ones."""
 
     def __init__(self, root: Path, split: str, content: Content) -> None:
         self.bad = content.bad
         lines = [f"{path}: {reason}" for path, reason, *_ in self.bad]
         total = len(self.bad) + len(content.arrays["labels"])
         super().__init__(
-            f"{root}: {len(self.bad)} of {total} pictures in {split} cannot be used; replace or "
+            f"{root}: {len(self.bad)} of {total} images in {split} cannot be used; replace or "
             f"remove them, or leave them out with: largebatch data index {root} --drop-bad\n  "
             + shorten(lines, between="\n  ")
         )
 
 
 def cached_at(root: Path, name: str) -> Path:
-    """Return where the user's cache keeps an index of pictures in `root`."""
+    """Return where the user's cache holds an index of images in `root`."""
     number = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     return user_cache() / "index" / f"{number}-{name}.index"
 
@@ -111,22 +111,22 @@ def load_or_read(root: Path, split: str) -> Index:
 
 
 def read_folder(root: Path, split: str) -> Index:
-    """Read the header of every picture of a split and return the index, without keeping it.
+    """Read the header of every image of a split and return the index, without keeping it.
 
-    Labels number the class folders, sorted bytewise like the pictures in them; samples in shards
-    stay in their order. Raises DataError that says what is wrong with the folder or the pictures.
+    Labels number the class folders, sorted bytewise like the images in them; samples in shards
+    stay in their order. Raises DataError that says what is wrong with the folder or the images.
     """
     return index_of(_read(root, split), root)
 
 
 def open_content(root: Path, split: str, *, every_file: bool = False) -> Content:
-    """Return the index kept for this folder; where there is none, read the folder and keep one.
+    """Return the index stored for this folder; where there is none, read the folder and store one.
 
     `every_file`: compare them all now, since they will not be read. Raises DataError where the
     folder is no longer what its index says.
     """
     reasons = []
-    for content in kept(root, split):
+    for content in find_stored(root, split):
         changed = _difference(content, root, every_file=every_file)
         if changed is None:
             return content
@@ -139,10 +139,10 @@ def open_content(root: Path, split: str, *, every_file: bool = False) -> Content
     return make(root, split)
 
 
-def kept(root: Path, split: str) -> Iterator[Content]:
-    """Give the indexes kept for this folder, the best place first; any may be out of date.
+def find_stored(root: Path, split: str) -> Iterator[Content]:
+    """Give the indexes stored for this folder, the best place first; any may be out of date.
 
-    One beside the pictures may be: where nothing can be written there, a newer one is elsewhere.
+    One beside the images may be: where nothing can be written there, a newer one is elsewhere.
     """
     for place in _places(root, split):
         try:
@@ -153,7 +153,7 @@ def kept(root: Path, split: str) -> Iterator[Content]:
 
 
 def load_file(file: Path) -> Content:
-    """Map a kept index; raise OSError or ValueError where no whole one of this format is."""
+    """Map a stored index; raise OSError or ValueError where no whole one of this format is."""
     content = Content(*open_mapped(file), file)
     if content.header["format"] != FORMAT:
         raise ValueError(f"index format {content.header['format']}, expected {FORMAT}")
@@ -163,9 +163,9 @@ def load_file(file: Path) -> Content:
 def make(
     root: Path, split: str, *, drop_bad: bool = False, progress: Progress | None = None
 ) -> Content:
-    """Read the header of every picture of a split and keep the index; refuse or drop bad ones.
+    """Read the header of every image of a split and store the index; refuse or drop bad ones.
 
-    It is kept beside the pictures, in the user's cache where that folder cannot be written to, and
+    It is stored beside the images, in the user's cache where that folder cannot be written to, and
     nowhere if that cannot be written to either.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
@@ -177,15 +177,15 @@ def make(
 
 
 def refresh(root: Path, split: str, *, drop_bad: bool, progress: Progress) -> Content:
-    """Return a kept index if every file is as it says, else make it anew."""
-    for content in kept(root, split):
+    """Return a stored index if every file is as it states, else make it anew."""
+    for content in find_stored(root, split):
         if _difference(content, root, every_file=True) is None:
             return content
     return make(root, split, drop_bad=drop_bad, progress=progress)
 
 
 def index_of(content: Content, root: Path) -> Index:
-    """Return the index whose content this is, of the pictures in `root`."""
+    """Return the index whose content this is, of the images in `root`."""
     header, arrays, _ = content
     return Index(
         root=root,
@@ -229,18 +229,18 @@ def _read(
     except OSError as error:
         raise DataError(f"{root}: cannot be read: {error}") from error
     if content.bad and not drop_bad:
-        raise BadPicturesError(root, split, content)
+        raise BadImagesError(root, split, content)
     classes = content.header["classes"]
     counts = np.bincount(content.arrays["labels"], minlength=len(classes))
     missing = [name for name, count in zip(classes, counts, strict=True) if not count]
     if missing:
         raise DataError(
-            f"{root / split}: {len(missing)} of {len(classes)} classes have no picture that can be "
+            f"{root / split}: {len(missing)} of {len(classes)} classes have no image that can be "
             f"used: {shorten(missing)}"
         )
     return content
 
 
 def _places(root: Path, split: str) -> tuple[Path, Path]:
-    """Return where the index of a split may be kept, the best first."""
+    """Return where the index of a split may be stored, the best first."""
     return root / f".largebatch-{split}.index", cached_at(root, split)

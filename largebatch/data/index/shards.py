@@ -1,8 +1,8 @@
-"""WebDataset shards: tar files of pictures and labels, read by offset and written in order.
+"""WebDataset shards: tar files of images and labels, read by offset and written in order.
 
-A sample is the members `KEY.<picture's extension>` and `KEY.cls`, its label as text; KEY is what
-stands before the first dot of the name. The tar is not compressed, so a picture is a range of
-bytes of the file and nothing is unpacked. Other members of a sample are ignored. A picture or a
+A sample is the members `KEY.<image's extension>` and `KEY.cls`, its label as text; KEY is what
+stands before the first dot of the name. The tar is not compressed, so an image is a range of
+bytes of the file and nothing is unpacked. Other members of a sample are ignored. An image or a
 label that has no bytes of its own there, a link say, makes the sample one that cannot be used.
 """
 
@@ -34,7 +34,7 @@ REPACK = "write the tar anew with: tar --dereference --hard-dereference, without
 
 
 class Member(NamedTuple):
-    """A picture in a shard, by where its bytes lie."""
+    """An image in a shard, by where its bytes lie."""
 
     name: str
     label: int
@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """A sample that is not a picture with a label, and why."""
+    """A sample that is not an image with a label, and why."""
 
     name: str
     reason: str
@@ -54,7 +54,7 @@ class _Parts:
     """What was found under one key."""
 
     key: str
-    pictures: list[tarfile.TarInfo]
+    images: list[tarfile.TarInfo]
     label: str | None = None
     trouble: Unusable | None = None
 
@@ -88,12 +88,12 @@ def _require_end(file: IO[bytes], start: int, end: int) -> None:
 
 
 def has_bytes(member: tarfile.TarInfo) -> bool:
-    """Say whether a member is a file whose bytes lie in one piece at its place in the tar."""
+    """Return whether a member is a file whose bytes lie in one piece at its place in the tar."""
     return member.isfile() and not member.issparse()
 
 
-def what(member: tarfile.TarInfo) -> str:
-    """Say what a member without bytes of its own is."""
+def kind_of(member: tarfile.TarInfo) -> str:
+    """Return what a member without bytes of its own is, in words."""
     if member.issym() or member.islnk():
         return f"a link to {member.linkname}"
     return "a sparse file" if member.isfile() else "a device or the like"
@@ -106,7 +106,7 @@ def read_shard(path: Path, num_classes: int) -> Iterator[Member | Unusable]:
             end = file.seek(0, os.SEEK_END)
             file.seek(0)
             for parts in _samples(members(file, end), file.fileno()):
-                yield _judge(parts, num_classes)
+                yield _usable_member(parts, num_classes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except (tarfile.TarError, ValueError, OverflowError) as error:
@@ -134,31 +134,31 @@ def _samples(found: Iterable[tarfile.TarInfo], file: int) -> Iterator[_Parts]:
 
 
 def _add(parts: _Parts, member: tarfile.TarInfo, extension: str, file: int) -> None:
-    """Take a member for the picture or the label of a sample, or leave it."""
-    picture = f".{extension.lower()}" in EXTENSIONS
-    if not picture and extension != LABEL:
+    """Take a member for the image or the label of a sample, or leave it."""
+    image = f".{extension.lower()}" in EXTENSIONS
+    if not image and extension != LABEL:
         return
     if not has_bytes(member):
         parts.trouble = Unusable(
-            member.name, f"it is {what(member)}, expected a whole file; {REPACK}"
+            member.name, f"it is {kind_of(member)}, expected a whole file; {REPACK}"
         )
-    elif picture:
-        parts.pictures.append(member)
+    elif image:
+        parts.images.append(member)
     else:
         content = os.pread(file, min(member.size, LABEL_BYTES), member.offset_data)
         parts.label = content.decode("ascii", errors="replace").strip()
 
 
-def _judge(parts: _Parts, num_classes: int) -> Member | Unusable:
+def _usable_member(parts: _Parts, num_classes: int) -> Member | Unusable:
     if parts.trouble is not None:
         return parts.trouble
-    if len(parts.pictures) != 1:
-        return Unusable(parts.key, f"it has {len(parts.pictures)} pictures, expected 1")
-    picture, label = parts.pictures[0], parts.label
+    if len(parts.images) != 1:
+        return Unusable(parts.key, f"it has {len(parts.images)} images, expected 1")
+    image, label = parts.images[0], parts.label
     if label is None:
-        return Unusable(picture.name, f"there is no {parts.key}.{LABEL} with its label")
+        return Unusable(image.name, f"there is no {parts.key}.{LABEL} with its label")
     if not label.isdecimal() or int(label) >= num_classes:
         return Unusable(
-            picture.name, f"its label is {label!r}, expected a number from 0 to {num_classes - 1}"
+            image.name, f"its label is {label!r}, expected a number from 0 to {num_classes - 1}"
         )
-    return Member(picture.name, int(label), picture.offset_data, picture.size)
+    return Member(image.name, int(label), image.offset_data, image.size)

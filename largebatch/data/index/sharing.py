@@ -1,6 +1,7 @@
 """Give worker 0's index to every worker, once in the memory of each machine.
 
-Worker 0 says which file its index is mapped from, and its digest; who finds that file maps it too.
+Worker 0 broadcasts which file its index is mapped from, and its digest; workers that find that
+file map it too.
 Where some do not, on machines without a common folder, all get the bytes, the first worker of each
 machine writes them to the user's cache, and the others map that. Those compare the lengths of the
 files they read and not the times: their folder may be a copy, whose files have times of their own.
@@ -21,7 +22,7 @@ from largebatch.storage import write_whole
 
 
 def share_index(root: Path | None, content: Content | None, backend: Backend) -> Index:
-    """Return worker 0's index of the pictures in `root` on every worker; the others pass None."""
+    """Return worker 0's index of the images in `root` on every worker; the others pass None."""
     note = None
     if content is not None:
         file = None if content.file is None else str(content.file.resolve())

@@ -4,14 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from picture_folder import fields, write_folder, write_picture
+from class_folders import fields, write_folder, write_image
 
 from largebatch.data.index import build
 from largebatch.data.index import file as index_file
 from largebatch.data.index import folder as index_folder
 from largebatch.data.index import index as module
 from largebatch.data.index.file import open_mapped
-from largebatch.data.index.index import index_of, kept, load_file, load_or_read, make, read_folder
+from largebatch.data.index.index import (
+    find_stored,
+    index_of,
+    load_file,
+    load_or_read,
+    make,
+    read_folder,
+)
 from largebatch.errors import DataError
 
 
@@ -26,7 +33,7 @@ def test_an_index_is_the_same_after_it_was_kept(root: Path) -> None:
     )
     expected = fields(read_folder(root, "train"))
     make(root, "train")
-    (content,) = kept(root, "train")
+    (content,) = find_stored(root, "train")
     assert content.file == root / ".largebatch-train.index"
     assert fields(index_of(content, root)) == expected
     assert sorted(path.name for path in root.iterdir()) == [".largebatch-train.index", "train"]
@@ -44,7 +51,7 @@ def later(path: Path) -> None:
 
 
 def add(root: Path) -> None:
-    write_picture(root / "train/dog/c.png")
+    write_image(root / "train/dog/c.png")
 
 
 def remove(root: Path) -> None:
@@ -61,10 +68,10 @@ def lengthen(root: Path) -> None:
 
 
 def overwrite(root: Path) -> None:
-    """Put a picture of other sizes into the same file, as long as before."""
+    """Put an image of other sizes into the same file, as long as before."""
     path = root / "train/dog/b.png"
     length = path.stat().st_size
-    write_picture(path, height=8, width=2)
+    write_image(path, height=8, width=2)
     with path.open("ab") as file:
         file.write(b"\0" * (length - path.stat().st_size))
     assert path.stat().st_size == length
@@ -82,9 +89,9 @@ def become_shards(root: Path) -> None:
 
 
 CHANGES: list[tuple[Callable[[Path], None], str]] = [
-    (add, "train/dog holds 3 pictures, it held 2 (new: c.png; gone: nothing)"),
-    (remove, "train/dog holds 1 pictures, it held 2 (new: nothing; gone: b.png)"),
-    (rename, "train/dog holds 2 pictures, it held 2 (new: c.png; gone: b.png)"),
+    (add, "train/dog holds 3 images, it held 2 (new: c.png; gone: nothing)"),
+    (remove, "train/dog holds 1 images, it held 2 (new: nothing; gone: b.png)"),
+    (rename, "train/dog holds 2 images, it held 2 (new: c.png; gone: b.png)"),
     (lengthen, "train/dog/b.png has 77 bytes, it had 76"),
     (overwrite, "train/dog/b.png was changed 20"),
     (rename_class, "train holds 3 class folders, it held 3 (new: wolf; gone: dog)"),
@@ -108,7 +115,7 @@ def test_an_index_that_no_longer_matches_is_refused_until_it_is_made_anew(
         assert fields(load_or_read(root, "train")) == fields(read_folder(root, "train"))
 
 
-def test_other_pictures_have_another_digest(root: Path) -> None:
+def test_other_images_have_another_digest(root: Path) -> None:
     before = {
         split: read_folder(write_folder(root, split), split).digest for split in ("train", "val")
     }
@@ -117,18 +124,18 @@ def test_other_pictures_have_another_digest(root: Path) -> None:
     assert read_folder(root, "val").digest == before["val"]
 
 
-def test_what_is_no_picture_may_come_and_go(root: Path) -> None:
+def test_what_is_no_image_may_come_and_go(root: Path) -> None:
     first = fields(load_or_read(root, "train"))
     (root / "train/dog/notes.txt").touch()
     later(root / "train/dog")
     assert fields(load_or_read(root, "train")) == first
 
 
-def test_a_dropped_picture_that_was_mended_is_noticed(root: Path) -> None:
+def test_a_dropped_image_that_was_mended_is_noticed(root: Path) -> None:
     (root / "train/dog/c.png").touch()
     make(root, "train", drop_bad=True)
     load_or_read(root, "train")
-    write_picture(root / "train/dog/c.png")
+    write_image(root / "train/dog/c.png")
     with pytest.raises(DataError, match=r"train/dog/c.png has \d+ bytes, it had 0"):
         load_or_read(root, "train")
 
@@ -139,7 +146,7 @@ def test_of_very_many_files_a_run_compares_some_and_the_command_all(
     monkeypatch.setattr(index_folder, "MOST", 2)
     make(root, "train")
     later(root / "train/dog/b.png")  # in place: its folder does not show it
-    (content,) = kept(root, "train")
+    (content,) = find_stored(root, "train")
     assert index_folder.difference(content, root, every_file=False) is None
     assert "b.png" in (index_folder.difference(content, root, every_file=True) or "")
     row = list(index_of(content, root).paths).index("train/dog/b.png")
@@ -177,7 +184,7 @@ def test_an_unreadable_kept_index_is_replaced(root: Path, content: bytes | None)
     place = root / ".largebatch-train.index"
     make(root, "train")
     place.write_bytes(place.read_bytes()[:-64] if content is None else content)
-    assert not list(kept(root, "train"))
+    assert not list(find_stored(root, "train"))
     expected = fields(read_folder(root, "train"))
     assert fields(load_or_read(root, "train")) == expected
     assert fields(index_of(load_file(place), root)) == expected
@@ -202,7 +209,7 @@ def test_one_wrong_bit_in_a_kept_index_is_noticed_and_mended(root: Path) -> None
         spoilt = bytearray(whole)
         spoilt[position] ^= 1 << position % 8
         place.write_bytes(spoilt)
-        assert not list(kept(root, "train")), f"byte {position}"
+        assert not list(find_stored(root, "train")), f"byte {position}"
     assert fields(load_or_read(root, "train")) == expected
     assert place.read_bytes() == whole
 

@@ -1,4 +1,4 @@
-"""A small folder of pictures for tests, and what an index says as plain values."""
+"""A small folder of images for tests, and what an index says as plain values."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from PIL import Image
 from largebatch.data.index.index import Index
 
 
-def write_picture(path: Path, *, height: int = 4, width: int = 6, mode: str = "RGB") -> None:
+def write_image(path: Path, *, height: int = 4, width: int = 6, mode: str = "RGB") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, (width, height)).save(path)
 
 
 def write_folder(root: Path, split: str = "train") -> Path:
-    """Write four pictures of three classes."""
-    write_picture(root / split / "dog/b.png", height=5, width=7)
-    write_picture(root / split / "dog/a.JPEG", height=9, width=3)
-    write_picture(root / split / "cat/x.jpg")
-    write_picture(root / split / "Zebra/z.webp")
+    """Write four images of three classes."""
+    write_image(root / split / "dog/b.png", height=5, width=7)
+    write_image(root / split / "dog/a.JPEG", height=9, width=3)
+    write_image(root / split / "cat/x.jpg")
+    write_image(root / split / "Zebra/z.webp")
     return root
 
 
