@@ -44,7 +44,7 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
 
 
 def _decode_one(decode: Callable[..., Iterator[object]]) -> None:
-    """Decode one picture made for the purpose."""
+    """Decode one image made for the purpose."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:

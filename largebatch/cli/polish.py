@@ -15,7 +15,7 @@ from largebatch.tracking.events import REPORT
 if TYPE_CHECKING:
     from largebatch.runs.build import Options
     from largebatch.runs.checkpoints import Comparison
-    from largebatch.runs.pretrained import Foreign
+    from largebatch.runs.pretrained import Pretrained
 
 _EPOCHS = 1.0
 """Of the updates of a comparison, where nothing else was asked for."""
@@ -38,7 +38,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     polish.add_argument(
         "--out", type=Path, help="new run folder; new file of weights; JSON of --compare"
     )
-    polish.add_argument("--samples", type=count, metavar="N", help="pictures to measure (all)")
+    polish.add_argument("--samples", type=count, metavar="N", help="images to measure (all)")
     polish.add_argument(
         "--compare", action="store_true", help="try every way on copies and print a table"
     )
@@ -60,7 +60,7 @@ def _polish(args: argparse.Namespace) -> int:
     if args.weights is not None:
         from largebatch.runs.pretrained import polish_weights
 
-        found = polish_weights(_foreign(args), _options(args), samples=args.samples)
+        found = polish_weights(_pretrained(args), _options(args), samples=args.samples)
         before, after = asdict(found.before), asdict(found.after)
         done = "\n".join([*filter(None, [found.note]), f"polished weights: {args.out}"])
     else:
@@ -144,16 +144,16 @@ def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"
     if args.weights is not None:
         from largebatch.runs.pretrained import compare_weights
 
-        return compare_weights(_foreign(args), _options(args), **how)
+        return compare_weights(_pretrained(args), _options(args), **how)
     from largebatch.runs.checkpoints import compare_checkpoint
 
     return compare_checkpoint(args.checkpoint, _options(args), **how, ema=args.ema)
 
 
-def _foreign(args: argparse.Namespace) -> "Foreign":
-    from largebatch.runs.pretrained import Foreign
+def _pretrained(args: argparse.Namespace) -> "Pretrained":
+    from largebatch.runs.pretrained import Pretrained
 
-    return Foreign(model=args.model, weights=args.weights, ema=args.ema)
+    return Pretrained(model=args.model, weights=args.weights, ema=args.ema)
 
 
 def _options(args: argparse.Namespace) -> "Options":

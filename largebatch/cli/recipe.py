@@ -107,8 +107,8 @@ def _explain(args: argparse.Namespace) -> int:
 
     recipe = load_recipe(args.recipe, args.set)
     course = follow(recipe)
-    picture = args.out or Path(f"{recipe.name}-schedule.png")
-    write_rates(picture, course, name=recipe.name)
-    for name, value in {**course.facts(), "drawn": picture}.items():
+    figure = args.out or Path(f"{recipe.name}-schedule.png")
+    write_rates(figure, course, name=recipe.name)
+    for name, value in {**course.facts(), "drawn": figure}.items():
         print(f"{name:>9}  {value}")
     return 0

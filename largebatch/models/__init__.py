@@ -76,7 +76,7 @@ def affine_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the scales and shifts of BatchNorm layers and all parameters of the classifier.
 
     Those of InstanceNorm too, where it has some: it normalises by moments like BatchNorm, of one
-    picture instead of many.
+    image instead of many.
     """
     norms = {
         parameter

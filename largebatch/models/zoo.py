@@ -1,4 +1,4 @@
-"""Models of timm and torchvision by name, and how each library prepares pictures for them."""
+"""Models of timm and torchvision by name, and how each library prepares images for them."""
 
 import math
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def same_name(name: str) -> list[str]:
 
 
 def preparation(name: str) -> dict[str, Any]:
-    """Return how pictures are shown to this model in evaluation, as keys of a recipe's data."""
+    """Return how images are shown to this model in evaluation, as keys of a recipe's data."""
     if name.startswith(TORCHVISION):
         transform = (
             _torchvision().get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT.transforms()

@@ -1,8 +1,8 @@
 """Final Polishing: BatchNorm statistics measured exactly on clean training data.
 
-Augmented training pictures are distributed differently from the clean ones that a model is
+Augmented training images are distributed differently from the clean ones that a model is
 validated on, and running averages lag behind the weights (Kasagi et al., HPDC 2020, doi
-10.1145/3369583.3392687). The statistics pass shows the model clean training pictures, forward only,
+10.1145/3369583.3392687). The statistics pass shows the model clean training images, forward only,
 and replaces every running mean and variance by the moments over all of them, on all workers:
 counts, means and sums of squares are pooled (`moments.py`), never averaged. What is exact is a
 layer's moments over every value that it was given; what it is given depends on how the layers
@@ -158,7 +158,7 @@ def _borrowed(model: nn.Module, owners: list[_Statistics]) -> Iterator[None]:
         try:
             yield
         finally:
-            _take_back(owners)
+            _restore_buffers(owners)
             for layer, track in tracks.items():
                 layer.track_running_stats = track
 
@@ -222,13 +222,13 @@ def _measure(
         for hook in hooks:
             hook.remove()
     if as_in_training:
-        _take_back(owners)  # frees what the last batch's moments occupy
+        _restore_buffers(owners)  # frees what the last batch's moments occupy
     found = pool(parts, dtypes=[owner.mean.dtype for owner in owners], backend=backend)
     _check(owners, found)
     return found
 
 
-def _take_back(owners: list[_Statistics]) -> None:
+def _restore_buffers(owners: list[_Statistics]) -> None:
     """Give the layers their own buffers again."""
     for owner in owners:
         for layer in owner.layers:
@@ -272,17 +272,17 @@ def _change(
 def _check(owners: list[_Statistics], found: list[Moments]) -> None:
     """Refuse moments that cannot be running statistics."""
     if not any(part.count for part in found):
-        raise DataError("polishing needs clean training pictures, and no worker was given any")
+        raise DataError("polishing needs clean training images, and no worker was given any")
     sums = torch.stack([part.mean.sum() + part.deviations.sum() for part in found])
     finite = sums.isfinite().tolist()  # sync: once for all layers
     for owner, part, usable in zip(owners, found, finite, strict=True):
         if part.count == 1:
             raise DataError(
                 f"layer {owner.name} was given a single value per channel, which has no variance; "
-                "polish with more pictures"
+                "polish with more images"
             )
         if not usable:
             raise DataError(
                 f"layer {owner.name} was given infinite values or not numbers; look at the "
-                "pictures, at the weights and at the precision that the model computes in"
+                "images, at the weights and at the precision that the model computes in"
             )

@@ -34,7 +34,7 @@ class Plan:
     """How many workers side by side share each span while training; 1: each holds whole spans."""
 
     train_samples: int
-    """Those that are trained on: pictures held out are not among them."""
+    """Those that are trained on: images held out are not among them."""
 
     val_samples: int
     steps: int
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def train_steps(self) -> int:
-        """Updates on augmented pictures; the clean ones follow."""
+        """Updates on augmented images; the clean ones follow."""
         return self.steps - self.clean_steps
 
     @property

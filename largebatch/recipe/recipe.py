@@ -164,7 +164,7 @@ class Recipe(Section):
 
     @property
     def train_samples(self) -> int:
-        """Training pictures that are trained on: all but those held out."""
+        """Training images that are trained on: all but those held out."""
         held_out = self.polish.held_out if self.polish else None
         return self.data.train_samples - (held_out or 0)
 

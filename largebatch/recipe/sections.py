@@ -38,20 +38,20 @@ class Duration(Section):
 
 
 class Data(Section):
-    """The pictures, and how they are shown to the model."""
+    """The images, and how they are shown to the model."""
 
     source: Literal["folder", "digits", "synthetic"]
-    """`folder`: pictures or tar shards under --data. `digits`: scikit-learn's 1,797 handwritten
+    """`folder`: images or tar shards under --data. `digits`: scikit-learn's 1,797 handwritten
     digits, embedded. `synthetic`: made up, for trying a recipe without its data."""
 
     classes: Annotated[int, Field(ge=2)]
     """Number of classes; the folder must have exactly these."""
 
     train_samples: PositiveInt
-    """Number of training pictures; the folder must have exactly these."""
+    """Number of training images; the folder must have exactly these."""
 
     val_samples: PositiveInt
-    """Number of validation pictures; the folder must have exactly these."""
+    """Number of validation images; the folder must have exactly these."""
 
     image_size: PositiveInt
     """Side of the square the model sees, in pixels."""
@@ -63,18 +63,18 @@ class Data(Section):
     """Red, green and blue are divided by these after the mean is subtracted."""
 
     crop_area: tuple[Fraction, Fraction] | None
-    """Random crop while training: smallest and largest part of the picture's area
-    (Inception crop, arXiv:1409.4842); null shows the whole picture."""
+    """Random crop while training: smallest and largest part of the image's area
+    (Inception crop, arXiv:1409.4842); null shows the whole image."""
 
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
     """Random crop while training: narrowest and widest shape, width over height."""
 
     flip: bool
-    """Mirror half of the training pictures left to right."""
+    """Mirror half of the training images left to right."""
 
     eval_resize: PositiveInt | None
-    """Clean pictures (validation, polishing): the short side is resized to this, then the centre
-    of image_size is cut out; null shows the whole picture."""
+    """Clean images (validation, polishing): the short side is resized to this, then the centre
+    of image_size is cut out; null shows the whole image."""
 
     interpolation: Interpolation = "bilinear"
     """How a part is resized to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
@@ -103,7 +103,7 @@ class Statistics(Section):
     """The forward-only pass that measures BatchNorm's means and variances exactly."""
 
     samples: PositiveInt
-    """How many clean training pictures are measured."""
+    """How many clean training images are measured."""
 
     sequential: bool = False
     """Each layer is measured with the layers before it polished and normalising as in evaluation,
@@ -117,7 +117,7 @@ class Polish(Section):
     """
 
     clean: Duration | None = None
-    """The last part of the schedule trains on clean pictures, at the schedule's rate, and all
+    """The last part of the schedule trains on clean images, at the schedule's rate, and all
     weights move; null: none of it."""
 
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -126,7 +126,7 @@ class Polish(Section):
     below work on it. 1 / (1 - ema) is how many updates it reaches back; null: no average."""
 
     affine: Affine | None = None
-    """More updates on clean pictures after the schedule, in which only BatchNorm's scales and
+    """More updates on clean images after the schedule, in which only BatchNorm's scales and
     shifts and the classifier move, by SGD: with the optimizer's momentum, its weight decay on the
     classifier's weight, and no trust ratio. Running statistics follow as in training. null: no
     such stage."""
@@ -135,13 +135,13 @@ class Polish(Section):
     """The last stage, in which no weight moves; null: none."""
 
     keep: Literal["always", "better"] = "always"
-    """`better`: undo a stage unless more of the held-out pictures are classified right after it
+    """`better`: roll a stage back unless more of the held-out images are classified right after it
     than before it, and one whose loss stops being a number. `always`: keep what every stage did;
     such a loss then ends the run."""
 
     held_out: PositiveInt | None = None
-    """For keep: better, how many training pictures, chosen by the seed, no stage is trained or
-    measured on. Validation pictures never decide."""
+    """For keep: better, how many training images, chosen by the seed, no stage is trained or
+    measured on. Validation images never decide."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -153,13 +153,13 @@ class Polish(Section):
         return self
 
     @model_validator(mode="after")
-    def _somebody_judges(self) -> Self:
+    def _held_out_images_decide(self) -> Self:
         if self.keep == "better" and self.held_out is None:
             raise ValueError(
-                "keep: better compares on training pictures that are not trained on: give held_out"
+                "keep: better compares on training images that are not trained on: give held_out"
             )
         if self.keep == "always" and self.held_out is not None:
-            raise ValueError("held_out pictures would not be used: give keep: better too")
+            raise ValueError("held_out images would not be used: give keep: better too")
         return self
 
 

@@ -68,7 +68,7 @@ class Comparison:
 
     versions: dict[str, str]
     data: dict[str, dict[str, object]]
-    """By split: how many pictures, and the digest that two lists of the same pictures share."""
+    """By split: how many images, and the digest that two lists of the same images share."""
 
 
 def small_lr(recipe: Recipe) -> float:
@@ -287,7 +287,7 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
         raise CheckpointError(f"{recipe.model.name} has no BatchNorm statistics to polish")
     number = samples or there
     if number > there:
-        raise CheckpointError(f"cannot measure {number} of {there} training pictures")
+        raise CheckpointError(f"cannot measure {number} of {there} training images")
     asked = recipe.polish.statistics if recipe.polish else None
     sequential = asked is not None and asked.sequential
     statistics = Statistics(samples=number, sequential=sequential)

@@ -1,7 +1,7 @@
 """Polish weights that were trained elsewhere: any model of timm or torchvision.
 
-A recipe is made for them, from the folder of pictures and from how the model's library prepares
-pictures; everything else is what polishes our own runs. Only running means and variances change in
+A recipe is made for them, from the folder of images and from how the model's library prepares
+images; everything else is what polishes our own runs. Only running means and variances change in
 the file that is written: what timm, torchvision and PyTorch's tools save differs in where the
 weights are (bare, under a word beside other things, with a prefix before every name, as .pth or as
 .safetensors), and all of that is kept.
@@ -200,8 +200,8 @@ def _shape(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
-    """What to polish, and how its pictures are shown."""
+class Pretrained:
+    """What to polish, and how its images are shown."""
 
     model: str
     """As timm or torchvision call it; `torchvision/` before it leaves no doubt."""
@@ -221,10 +221,10 @@ class Polished:
     """What else there is to say: that statistics never came to rest."""
 
 
-def polish_weights(what: Foreign, options: Options, *, samples: int | None = None) -> Polished:
+def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
     """Write a polished file to `options.out`; return what was measured before and after.
 
-    `samples` is the number of clean training pictures to measure; None: all of them.
+    `samples` is the number of clean training images to measure; None: all of them.
     """
     names = zoo.same_name(what.model)
     check_format(what.weights, options.out)
@@ -248,7 +248,7 @@ def polish_weights(what: Foreign, options: Options, *, samples: int | None = Non
 
 @contextmanager
 def compare_weights(
-    what: Foreign, options: Options, *, samples: int | None, epochs: float, lr: float | None
+    what: Pretrained, options: Options, *, samples: int | None, epochs: float, lr: float | None
 ) -> Iterator[Comparison]:
     """Measure what each way of polishing would do; the file is only read."""
     names = zoo.same_name(what.model)
@@ -263,7 +263,7 @@ def compare_weights(
             yield compare(trainer)
 
 
-def _facts(what: Foreign, weights: Weights) -> Facts:
+def _facts(what: Pretrained, weights: Weights) -> Facts:
     """Return what every worker must be given alike, beside what is asked of the weights."""
     content = checksum(weights.tensors)
     return {"--model": what.model, "--weights": content}
@@ -294,7 +294,7 @@ def _fit(
     fits is it.
     """
     if options.data is None:
-        raise DataError("polishing measures pictures: say where they are with --data DIR")
+        raise DataError("polishing measures images: say where they are with --data DIR")
     classes, train, val = _count(options.data, backend)
     problems = []
     for name in names:
@@ -313,21 +313,21 @@ def _fit(
 
 
 def _count(folder: Path, backend: Backend) -> tuple[int, int, int]:
-    """Return how many classes, training and validation pictures a folder holds.
+    """Return how many classes, training and validation images a folder holds.
 
-    Worker 0 looks for all: where there is no index yet, every picture is opened.
+    Worker 0 looks for all: where there is no index yet, every image is opened.
     """
     numbers = None
     if backend.rank == 0:
         train, val = (open_content(folder, split) for split in ("train", "val"))
-        pictures = [len(content.arrays["labels"]) for content in (train, val)]
-        numbers = json.dumps([len(train.header["classes"]), *pictures]).encode()
+        images = [len(content.arrays["labels"]) for content in (train, val)]
+        numbers = json.dumps([len(train.header["classes"]), *images]).encode()
     classes, of_train, of_val = json.loads(broadcast_bytes(numbers, backend))
     return classes, of_train, of_val
 
 
 def _recipe(name: str, numbers: dict[str, int], overrides: Sequence[str]) -> Recipe:
-    """Return a recipe that shows pictures to a model as its library does in evaluation.
+    """Return a recipe that shows images to a model as its library does in evaluation.
 
     Its schedule is never followed. Spans of 64 are what one device of those that train such models
     usually holds; statistics of smaller ones are another network's.

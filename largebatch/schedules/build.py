@@ -167,7 +167,7 @@ class Course:
     """The first step of the policy, after the warm-up."""
 
     clean: int
-    """The first step on clean pictures; the number of steps if there is none."""
+    """The first step on clean images; the number of steps if there is none."""
 
     steps_per_epoch: float
 

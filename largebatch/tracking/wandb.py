@@ -1,4 +1,4 @@
-"""Weights & Biases: metrics by step, the recipe as configuration, the report's picture.
+"""Weights & Biases: metrics by step, the recipe as configuration, the report's image.
 
 Works without an account: where no API key is known, the run is recorded offline in the run folder
 and can be uploaded later with `wandb sync`.

@@ -181,7 +181,7 @@ def test_polishing_a_model_without_batchnorm_or_too_many_samples_is_refused(
     assert main(["polish", str(tmp_path / "lenet"), *polish]) == USER
     assert "lenet5 has no BatchNorm statistics to polish" in capsys.readouterr().err
     assert main(["polish", str(tmp_path / "resnet"), *polish, "--samples", "9999"]) == USER
-    assert "cannot measure 9999 of 1437 training pictures" in capsys.readouterr().err
+    assert "cannot measure 9999 of 1437 training images" in capsys.readouterr().err
     assert not (tmp_path / "polished").exists()
 
 

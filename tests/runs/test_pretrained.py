@@ -20,7 +20,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
 from largebatch.runs.build import Options
-from largebatch.runs.pretrained import Foreign, _fit, read_weights
+from largebatch.runs.pretrained import Pretrained, _fit, read_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
@@ -82,7 +82,7 @@ def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, pictures
     for name in ("efficientnet_b0", "torchvision/efficientnet_b0"):
         path = tmp_path / f"{name.replace('/', '-')}.pth"
         torch.save(zoo.build(name, num_classes=10, arguments={}).state_dict(), path)
-        what = Foreign(model="efficientnet_b0", weights=path)
+        what = Pretrained(model="efficientnet_b0", weights=path)
         options = Options(out=Path(), data=Path(pictures))
         names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
         recipe, _ = _fit(names, read_weights(path), options, backend)

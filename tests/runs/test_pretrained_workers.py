@@ -15,7 +15,7 @@ from largebatch.models import zoo
 from largebatch.runs import pretrained
 from largebatch.runs.build import Options
 from largebatch.runs.launch import start_workers
-from largebatch.runs.pretrained import Foreign, compare_weights, polish_weights
+from largebatch.runs.pretrained import Pretrained, compare_weights, polish_weights
 
 SMALL = ("data.image_size=32", "data.eval_resize=null")
 
@@ -24,14 +24,14 @@ def refuse_to_look(*_: object) -> Content:
     raise AssertionError("worker 1 looked through the folder")
 
 
-def polished(what: Foreign, options: Options) -> list[float]:
+def polished(what: Pretrained, options: Options) -> list[float]:
     """Polish the weights; return what was measured."""
     _look_on_worker_0_alone()
     found = polish_weights(what, options, samples=320)
     return [found.before.top1, found.before.loss, found.after.loss]
 
 
-def compared(what: Foreign, options: Options) -> list[dict[str, Any]]:
+def compared(what: Pretrained, options: Options) -> list[dict[str, Any]]:
     """Compare ways to polish them; return the rows."""
     _look_on_worker_0_alone()
     with compare_weights(what, options, samples=320, epochs=0.3, lr=0.01) as comparison:
@@ -54,7 +54,7 @@ def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     state = zoo.build("resnet10t", num_classes=10, arguments={}).state_dict()
     torch.save(state, tmp_path / "theirs.pth")
-    what = Foreign(model="resnet10t", weights=tmp_path / "theirs.pth")
+    what = Pretrained(model="resnet10t", weights=tmp_path / "theirs.pth")
     first, second = (
         Options(out=tmp_path / f"{n}.pth", data=tmp_path / "data", overrides=SMALL) for n in (1, 2)
     )
