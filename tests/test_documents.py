@@ -13,6 +13,7 @@ from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
 ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"
 DOCUMENTS = [ROOT / "README.md", POLISHING]
+PARTS = ROOT / "docs" / "parts.md"  # its code runs in test_parts.py
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -58,7 +59,7 @@ def test_every_command_is_one_that_the_program_understands(path: Path) -> None:
         _parser().parse_args(shlex.split(command, comments=True))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*DOCUMENTS, PARTS], ids=lambda path: path.stem)
 def test_files_that_are_linked_are_there(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
     here = [link for link in links if "://" not in link]

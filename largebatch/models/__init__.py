@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from largebatch.errors import RecipeError
 from largebatch.models import zoo
+from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
 from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
 from largebatch.models.lenet5 import LeNet5

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from largebatch.distributed.backend import Backend
+from largebatch.distributed.backend import Backend, sum_over_workers
 
 _PART = 2**17
 """Values of a part of a batch that the processor's cache still holds for the second look at it. A
@@ -135,7 +135,7 @@ def _pool_about(
         shift = part.mean - origin
         torch.mul(shift, part.count, out=first)
         torch.addcmul(part.deviations, first, shift, out=second)
-    backend.all_reduce(sums).wait()
+    sum_over_workers(sums, backend)
     pooled, lossy = [], []
     totals = sums[: len(parts)].tolist()  # sync: once for all layers
     for total, origin, first, second in zip(totals, origins, firsts, seconds, strict=True):

@@ -28,12 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from largebatch.distributed.backend import Backend
+from largebatch.distributed.backend import Backend, sum_over_workers
+from largebatch.distributed.connection import running_backend
 from largebatch.errors import DataError
 from largebatch.models.batchnorm import SpanBatchNorm, by_spans
+from largebatch.models.inputs import AnyBatch, images_of
+from largebatch.models.wrappers import device_of, evaluation_mode, local_model, uncompiled
 from largebatch.polish.moments import Moments, pool
-
-Data = Iterable[tuple[Tensor, Tensor]]
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Parts of the channels of a layer; a drift gives the changes below which they lie."""
@@ -101,18 +102,23 @@ class _Statistics:
 @torch.no_grad()
 def polish(
     model: nn.Module,
-    batches: Data,
-    backend: Backend,
+    batches: Iterable[AnyBatch],
+    backend: Backend | None = None,
     *,
     sequential: bool = False,
     tolerance: float = 1e-6,
 ) -> Drift:
     """Set the running statistics of every BatchNorm layer to the moments over all batches.
 
-    A batch is (N x C x ... images on the model's device, labels, which are not looked at); N may
-    differ. Every worker gives its own batches of clean training data, or none; all get the same
-    statistics. Nothing else changes, and nothing at all if the pass fails; a layer that the forward
-    pass does not use keeps its statistics. Layers with the same buffers are measured together.
+    A batch is images (N x C x ..., on any device), a tuple that begins with them, or a mapping (see
+    `models/inputs.py`); N may differ. Every worker gives its own batches of clean training data, or
+    none; all get the same statistics if their weights are the same. Without a `backend`, those that
+    torch.distributed or Horovod has connected are asked for (`running_backend`).
+
+    Nothing else changes, and nothing at all if the pass fails; a layer that the forward pass does
+    not use keeps its statistics. Layers with the same buffers are measured together. The model may
+    be wrapped (DistributedDataParallel, AveragedModel, torch.compile); it runs uncompiled and
+    without communicating, whatever its layers are (SyncBatchNorm).
 
     `sequential` goes through `batches` anew for each pass: a list or a loader, not an iterator. A
     pass settles every layer all of whose predecessors are settled: there is one for each BatchNorm
@@ -120,9 +126,13 @@ def polish(
     moves by more than `tolerance` standard deviations nor a ln(variance) by that; 0 is exact.
 
     Returns the drift of each layer, in the order of the model. Raises DataError if no worker had a
-    batch, if a layer had a single value per channel, or if moments are not finite; ValueError if
-    the model has no such layer with running statistics, or `batches` can be used only once.
+    batch, if a layer had a single value per channel, or if moments are not finite; BackendError if
+    workers are not connected; ValueError if the model is sharded (FSDP) or has no such layer with
+    running statistics, if a batch has no images, or if `batches` can be used only once.
     """
+    model = local_model(model)
+    if backend is None:
+        backend = running_backend(device_of(model))
     owners = _owners(model)
     if not owners:
         raise ValueError("the model has no BatchNorm layer with running statistics to polish")
@@ -132,7 +142,7 @@ def polish(
             f"{type(batches).__name__} gives them once; pass a list, a loader or another iterable"
         )
     passes, settling = 1, 0.0
-    with _borrowed(model, owners):
+    with _borrowed(model, owners), uncompiled():
         if sequential:
             found, passes, settling = _settle(model, owners, batches, backend, tolerance=tolerance)
         else:
@@ -159,28 +169,21 @@ def _owners(model: nn.Module) -> list[_Statistics]:
 
 @contextmanager
 def _borrowed(model: nn.Module, owners: list[_Statistics]) -> Iterator[None]:
-    """Let everything be in evaluation mode, and give everything back on exit, whatever happens.
-
-    Flags are set one by one: a module may do more than that in its own train() and eval().
-    """
-    modes = {module: module.training for module in model.modules()}
+    """Let everything be in evaluation mode, and give everything back on exit, whatever happens."""
     tracks = {layer: layer.track_running_stats for owner in owners for layer in owner.layers}
-    try:
-        for module in modes:
-            module.training = False
-        yield
-    finally:
-        _take_back(owners)
-        for layer, track in tracks.items():
-            layer.track_running_stats = track
-        for module, training in modes.items():
-            module.training = training
+    with evaluation_mode(model):
+        try:
+            yield
+        finally:
+            _take_back(owners)
+            for layer, track in tracks.items():
+                layer.track_running_stats = track
 
 
 def _settle(
     model: nn.Module,
     owners: list[_Statistics],
-    batches: Data,
+    batches: Iterable[AnyBatch],
     backend: Backend,
     *,
     tolerance: float,
@@ -195,7 +198,7 @@ def _settle(
         reached = (pair for pair in zip(owners, found, strict=True) if pair[1].count)
         moved = [_replace(owner, part) for owner, part in reached]
         change = torch.stack(moved).max() / backend.world_size
-        backend.all_reduce(change).wait()  # their statistics may differ before the first pass
+        sum_over_workers(change, backend)  # their statistics may differ before the first pass
         settling = change.item()  # sync: whether another pass is needed
     return found, passes, settling
 
@@ -214,7 +217,7 @@ def _replace(owner: _Statistics, found: Moments) -> Tensor:
 def _measure(
     model: nn.Module,
     owners: list[_Statistics],
-    batches: Data,
+    batches: Iterable[AnyBatch],
     backend: Backend,
     *,
     as_in_training: bool,
@@ -227,7 +230,9 @@ def _measure(
             watch = _watch(part, as_in_training=as_in_training)
             for layer in owner.layers:
                 hooks += [layer.register_forward_pre_hook(watch, with_kwargs=True)]
-        for images, _ in batches:
+        device = device_of(model)
+        for batch in batches:
+            images = images_of(batch).to(device, non_blocking=True)
             for some in by_spans(images, model, together=images.is_cuda or not as_in_training):
                 model(some)
     finally:

@@ -4,15 +4,18 @@
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from polish_reference import assert_right, moments_of, norms
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.polish.statistics import polish
+from largebatch.training import evaluate
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"
@@ -49,6 +52,24 @@ def test_a_gpu_finds_the_moments_of_float64(
             module.bias = nn.Parameter(torch.full((module.out_channels,), offset))
     with torch.autocast("cuda", torch.float16, enabled=kind == "autocast"):
         polish_and_compare(model, [16, 7, 32], layout=layout, rel=1e-6)
+
+
+@pytest.mark.parametrize("library", ["gloo", "cpu:gloo", "nccl"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_any_process_group_serves_a_model_on_any_device(
+    library: str, device: str, tmp_path: Path
+) -> None:
+    """Images come from the CPU; sums go to where the group can send them, and back."""
+    images = torch.randn(8, 3, 4, 4)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten()).to(device)
+    dist.init_process_group(library, init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        polish(model, [images])
+        metrics = evaluate(model, [{"image": images, "label": torch.arange(8)}], expected=8)
+    finally:
+        dist.destroy_process_group()
+    assert metrics.samples == 8
+    assert_right(model.cpu(), {"0": moments_of([images])}, rel=1e-6)
 
 
 def test_a_gpu_is_waited_for_only_by_the_first_batch() -> None:
