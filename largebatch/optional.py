@@ -1,36 +1,33 @@
-"""torchvision, also where its compiled operators do not fit the installed torch.
-
-The index's torchvision is built against its CUDA torch. Beside a CPU-only torch its extension does
-not load, and `import torchvision` then fails over two detection operators that nobody here calls.
-With their schemas declared first, everything that is written in Python (transforms, models, and
-timm on top of them) works as usual.
-"""
+"""Packages that may be missing, each imported by one function that names the install command."""
 
 import functools
 import importlib
 import sys
 from types import ModuleType
-
-import torch
+from typing import TYPE_CHECKING
 
 from largebatch.errors import MissingPackageError
 
+if TYPE_CHECKING:
+    from torch.library import Library
+
+INSTALL_APEX = (
+    "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
+    "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
+)
+INSTALL_HOROVOD = "launch/install_horovod.sh"
+
 
 def require_torchvision() -> ModuleType:
-    """Import torchvision; call this before importing anything that needs it, such as timm.
+    """Import torchvision, also where its compiled operators do not fit the installed torch.
 
-    Nothing is declared where torchvision imports by itself.
+    Call this before importing anything that needs it, such as timm. torchvision built against a
+    CUDA torch does not load its extension beside a CPU-only torch, and `import torchvision` then
+    fails over two detection operators that nothing here calls. With their schemas declared, all
+    that is written in Python works as usual; where torchvision imports, nothing is declared.
     """
     try:
-        return importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        if error.name != "torchvision":
-            raise
-        raise MissingPackageError(
-            "torchvision",
-            purpose="reading pictures and building timm's models",
-            install="pip install torchvision",
-        ) from None
+        return _import("torchvision", "torchvision", "reading images and building timm's models")
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
@@ -40,13 +37,71 @@ def require_torchvision() -> ModuleType:
     return importlib.import_module("torchvision")
 
 
+def require_timm() -> ModuleType:
+    """Import timm."""
+    require_torchvision()
+    return _import("timm", "timm", "models of other libraries", install="pip install 'timm>=1,<2'")
+
+
+def require_dali() -> ModuleType:
+    """Import nvidia.dali."""
+    return _import(
+        "nvidia.dali",
+        "NVIDIA DALI",
+        "--decoder dali (--decoder torchvision works without it)",
+        install="pip install nvidia-dali-cuda120",
+    )
+
+
+def require_digits() -> ModuleType:
+    """Import sklearn.datasets, which holds the handwritten digits."""
+    return _import("sklearn.datasets", "scikit-learn", "data.source: digits")
+
+
+def require_matplotlib() -> ModuleType:
+    """Import matplotlib."""
+    return _import("matplotlib", "matplotlib", "a report")
+
+
+def require_wandb() -> ModuleType:
+    """Import wandb."""
+    return _import("wandb", "wandb", "tracking: [wandb]")
+
+
+def require_horovod() -> ModuleType:
+    """Import horovod.torch."""
+    return _import("horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD)
+
+
+def require_apex() -> ModuleType:
+    """Import the kernels of NVIDIA's apex, amp_C."""
+    return _import("amp_C", "NVIDIA's apex", "execution.kernels: apex", install=INSTALL_APEX)
+
+
+def _import(module: str, package: str, purpose: str, *, install: str = "") -> ModuleType:
+    """Import a module, or raise MissingPackageError if its package is not installed.
+
+    Where the package is there and something that it needs is not, ModuleNotFoundError stays.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise MissingPackageError(
+            package, purpose=purpose, install=install or f"pip install {package}"
+        ) from None
+
+
 @functools.cache
-def _declare_operators() -> torch.library.Library:
+def _declare_operators() -> "Library":
     """Declare the operators that torchvision extends on import without asking if they exist.
 
-    The declarations last as long as the object returned, which the cache keeps.
+    The declarations last as long as the object returned, which the cache holds.
     """
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    from torch.library import Library
+
+    library = Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library

@@ -11,7 +11,7 @@ from largebatch.optional import require_torchvision
 
 IMPORT_TWICE = """
 import torch
-from largebatch import vision
+from largebatch import optional
 
 try:
     import torchvision
@@ -19,9 +19,9 @@ try:
 except RuntimeError as error:
     print("the bare import fails:", error)
 
-torchvision = vision.require_torchvision()
-assert vision.require_torchvision() is torchvision is __import__("torchvision")
-print("declared" if vision._declare_operators.cache_info().currsize else "nothing declared")
+torchvision = optional.require_torchvision()
+assert optional.require_torchvision() is torchvision is __import__("torchvision")
+print("declared" if optional._declare_operators.cache_info().currsize else "nothing declared")
 """
 
 WORKING = """
@@ -110,12 +110,12 @@ def test_another_failure_of_torchvision_is_shown_as_it_is(
     tmp_path: Path, init: str, message: str
 ) -> None:
     code = """
-from largebatch import vision
+from largebatch import optional
 try:
-    vision.require_torchvision()
+    optional.require_torchvision()
 except (RuntimeError, ImportError) as error:
     print(error)
-print(vision._declare_operators.cache_info().currsize)
+print(optional._declare_operators.cache_info().currsize)
 """
     path = write_torchvision(tmp_path, init)
     assert output_of(code, path=path).splitlines() == [message, "0"]

@@ -25,15 +25,16 @@ from largebatch.cli import recipe as cli_recipe
 from largebatch.cli.arguments import add_command, add_execution, add_machine, add_set, count
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import (
-    BackendError,
     CheckpointError,
     LargebatchError,
     MismatchError,
+    MissingPackageError,
     PeerLostError,
     PlanError,
     RecipeError,
     WorkerFailedError,
 )
+from largebatch.optional import INSTALL_HOROVOD
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import REPORT
@@ -137,10 +138,7 @@ def _become_horovodrun(args: argparse.Namespace) -> NoReturn:
     beside = Path(sys.executable).parent
     program = shutil.which("horovodrun", path=str(beside)) or shutil.which("horovodrun")
     if program is None:
-        raise BackendError(
-            "--backend horovod needs horovod, which is not installed; build it with: "
-            "launch/install_horovod.sh"
-        )
+        raise MissingPackageError("horovod", purpose="--backend horovod", install=INSTALL_HOROVOD)
     command = [program, "-np", str(args.workers), "--gloo", sys.executable, "-m", "largebatch"]
     words = [*args.words, "--workers", "1"]  # the last one counts
     os.execv(program, [*command, *words])  # noqa: S606 -- signals then reach horovodrun itself

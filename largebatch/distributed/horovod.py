@@ -19,9 +19,9 @@ from torch import Tensor
 
 from largebatch.distributed.agreement import require_agreement
 from largebatch.distributed.backend import own_part, pick_device
-from largebatch.errors import BackendError, MissingPackageError, PeerLostError
-
-_INSTALL = "launch/install_horovod.sh"
+from largebatch.errors import BackendError, PeerLostError
+from largebatch.optional import INSTALL_HOROVOD as _INSTALL
+from largebatch.optional import require_horovod
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +167,10 @@ class Horovod(RunningHorovod):
 def open_horovod() -> Horovod:
     """Join the group this process was started in, and take this worker's GPU if there are any."""
     try:
-        import horovod.torch as hvd
-
+        hvd = require_horovod()
         hvd.init(process_sets="dynamic")  # none yet: `split` adds them
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("horovod"):
-            raise
-        raise MissingPackageError(
-            "horovod", purpose="the horovod backend", install=_INSTALL
-        ) from None
+    except ModuleNotFoundError:  # of what Horovod needs
+        raise
     except (ImportError, AttributeError) as error:  # built for another torch, or for none
         raise BackendError(
             f"Horovod was not built for torch {torch.__version__}; build it again: {_INSTALL}"

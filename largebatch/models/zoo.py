@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from largebatch.errors import MissingPackageError, RecipeError, nearest
-from largebatch.optional import require_torchvision
+from largebatch.errors import RecipeError, nearest
+from largebatch.optional import require_timm, require_torchvision
 
 TORCHVISION = "torchvision/"
 """What the name of one of torchvision's models begins with."""
@@ -17,7 +17,7 @@ TORCHVISION = "torchvision/"
 def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """Build a known model with fresh weights; raise RecipeError where its library refuses."""
     own, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
-    create = _torchvision().get_model if own else _timm().create_model
+    create = _torchvision().get_model if own else require_timm().create_model
     try:
         model: nn.Module = create(plain, num_classes=num_classes, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -33,7 +33,7 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     if name.startswith(TORCHVISION):
         library, known = "torchvision", _torchvision_names()
     else:
-        library, known = "timm", [*others, *_timm().list_models()]
+        library, known = "timm", [*others, *require_timm().list_models()]
         tagged, _, tag = name.partition(".")
         if tag and tagged in known:
             known = [*known, *(f"{tagged}.{one}" for one in _tags(tagged))]
@@ -70,7 +70,7 @@ def preparation(name: str) -> dict[str, Any]:
         size, resize = transform.crop_size[0], transform.resize_size[0]
         mean, std, way = transform.mean, transform.std, transform.interpolation.value
     else:
-        timm = _timm()
+        timm = require_timm()
         config = timm.data.resolve_data_config(
             pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
         )
@@ -99,18 +99,7 @@ def _torchvision_names() -> list[str]:
     return [TORCHVISION + name for name in models.list_models(module=models)]
 
 
-def _timm() -> ModuleType:
-    require_torchvision()
-    try:
-        import timm
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "timm", purpose="models that are not ours", install="pip install 'timm>=1,<2'"
-        ) from None
-    return timm
-
-
 def _tags(name: str) -> list[str]:
     """Return what can stand behind a name of timm's, after a dot."""
-    found = _timm().list_pretrained(f"{name}.*")
+    found = require_timm().list_pretrained(f"{name}.*")
     return [each.partition(".")[2] for each in found]

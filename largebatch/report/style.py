@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from largebatch.errors import MissingPackageError
+from largebatch.optional import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib import axes, figure, text
@@ -108,12 +108,9 @@ def make_svg(draw: Callable[["Figure"], None], *, size: tuple[float, float], nam
 @contextmanager
 def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
     """Draw in the report's style, whatever the user's own is, and put that back afterwards."""
-    try:
-        from matplotlib import font_manager, style
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "matplotlib", purpose="a report", install="pip install matplotlib"
-        ) from None
+    require_matplotlib()
+    from matplotlib import font_manager, style
+
     installed = set(font_manager.get_font_names())
     family = [font for font in (*_FONTS, "DejaVu Sans") if font in installed]
     with style.context(["default", _STYLE | {"font.family": family} | (more or {})]):

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from largebatch.errors import MissingPackageError
+from largebatch.optional import require_wandb
+from largebatch.storage import write_whole
 from largebatch.tracking.events import (
     OVERVIEW,
     Decision,
@@ -29,15 +30,7 @@ class Wandb:
     """A Tracker for one W&B run, which belongs to one run folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            if error.name != "wandb":
-                raise
-            raise MissingPackageError(
-                "wandb", purpose="tracking: [wandb]", install="pip install wandb"
-            ) from None
-        self._wandb = wandb
+        self._wandb = require_wandb()
         self._folder, self._config = folder, dict(config)
         self._run: Any = None
 
@@ -96,7 +89,7 @@ class Wandb:
         """Return the id this run folder has had from its first start on."""
         path = self._folder / "wandb-id"
         if not path.exists():
-            path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+            write_whole(path, uuid.uuid4().hex[:8].encode())
         return path.read_text(encoding="utf-8")
 
 

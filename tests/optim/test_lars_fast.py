@@ -24,8 +24,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from largebatch.optim.kernels import apex, batched, fused
+from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS, Convention, Kernels
+from largebatch.optional import INSTALL_APEX
 
 __all__ = ["choose_path"]  # the fixture `path`
 
@@ -220,7 +221,7 @@ def test_the_cpu_path_reads_scalars_so_the_recorder_can_see_them() -> None:
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 needs_apex = pytest.mark.skipif(
     importlib.util.find_spec("amp_C") is None,
-    reason="NVIDIA's apex is not installed; " + apex.INSTALL,
+    reason="NVIDIA's apex is not installed; " + INSTALL_APEX,
 )
 
 

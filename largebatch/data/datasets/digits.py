@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from largebatch.errors import DataError, MissingPackageError
+from largebatch.errors import DataError
+from largebatch.optional import require_digits
 from largebatch.storage import user_cache
 
 FULL_SCALE = 16
@@ -49,13 +50,7 @@ def write_digits() -> Path:
 
 
 def _write_images(folder: Path) -> None:
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "scikit-learn", purpose="data.source: digits", install="pip install scikit-learn"
-        ) from None
-    digits = load_digits()
+    digits = require_digits().load_digits()
     images, labels = digits.images, digits.target
     for place, sample in enumerate(np.argsort(labels, kind="stable")):
         split = "train" if place % 5 else "val"

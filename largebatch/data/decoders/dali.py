@@ -4,7 +4,6 @@ DALI does what it is fast at and decides nothing: bytes, boxes and flips come in
 its readers, shards, seeds, shuffling and last-batch policies are not used.
 """
 
-import importlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -20,7 +19,8 @@ from torch.utils import dlpack
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batch, Batches, Bytes, Request, View
-from largebatch.errors import DataError, MissingPackageError
+from largebatch.errors import DataError
+from largebatch.optional import require_dali
 
 AHEAD = 2
 """How many batches are finished or under way when one is asked for."""
@@ -44,7 +44,7 @@ def decode(
     A box is cut out, resized, then mirrored if asked for. DALI's threads and memory are given back
     when the batches end or are closed.
     """
-    dali = _require_dali()
+    dali = require_dali()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     graph = _Graph(dali=dali, index=index, view=view, device=device)
@@ -185,16 +185,3 @@ def _gist(error: RuntimeError) -> str:
     """Return the one line of DALI's report that says what happened."""
     line = str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
     return line.replace("sample #0 :", "it").strip()
-
-
-def _require_dali() -> ModuleType:
-    try:
-        return importlib.import_module("nvidia.dali")
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("nvidia"):
-            raise
-        raise MissingPackageError(
-            "NVIDIA DALI",
-            purpose="--decoder dali (--decoder torchvision works without it)",
-            install="pip install nvidia-dali-cuda120",
-        ) from None

@@ -12,14 +12,13 @@ those of apex's multi_tensor_l2norm are summed in float32, where the square of 1
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from largebatch.errors import MissingPackageError
 from largebatch.optim.kernels import Rule, Tensors
 from largebatch.optim.kernels.batched import trust_ratios
+from largebatch.optional import require_apex
 
 CHUNK = 65536
 """Elements that one block of threads works on, as in apex's own optimizers."""
@@ -27,15 +26,10 @@ CHUNK = 65536
 EVERY_TENSOR = True
 """A ratio for each tensor, even without decay."""
 
-INSTALL = (
-    "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
-    "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
-)
-
 
 def check(weights: Iterable[Tensor]) -> None:
     """Raise MissingPackageError without apex, ValueError for weights it cannot update."""
-    _open()
+    require_apex()
     for weight in weights:
         if weight.device.type != "cuda" or weight.dtype == torch.float64:
             raise ValueError(
@@ -46,7 +40,7 @@ def check(weights: Iterable[Tensor]) -> None:
 
 def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
     """Update float32 tensors together."""
-    amp = _open()
+    amp = require_apex()
     flag = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
 
     def add(x: Tensors, y: Tensors, out: Tensors, *, a: float, b: float) -> None:
@@ -70,13 +64,3 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
     else:
         add(buffers, directions, buffers, a=rule.momentum, b=rule.into)
         add_scaled(weights, buffers, ratios, alpha=-rule.out)
-
-
-def _open() -> Any:  # noqa: ANN401 -- an untyped extension module
-    try:
-        import amp_C
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            "NVIDIA's apex", purpose="execution.kernels: apex", install=INSTALL
-        ) from None
-    return amp_C
