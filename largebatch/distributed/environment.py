@@ -2,6 +2,9 @@
 
 import os
 
+LAUNCHER = "LARGEBATCH_LAUNCHER"
+"""Environment variable of local workers: the process that started them."""
+
 GRACE_SECONDS = 5.0
 """How long workers have to explain a lost connection, or to leave after a crash."""
 
@@ -20,6 +23,12 @@ def launched_size() -> int:
         if name in os.environ:
             return int(os.environ[name])
     return 1
+
+
+def launcher() -> int | None:
+    """Return the id of the process that started this one as a local worker, None if none did."""
+    process = os.environ.get(LAUNCHER)
+    return int(process) if process else None
 
 
 def available_cores() -> int:

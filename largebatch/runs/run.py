@@ -4,9 +4,12 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 pictures and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from largebatch.distributed.connection import Name
 from largebatch.distributed.environment import launched_rank
@@ -26,6 +29,9 @@ _SLOW = (
     "fp16 on a CPU is several times slower than fp32; to try a recipe here: "
     "--set precision=fp32 --set reduction.dtype=fp32"
 )
+
+JOB = TypeAdapter(tuple[Recipe, Options])
+"""What local workers are told, as JSON."""
 
 
 def run(  # noqa: PLR0913 -- the command line's options, one to one
@@ -68,7 +74,12 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
             f"{workers} local workers use the torch backend; for horovod start them with "
             f"horovodrun -np {workers} largebatch train ..."
         )
-    return start_workers(run_worker, recipe, chosen, workers=workers)
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
+        job = Path(folder, "job.json")
+        job.write_bytes(JOB.dump_json((recipe, chosen)))
+        command = ["-m", "largebatch.runs.worker", str(job)]
+        start_workers(command, workers=workers, folder=Path(folder))
+    return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
