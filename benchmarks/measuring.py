@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,5 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
         command = [*sys.argv, "--worker", task, str(file)]
-        if launch is None:
-            start_workers(command, workers=2, folder=Path(folder))
-        else:
-            launch(command)
+        (launch or partial(start_workers, workers=2))(command)
         return json.loads(file.read_text())

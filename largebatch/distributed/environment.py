@@ -3,7 +3,7 @@
 import os
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
-"""Environment variable of local workers: the process that started them."""
+"""The variable in which a local worker finds the process that started it."""
 
 GRACE_SECONDS = 5.0
 """How long workers have to explain a lost connection, or to leave after a crash."""
@@ -23,12 +23,6 @@ def launched_size() -> int:
         if name in os.environ:
             return int(os.environ[name])
     return 1
-
-
-def launcher() -> int | None:
-    """Return the id of the process that started this one as a local worker, None if none did."""
-    process = os.environ.get(LAUNCHER)
-    return int(process) if process else None
 
 
 def available_cores() -> int:

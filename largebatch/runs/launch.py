@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch.distributed.environment import LAUNCHER, launcher
+from largebatch.distributed.environment import LAUNCHER
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.runs.interrupts import HEARD, STOPS, answering
 
@@ -40,42 +41,43 @@ _ECHOES = {LOST: 1, -signal.SIGTERM: 2}
 """Exit codes that another worker's failure causes, the telling one first."""
 
 
-def start_workers(command: Sequence[str], *, workers: int, folder: Path) -> None:
+def start_workers(command: Sequence[str], *, workers: int) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
-    They find their place in the variables torchrun sets, import what this process can import, and
-    leave their error files in `folder`. SIGINT and SIGTERM are passed on once, as SIGTERM; the
-    second one ends them.
+    They find their place in the variables torchrun sets and import what this process can import.
+    SIGINT and SIGTERM are passed on once, as SIGTERM; the second one ends them.
 
     Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
     the failing worker's traceback otherwise, KeyboardInterrupt after the second signal.
     """
     store = _open_store()
-    group = _Workers(
-        name="workers",
-        entrypoint=sys.executable,
-        args=dict.fromkeys(range(workers), tuple(command)),
-        envs={rank: _environment(rank, workers, store.port) for rank in range(workers)},
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-    )
-    try:
-        group.start()
-        with answering(group.pass_on, *STOPS):
-            result = group.wait(period=0.1)
-    finally:
-        group.close(signal.SIGKILL)
-    if group.signals > 1:
-        raise KeyboardInterrupt
-    assert result is not None  # it waited without a limit
-    if result.failures:
-        raise _cause(result.failures, stopping=group.signals == 1)
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
+        group = _Workers(
+            name="workers",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(workers), tuple(command)),
+            envs={rank: _environment(rank, workers, store.port) for rank in range(workers)},
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            group.start()
+            with answering(group.pass_on, *STOPS):
+                result = group.wait(period=0.1)
+        finally:
+            group.close(signal.SIGKILL)
+        if group.signals > 1:
+            raise KeyboardInterrupt
+        assert result is not None  # it waited without a limit
+        if result.failures:
+            raise _cause(result.failures, stopping=group.signals == 1)
 
 
 def _open_store() -> TCPStore:
     """Open the store through which workers find each other; by itself it takes all interfaces."""
     listener = socket.create_server((HOST, 0))
     return TCPStore(
-        *listener.getsockname(),
+        HOST,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
@@ -162,6 +164,6 @@ def reporting_errors() -> Iterator[None]:
 
 
 def _leave_with_launcher() -> None:
-    while os.getppid() == launcher():
+    while os.getppid() == int(os.environ[LAUNCHER]):
         time.sleep(1)
     os._exit(CRASHED)

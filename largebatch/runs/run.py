@@ -4,7 +4,6 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 pictures and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,11 +73,8 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
             f"{workers} local workers use the torch backend; for horovod start them with "
             f"horovodrun -np {workers} largebatch train ..."
         )
-    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
-        job = Path(folder, "job.json")
-        job.write_bytes(JOB.dump_json((recipe, chosen)))
-        command = ["-m", "largebatch.runs.worker", str(job)]
-        start_workers(command, workers=workers, folder=Path(folder))
+    job = JOB.dump_json((recipe, chosen)).decode()
+    start_workers(["-m", "largebatch.runs.worker", job], workers=workers)
     return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
 
 

@@ -18,7 +18,7 @@ def on_workers(function: Callable[..., T], *args: object, workers: int) -> T:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((function, args)))
-        start_workers([__file__, name], workers=workers, folder=folder)
+        start_workers([__file__, name], workers=workers)
         result: T = pickle.loads((folder / "result").read_bytes())
     return result
 
