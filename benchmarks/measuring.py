@@ -9,9 +9,12 @@ import platform
 import random
 import re
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
+from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import source_commit, versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -130,3 +134,12 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
     return f"cpu{available_cores()}"
+
+
+def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = None) -> Any:  # noqa: ANN401 -- JSON
+    """Start this script again as two workers with `--worker TASK FILE`; return what FILE holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        command = [*sys.argv, "--worker", task, str(file)]
+        (launch or partial(start_workers, workers=2))(command)
+        return json.loads(file.read_text())

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from measuring import Step, paired_ratio, spread, take_turns, write
+from measuring import Step, on_two_workers, paired_ratio, spread, take_turns, write
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
@@ -38,7 +38,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import with_span
 from largebatch.polish.statistics import polish
-from largebatch.runs.launch import start_workers
 
 CPU = Serial(torch.device("cpu"))
 TARGET = 1.03
@@ -49,7 +48,6 @@ SHARE = 3
 
 Pairs = list[tuple[Tensor, Tensor]]
 State = dict[str, Tensor]
-Arrays = dict[str, npt.NDArray[np.float32]]
 Pass = Callable[[nn.Module, Pairs], object]
 
 
@@ -160,19 +158,20 @@ def share(batches: Pairs, rank: int) -> Pairs:
     return [pair for place, pair in enumerate(batches) if (place % SHARE == 0) == (rank == 0)]
 
 
-def polish_share(number: int, batch: int) -> Arrays:
-    """Polish as one of two workers; tensors would go through memory that ends with the worker."""
+def polish_share(number: int, batch: int, file: Path) -> None:
+    """Polish as one of two workers; worker 0 writes the statistics."""
     from largebatch.distributed.torch_distributed import TorchDistributed
 
-    torch.set_num_threads(1)
     backend = TorchDistributed()
     model = network()
     polish(model, share(pictures(number, batch), backend.rank), backend)
     backend.close()
-    return {name: value.numpy() for name, value in statistics(model).items()}
+    if backend.rank == 0:
+        found = {name: value.tolist() for name, value in statistics(model).items()}
+        file.write_text(json.dumps(found))
 
 
-def errors(batches: Pairs, args: argparse.Namespace) -> dict[str, Any]:
+def errors(batches: Pairs) -> dict[str, Any]:
     """Measure everybody's error, on one worker and on two."""
     right = exact(network(), batches)
 
@@ -182,7 +181,7 @@ def errors(batches: Pairs, args: argparse.Namespace) -> dict[str, Any]:
         return statistics(model)
 
     alone = {name: error(after(rival, batches), right) for name, rival in PEERS.items()}
-    two: dict[str, Any] = {"ours": error(_two_workers(args), right)}
+    two: dict[str, Any] = {"ours": error(_two_workers(), right)}
     for name, rival in PEERS.items():
         first, second = (after(rival, share(batches, rank)) for rank in range(2))
         mean = {key: (first[key].double() + second[key]) / 2 for key in first}
@@ -191,9 +190,8 @@ def errors(batches: Pairs, args: argparse.Namespace) -> dict[str, Any]:
     return {"one worker": {"ours": error(after(ours, batches), right), **alone}, "two workers": two}
 
 
-def _two_workers(args: argparse.Namespace) -> State:
-    found = start_workers(polish_share, args.pictures, args.batch, workers=2)
-    return {name: torch.from_numpy(values) for name, values in found.items()}
+def _two_workers() -> State:
+    return {name: torch.tensor(values) for name, values in on_two_workers("polish").items()}
 
 
 def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[str, Any]:
@@ -238,14 +236,20 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=144)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--worker", nargs=2, metavar=("TASK", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    worker = vars(args).pop("worker")
+    if worker:
+        torch.set_num_threads(1)
+        polish_share(args.pictures, args.batch, Path(worker[1]))
+        return
     torch.set_num_threads(args.threads)
     batches = pictures(args.pictures, args.batch)
     layouts = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last}
     result = {
         "settings": {**vars(args), "pictures are": _source()},
         "target": f"ours at most {TARGET} of each",
-        "error": errors(batches, args),
+        "error": errors(batches),
         **{name: times(batches, rounds=args.rounds, layout=it) for name, it in layouts.items()},
     }
     print(json.dumps(result, indent=1))

@@ -25,21 +25,20 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import Step, paired_ratio, spread, take_turns, write
+from measuring import Step, on_two_workers, paired_ratio, spread, take_turns, write
 from rivals import ddp, horovod_example, ours, plain
 from torch import nn
 
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import launched_rank
 from largebatch.distributed.horovod import open_horovod
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
-from largebatch.runs.launch import start_workers
 
 
 def main() -> None:
@@ -48,32 +47,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of a rival in a round")
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="pictures a worker")
-    parser.add_argument("--under-horovod", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("TASK", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.under_horovod:
-        places_of_torch()
-        meet(args, args.under_horovod, with_horovod=True)
+    worker = vars(args).pop("worker")
+    if worker:
+        be_worker(args, worker[0], Path(worker[1]))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "times.json")
-        result: dict[str, Any] = {"settings": {**vars(args), "under_horovod": None}}
-        start_workers(meet, args, out, workers=2)
-        result["two workers"] = compare(json.loads(out.read_text()))
-        if importlib.util.find_spec("horovod"):
-            run_under_horovod(out)
-            result["two workers, Horovod loaded"] = compare(json.loads(out.read_text()))
-    result["growth"] = start_workers(growth, args.rounds, workers=2)
+    result: dict[str, Any] = {"settings": vars(args)}
+    result["two workers"] = compare(on_two_workers("meet"))
+    if importlib.util.find_spec("horovod"):
+        result["two workers, Horovod loaded"] = compare(on_two_workers("horovod", under_horovod))
+    result["growth"] = on_two_workers("growth")
     path = write("reduction", " ".join(["python", *sys.argv]), result)
     print(json.dumps({key: result[key] for key in result if key != "settings"}, indent=1))
     print(path)
 
 
-def run_under_horovod(out: Path) -> None:
+def be_worker(args: argparse.Namespace, task: str, file: Path) -> None:
+    """Be one of two workers; worker 0 writes what was measured."""
+    if task == "horovod":
+        places_of_torch()
+    found = growth(args.rounds) if task == "growth" else meet(args, with_horovod=task == "horovod")
+    if launched_rank() == 0:
+        file.write_text(json.dumps(found))
+
+
+def under_horovod(command: list[str]) -> None:
     launcher = Path(sysconfig.get_path("scripts"), "horovodrun")
-    command = [sys.executable, __file__, *sys.argv[1:], "--under-horovod", str(out)]
     subprocess.run(
-        [launcher, "-np", "2", "--gloo", *command],
+        [launcher, "-np", "2", "--gloo", sys.executable, *command],
         env=os.environ
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20_000, 30_000))},
         check=True,
@@ -87,9 +90,8 @@ def places_of_torch() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["HOROVOD_LOCAL_SIZE"]
 
 
-def meet(args: argparse.Namespace, out: Path, *, with_horovod: bool = False) -> None:
-    """Be one of two workers: let all rivals take turns; worker 0 writes their times a step."""
-    torch.set_num_threads(1)
+def meet(args: argparse.Namespace, *, with_horovod: bool) -> dict[str, list[float]]:
+    """Let all rivals take turns; return their times a step."""
     backend = TorchDistributed()
     torch.manual_seed(backend.rank)
     images = torch.randn(args.batch, 3, args.pixels, args.pixels)
@@ -105,10 +107,9 @@ def meet(args: argparse.Namespace, out: Path, *, with_horovod: bool = False) -> 
         rivals["ours, Horovod"] = ours(open_horovod(), images, labels)
         rivals["Horovod's optimizer"] = horovod_example(images, labels)
     times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=backend)
-    if backend.rank == 0:
-        out.write_text(json.dumps(times))
     backend.barrier()
     backend.close()
+    return times
 
 
 def compare(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -134,7 +135,6 @@ def compare(times: dict[str, list[float]]) -> dict[str, Any]:
 
 def growth(rounds: int) -> dict[str, Any]:
     """Time a step against tensors, bytes and accumulation, and fit lines."""
-    torch.set_num_threads(1)
     backend = TorchDistributed()
     tables = {
         "tensors": {n: made_up(backend, tensors=n) for n in (50, 100, 200, 400, 800)},

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
+from on_workers import on_workers
 from plain import plain_pytorch
 from threads import Thread, on_threads
 from torch import nn
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
-from largebatch.runs.launch import start_workers
 
 has_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,
@@ -89,7 +89,7 @@ def test_two_workers_that_are_threads_match_plain_pytorch(
 
 
 def on_torch(workers: int, path: Path) -> None:
-    start_workers(crown.solve_all, "torch", path, workers=workers)
+    on_workers(crown.solve_all, "torch", path, workers=workers)
 
 
 def on_horovod(workers: int, path: Path) -> None:

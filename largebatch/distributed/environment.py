@@ -2,6 +2,9 @@
 
 import os
 
+LAUNCHER = "LARGEBATCH_LAUNCHER"
+"""The variable in which a local worker finds the process that started it."""
+
 GRACE_SECONDS = 5.0
 """How long workers have to explain a lost connection, or to leave after a crash."""
 

@@ -18,7 +18,7 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import Name, connect
-from largebatch.distributed.environment import available_cores
+from largebatch.distributed.environment import LAUNCHER, available_cores
 from largebatch.distributed.reducer import (
     Grouping,
     Reducer,
@@ -340,7 +340,8 @@ def build_trainer(
     trackers: list[Tracker] = []
     emit = partial(_emit, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
-    with stop_requests(heard=backend.rank == 0) as wants_stop:
+    heard = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher answers
+    with stop_requests(heard=heard) as wants_stop:
         try:
             yield Trainer(
                 recipe=recipe,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+HEARD = b"stopping after this step; once more stops at once\n"
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def stop_requests(*, heard: bool) -> Iterator[Callable[[], bool]]:
         asked.set()
         signal.signal(number, previous[signal.Signals(number)])
         if heard:  # by the system's own call: a stream may be in the middle of a line
-            os.write(2, b"stopping after this step; once more stops at once\n")
+            os.write(2, HEARD)
 
     with answering(ask, *STOPS):
         yield asked.is_set

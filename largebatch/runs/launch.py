@@ -1,193 +1,169 @@
-"""Start local workers, end all of them when one ends badly, and pass requests to stop on.
+"""Start local workers through torch's elastic launcher, and end all of them when one ends badly.
 
-Each worker is a fresh process that finds its place in the environment variables torchrun would set,
-and hands its result or its error back through a pipe. The first error that is not merely the echo
-of another worker's end is raised here, once, and the other workers are stopped.
+A worker is a command, so nothing is needed of the program that starts it: it can be a script, a
+notebook or a REPL. `SubprocessContext`, which torchrun is built on, starts and ends the processes
+and collects exit codes and error files; launch_agent around it is not used, because it forgets the
+exit codes after a signal, takes SIGHUP from a run under nohup, and listens on all interfaces.
+Workers meet at a store in this process, which listens on the loopback interface only.
 """
 
-import math
-import multiprocessing
+import json
+import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from pathlib import Path
 
-from largebatch.distributed.environment import GRACE_SECONDS
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from largebatch.distributed.environment import LAUNCHER
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
-from largebatch.runs.interrupts import STOPS, answering
+from largebatch.runs.interrupts import HEARD, STOPS, answering
 
-LEAVE_SECONDS = 60.0
-"""How long they have to finish the record of a run that ended in an orderly way."""
+HOST = "127.0.0.1"
+LEAVE_SECONDS = 10
+"""How long the others have to leave after a worker failed."""
 
+CRASHED, USER, LOST = 1, 2, 3
+"""Exit codes of a worker that reported: an error, one the user can fix, the loss of a peer."""
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    rank: int
-    process: BaseProcess
-    pipe: Connection
+_ECHOES = {LOST: 1, -signal.SIGTERM: 2}
+"""Exit codes that another worker's failure causes, the telling one first."""
 
 
-def start_workers(function: Callable[..., T], *args: object, workers: int) -> T:
-    """Call `function(*args)` in new processes on this machine and return worker 0's result.
+def start_workers(command: Sequence[str], *, workers: int) -> None:
+    """Run `python *command` as several workers on this machine and wait for them.
+
+    They find their place in the variables torchrun sets and import what this process can import.
+    SIGINT and SIGTERM are passed on once, as SIGTERM; the second one ends them.
 
     Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
-    the failing worker's traceback otherwise. SIGINT and SIGTERM are passed on as SIGTERM.
+    the failing worker's traceback otherwise, KeyboardInterrupt after the second signal.
     """
-    context = multiprocessing.get_context("spawn")
-    port = _free_port()
-    group: list[_Worker] = []
-    patience = LEAVE_SECONDS
-    with _passing_signals_on(group) as asked:
-        try:
-            for rank in range(workers):
-                ours, theirs = context.Pipe(duplex=False)
-                places = _environment(rank, workers=workers, port=port)
-                process = context.Process(target=_work, args=(theirs, places, function, args))
-                process.start()
-                theirs.close()
-                group.append(_Worker(rank, process, ours))
-            result: T = _gather(group)
-        except WorkerFailedError:
-            patience = GRACE_SECONDS
-            if asked.is_set():
-                raise LargebatchError("stopped before the run began; nothing was saved") from None
-            raise
-        finally:
-            _stop(group, patience)
-    return result
-
-
-def _work(
-    pipe: Connection,
-    places: dict[str, str],
-    function: Callable[..., object],
-    args: Sequence[object],
-) -> None:
-    """Run in the worker: call the function and send what came of it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(places)
-    try:
-        outcome: tuple[str, object] = ("done", function(*args))
-    except PeerLostError as error:
-        outcome = ("lost", str(error))
-    except LargebatchError as error:
-        outcome = ("user", str(error))
-    except BaseException:  # the parent raises it again
-        outcome = ("crash", f"worker {places['RANK']} failed:\n{traceback.format_exc()}")
-    pipe.send(outcome)
-    pipe.close()
-    if outcome[0] != "done":
-        # Threads of libraries may be in the middle of something, at which C++ would complain.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _end_with_parent() -> None:
-    """Leave when the process that started this one is gone: nobody would wait for the result."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _gather(group: Sequence[_Worker]) -> Any:  # noqa: ANN401 -- what the function returns
-    """Wait for every worker; raise the first cause of failure, or its echo if there is no more."""
-    waiting = list(group)
-    result = echo = None
-    deadline = math.inf
-    while waiting and time.monotonic() < deadline:
-        ready = wait(
-            [worker.pipe for worker in waiting],
-            None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()),
+    store = _open_store()
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
+        group = _Workers(
+            name="workers",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(workers), tuple(command)),
+            envs={rank: _environment(rank, workers, store.port) for rank in range(workers)},
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        for worker in [worker for worker in waiting if worker.pipe in ready]:
-            waiting.remove(worker)
-            kind, value = _receive(worker)
-            _raise_cause(kind, value)
-            if kind == "lost":
-                echo, deadline = value, min(deadline, time.monotonic() + GRACE_SECONDS)
-            elif worker.rank == 0:
-                result = value
-    if echo is not None:
-        raise WorkerFailedError(echo)
-    return result
+        try:
+            group.start()
+            with answering(group.pass_on, *STOPS):
+                result = group.wait(period=0.1)
+        finally:
+            group.close(signal.SIGKILL)
+        if group.signals > 1:
+            raise KeyboardInterrupt
+        assert result is not None  # it waited without a limit
+        if result.failures:
+            raise _cause(result.failures, stopping=group.signals == 1)
 
 
-def _raise_cause(kind: str, value: Any) -> None:  # noqa: ANN401 -- a message, or a result
-    if kind == "user":
-        raise LargebatchError(value)
-    if kind == "crash":
-        raise WorkerFailedError(value)
+def _open_store() -> TCPStore:
+    """Open the store through which workers find each other; by itself it takes all interfaces."""
+    listener = socket.create_server((HOST, 0))
+    return TCPStore(
+        HOST,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
-def _receive(worker: _Worker) -> tuple[str, Any]:
-    try:
-        outcome: tuple[str, Any] = worker.pipe.recv()
-    except EOFError:
-        worker.process.join(GRACE_SECONDS)
-        code = worker.process.exitcode or 0
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "crash", f"worker {worker.rank} ended without a word: {how}"
-    return outcome
+class _Workers(SubprocessContext):
+    """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
+
+    signals = 0
+
+    def start(self) -> None:
+        """Start them, and leave this process's signal handlers as they are."""
+        # Its lines would stand beside the one message in which start_workers says what happened.
+        logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
+        self._start()  # type: ignore[no-untyped-call]  # torch's stubs
+
+    def pass_on(self, *_: object) -> None:
+        """Let the workers save and leave; the second time, end them."""
+        self.signals += 1
+        if self.signals == 1:
+            os.write(2, HEARD)
+        for handler in self.subprocess_handlers.values():
+            handler.proc.send_signal(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = LEAVE_SECONDS) -> None:
+        """End those that still run: ask them to (SIGTERM), and kill them after `timeout` s."""
+        super().close(death_sig, timeout)
 
 
-def _stop(group: Sequence[_Worker], patience: float) -> None:
-    """Give workers some seconds to leave by themselves, then leave no process behind."""
-    deadline = time.monotonic() + patience
-    for worker in group:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        worker.process.kill()
-        worker.process.join()
-        worker.pipe.close()
+def _cause(failures: Mapping[int, ProcessFailure], *, stopping: bool) -> Exception:
+    """Return the first failure that another one did not cause, or its echo if there is no more."""
+    rank = min(failures, key=lambda rank: _ECHOES.get(failures[rank].exitcode, 0))
+    failure = failures[rank]
+    if stopping and failure.exitcode in _ECHOES:
+        return LargebatchError("stopped before the workers could save")
+    if not Path(failure.error_file).exists():
+        code = failure.exitcode
+        how = f"killed by {failure.signal_name()}" if code < 0 else f"exit code {code}"
+        return WorkerFailedError(f"worker {rank} exited without reporting: {how}")
+    kind = LargebatchError if failure.exitcode == USER else WorkerFailedError
+    return kind(failure.message)
 
 
-@contextmanager
-def _passing_signals_on(group: Sequence[_Worker]) -> Iterator[threading.Event]:
-    """Let workers save and leave when this process is asked to; the second time, end them.
-
-    Yields whether it was asked.
-    """
-    asked = threading.Event()
-
-    def pass_on(*_: object) -> None:
-        for worker in group:
-            if worker.process.is_alive():
-                if asked.is_set():
-                    worker.process.kill()
-                else:
-                    worker.process.terminate()
-        asked.set()
-
-    with answering(pass_on, *STOPS):
-        yield asked
-
-
-def _environment(rank: int, *, workers: int, port: int) -> dict[str, str]:
+def _environment(rank: int, workers: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # worker 0 opens none
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONSAFEPATH": "1",  # and not the folder they are started in
+        LAUNCHER: str(os.getpid()),
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Be a worker that start_workers started: leave errors in its file, and leave when it is gone.
+
+    An error ends the process at once, since threads of libraries may be in the middle of something.
+    """
+    threading.Thread(target=_leave_with_launcher, daemon=True).start()
+    try:
+        yield
+    except LargebatchError as error:
+        code, message = USER, str(error)
+    except PeerLostError as error:
+        code, message = LOST, str(error)
+    except BaseException:  # whoever started this worker raises it again
+        code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
+    else:
+        return
+    report = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    part = report.with_suffix(".part")
+    part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
+    part.replace(report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave_with_launcher() -> None:
+    while os.getppid() == int(os.environ[LAUNCHER]):
+        time.sleep(1)
+    os._exit(CRASHED)

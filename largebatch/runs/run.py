@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from largebatch.distributed.connection import Name
 from largebatch.distributed.environment import launched_rank
 from largebatch.errors import BackendError
@@ -26,6 +28,9 @@ _SLOW = (
     "fp16 on a CPU is several times slower than fp32; to try a recipe here: "
     "--set precision=fp32 --set reduction.dtype=fp32"
 )
+
+JOB = TypeAdapter(tuple[Recipe, Options])
+"""What local workers are told, as JSON."""
 
 
 def run(  # noqa: PLR0913 -- the command line's options, one to one
@@ -68,7 +73,9 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
             f"{workers} local workers use the torch backend; for horovod start them with "
             f"horovodrun -np {workers} largebatch train ..."
         )
-    return start_workers(run_worker, recipe, chosen, workers=workers)
+    job = JOB.dump_json((recipe, chosen)).decode()
+    start_workers(["-m", "largebatch.runs.worker", job], workers=workers)
+    return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from class_folders import fields, write_folder, write_image
+from on_workers import on_workers
 from torch import Tensor
 
 from largebatch.data.index import sharing
@@ -14,7 +15,6 @@ from largebatch.data.index.file import Content
 from largebatch.data.index.index import Index, load_or_read, make, read_folder
 from largebatch.data.index.sharing import share_index
 from largebatch.distributed.serial import Serial
-from largebatch.runs.launch import start_workers
 from largebatch.storage import write_whole
 
 
@@ -170,4 +170,4 @@ def _share_in_a_process(root: Path) -> None:
 
 
 def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
-    start_workers(_share_in_a_process, root, workers=2)
+    on_workers(_share_in_a_process, root, workers=2)

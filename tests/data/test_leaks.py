@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import augmented, has_dali, needs_dali, open_cache, photograph, view
+from on_workers import on_workers
 from PIL import Image
 
 from largebatch.data.decoders import cached
@@ -27,7 +28,6 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.runs.launch import start_workers
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
@@ -181,7 +181,7 @@ def test_two_workers_leave_no_process_or_file_behind(
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        assert start_workers(read_some, workers=2) == 2
+        assert on_workers(read_some, workers=2) == 2
     finally:
         over.set()
         watcher.join()

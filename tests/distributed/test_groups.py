@@ -11,6 +11,7 @@ from pathlib import Path
 import group_work
 import pytest
 import torch
+from on_workers import on_workers
 from torch import nn
 
 import largebatch
@@ -19,7 +20,6 @@ from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.runs.build import build_reducer
-from largebatch.runs.launch import start_workers
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = RECIPES / "digits_96.yaml"
@@ -29,7 +29,7 @@ Start = Callable[[str, int], None]
 
 
 def on_torch(name: str, workers: int) -> None:
-    start_workers(group_work.work, name, workers=workers)
+    on_workers(group_work.work, name, workers=workers)
 
 
 def on_horovod(name: str, workers: int) -> None:

@@ -5,9 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+from on_workers import on_workers
 from short_runs import DIGITS
 from torch import nn
 
+from largebatch import load_recipe
 from largebatch.cli.main import USER, main
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
@@ -15,7 +17,6 @@ from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import Options, build_model
-from largebatch.runs.launch import start_workers
 from largebatch.runs.run import run_worker
 from largebatch.tracking.events import Summary
 
@@ -31,20 +32,22 @@ def train_with_an_idle_layer(recipe: Recipe, options: Options) -> Summary:
         return run_worker(recipe, options)
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_a_run_ends_with_their_names_and_no_traceback(
-    workers: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("largebatch.runs.run.run_worker", train_with_an_idle_layer)
-    words = ["train", str(DIGITS), "--workers", workers, "--out", str(tmp_path / "run")]
-    assert main(words) == USER
+    assert main(["train", str(DIGITS), "--out", str(tmp_path / "run")]) == USER
     shown = capsys.readouterr().err
     assert shown.startswith("largebatch: no gradient reached idle.bias, idle.weight, on which")
     assert "model.arguments" in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.long
+def test_a_run_on_two_workers_ends_with_their_names(tmp_path: Path) -> None:
+    options = Options(out=tmp_path / "run")
+    with pytest.raises(LargebatchError, match="^no gradient reached idle.bias, idle.weight, on"):
+        on_workers(train_with_an_idle_layer, load_recipe(DIGITS), options, workers=2)
 
 
 def leave_a_layer_out_on_one_worker() -> None:
@@ -60,4 +63,4 @@ def leave_a_layer_out_on_one_worker() -> None:
 
 def test_a_layer_that_only_one_worker_leaves_out_is_named_and_nobody_waits_for_it() -> None:
     with pytest.raises(LargebatchError, match=r"no gradient reached 0\.bias, 0\.weight, on which"):
-        start_workers(leave_a_layer_out_on_one_worker, workers=2)
+        on_workers(leave_a_layer_out_on_one_worker, workers=2)

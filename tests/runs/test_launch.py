@@ -1,11 +1,18 @@
+"""Local workers: their results and errors, what ends them, and what they are reached through."""
+
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from on_workers import on_workers
 
 from largebatch.distributed.environment import launched_rank
 from largebatch.distributed.torch_distributed import TorchDistributed
@@ -16,13 +23,26 @@ from largebatch.errors import (
     PeerLostError,
     WorkerFailedError,
 )
-from largebatch.runs.launch import start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 
+PROGRAM = """
+import sys, on_workers, test_launch
+from pathlib import Path
+on_workers.on_workers(test_launch.sleep, Path(sys.argv[1]), workers=2)
+"""
 
-def place() -> tuple[int | None, str]:
-    return launched_rank(), os.environ["WORLD_SIZE"]
+
+def place() -> tuple[int | None, str, list[str]]:
+    return launched_rank(), os.environ["WORLD_SIZE"], listeners()
+
+
+def listeners() -> list[str]:
+    """Return the addresses, as Linux writes them, at which something listens to MASTER_PORT."""
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    lines = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")).splitlines()
+    sockets = [line.split() for line in lines]
+    return [fields[1] for fields in sockets if fields[1].endswith(port) and fields[3] == "0A"]
 
 
 def fail_on_one(how: str) -> None:
@@ -39,7 +59,7 @@ def fail_on_one(how: str) -> None:
 
 
 def lose_peer() -> str:
-    """Worker 0 says how it learns that worker 1 is gone; worker 1 leaves without a word."""
+    """Worker 0 says how it learns that worker 1 is gone; worker 1 leaves silently."""
     backend = TorchDistributed()
     backend.barrier()
     if backend.rank == 1:
@@ -52,20 +72,50 @@ def lose_peer() -> str:
 
 
 def sleep_until_asked(folder: Path) -> str:
-    """Say that this worker is here, then wait for SIGTERM."""
+    """Show that this worker is here, then wait for SIGTERM."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    (folder / str(launched_rank())).touch()
+    (folder / str(os.getpid())).touch()
     return "asked" if asked.wait(120) else "never asked"
 
 
-def test_worker_0s_result_is_returned() -> None:
-    assert start_workers(place, workers=2) == (0, "2")
+def sleep(folder: Path) -> None:
+    """Show that this worker is here, and do not answer SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def here(folder: Path) -> list[int]:
+    """Wait until both workers are there; return their process ids."""
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.05)
+    return [int(path.name) for path in folder.iterdir()]
+
+
+@contextmanager
+def once_here(folder: Path, act: Callable[[], None]) -> Iterator[None]:
+    """Act in a thread as soon as both workers are there."""
+
+    def wait_and_act() -> None:
+        here(folder)
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_workers_meet_on_the_loopback_interface_only() -> None:
+    rank, workers, (address,) = on_workers(place, workers=2)
+    assert (rank, workers) == (0, "2")
+    assert address.split(":")[0] == "0100007F"
 
 
 def test_a_workers_traceback_is_raised_once() -> None:
     with pytest.raises(WorkerFailedError) as caught:
-        start_workers(fail_on_one, "raise", workers=2)
+        on_workers(fail_on_one, "raise", workers=2)
     message = str(caught.value)
     assert message.startswith("worker 1 failed:\nTraceback")
     assert message.count("ZeroDivisionError: one of us") == 1
@@ -73,31 +123,48 @@ def test_a_workers_traceback_is_raised_once() -> None:
 
 def test_a_mistake_of_the_user_stays_one_line() -> None:
     with pytest.raises(LargebatchError, match="^picture.png: not a picture$"):
-        start_workers(fail_on_one, "user", workers=2)
+        on_workers(fail_on_one, "user", workers=2)
 
 
-def test_a_killed_worker_takes_the_others_down() -> None:
-    with pytest.raises(WorkerFailedError, match="worker 1 ended without a word: killed by SIGKILL"):
-        start_workers(fail_on_one, "kill", workers=2)
+def test_a_killed_worker_takes_the_others_down(capfd: pytest.CaptureFixture[str]) -> None:
+    message = "^worker 1 exited without reporting: killed by SIGKILL$"
+    with pytest.raises(WorkerFailedError, match=message):
+        on_workers(fail_on_one, "kill", workers=2)
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_worker_that_left_silently_is_reported_by_the_others() -> None:
-    with pytest.raises(WorkerFailedError, match="worker 1 ended without a word: exit code 0"):
-        start_workers(lose_peer, workers=2)
+def test_a_worker_that_left_silently_is_noticed_by_the_others() -> None:
+    lost = on_workers(lose_peer, workers=2)
+    assert lost.startswith("worker 0 lost contact with another worker (")
 
 
-def test_a_request_to_stop_is_passed_on(tmp_path: Path) -> None:
-    def ask_when_all_are_here() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    asker = threading.Thread(target=ask_when_all_are_here)
-    asker.start()
+def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    assert start_workers(sleep_until_asked, tmp_path, workers=2) == "asked"
-    asker.join()
+    with once_here(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert on_workers(sleep_until_asked, tmp_path, workers=2) == "asked"
     assert signal.getsignal(signal.SIGTERM) is handler
+    assert capfd.readouterr().err == "stopping after this step; once more stops at once\n"
+
+
+def test_a_second_request_ends_workers_that_do_not_answer(tmp_path: Path) -> None:
+    def ask_twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    with once_here(tmp_path, ask_twice), pytest.raises(KeyboardInterrupt):
+        on_workers(sleep, tmp_path, workers=2)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in here(tmp_path))
+
+
+def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(command, env=environment) as launcher:
+        workers = here(tmp_path)
+        launcher.kill()
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        time.sleep(0.05)
 
 
 def test_the_torch_backend_says_how_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

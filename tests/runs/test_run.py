@@ -182,6 +182,22 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
     assert (again.status, again.steps, again.top1) == ("finished", 20, resumed.top1)
 
 
+def test_two_workers_start_from_a_notebook(tmp_path: Path) -> None:
+    """From a program, that is, which has no file that a worker could import."""
+    program = (
+        "from largebatch import load_recipe, run\n"
+        f"summary = run(load_recipe({DIGITS!r}), workers=2, out={str(tmp_path / 'run')!r}, "
+        "max_steps=1)\n"
+        "print(summary.status, summary.workers, summary.steps)\n"
+    )
+    command = [sys.executable, "-"]
+    done = subprocess.run(
+        command, input=program, check=True, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1] == "interrupted 2 1"
+    assert done.stderr == ""
+
+
 def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null"]

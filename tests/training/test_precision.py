@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_workers import on_workers
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -25,7 +26,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.runs.build import build_model
-from largebatch.runs.launch import start_workers
 from largebatch.tracking.events import Step
 from largebatch.training.loop import Update, train
 from largebatch.training.state import Progress, load_checkpoint
@@ -98,7 +98,7 @@ def solve_on(backend_name: Name, folder: Path) -> None:
 
 
 def test_an_overflow_on_one_worker_makes_all_skip_the_same_step(tmp_path: Path) -> None:
-    start_workers(solve_on, "torch", tmp_path, workers=2)
+    on_workers(solve_on, "torch", tmp_path, workers=2)
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for seen in (one, two):
         assert [after["skipped"] for after in seen] == [False, False, True, False, False, False]
