@@ -117,6 +117,7 @@ def test_it_starts_on_real_pictures(
     assert all(math.isfinite(record["loss"]) for record in records)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", PAIRS)
 def test_the_large_batch_recipes_run_to_the_end(
     data: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

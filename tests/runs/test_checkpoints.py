@@ -98,6 +98,16 @@ def test_without_an_average_it_is_refused(
     assert not (tmp_path / "polished").exists()
 
 
+def test_the_recipe_of_a_checkpoint_is_not_changed(
+    unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(unfinished), "--out", str(tmp_path / "polished"), "--set", "seed=1"]
+    assert main(["polish", *words]) == USER
+    assert (
+        "--set seed=1: a checkpoint has its own recipe; only execution" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("polish", "step", "ended", "name"),
     [

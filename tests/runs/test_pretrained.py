@@ -164,7 +164,6 @@ def test_other_classes_than_the_folders_are_named(
         ([], "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"),
         (["run", "--model", "a", "--weights", "b"], "say what to polish"),
         (["run"], "say where the result goes with --out"),
-        (["run", "--out", "x", "--set", "seed=1"], "--set is for --weights; a checkpoint has"),
         (["run", "--out", "x", "--lr", "1"], "--epochs and --lr are for --compare, which makes"),
         (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
         (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),

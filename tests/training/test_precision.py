@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from on_workers import on_workers
+from short_runs import HALF
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -155,7 +156,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe(DIGITS, fp16())
+    recipe = load_recipe(DIGITS, fp16(*HALF))
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     done = run(recipe, out=whole, max_steps=6)
     lines = map(json.loads, (whole / "log.jsonl").read_text().splitlines())
