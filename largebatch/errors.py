@@ -1,8 +1,11 @@
-"""What a user can cause, and therefore fix.
+"""What a user can cause, and therefore fix, and what messages about it have in common.
 
 The command line prints these as one message without a traceback and exits with code 2. Everything
 else is our mistake or the machine's and keeps its traceback.
 """
+
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class LargebatchError(Exception):
@@ -66,3 +69,27 @@ class PeerLostError(Exception):
 
 class WorkerFailedError(Exception):
     """A local worker failed; the message holds its traceback, which is shown as it is."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """Return the hint of a message about an unknown name: the nearest known ones, if any is near.
+
+    >>> did_you_mean("resnt18", ["resnet18", "resnet50", "vgg16"], otherwise="see list_models()")
+    'did you mean resnet18, resnet50?'
+    >>> did_you_mean("alexnet", ["vgg16"], otherwise="see list_models()")
+    'see list_models()'
+    """
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {', '.join(close)}?" if close else otherwise
+
+
+def shorten(words: Sequence[str], *, limit: int = 10) -> list[str]:
+    """Return at most `limit` items of a list, with the number of those left out before the last.
+
+    >>> ", ".join(shorten(["2", "4", "8", "16", "32"], limit=4))
+    '2, 4, ... 2 more ..., 32'
+    """
+    if len(words) <= limit:
+        return list(words)
+    left_out = len(words) - (limit - 1)
+    return [*words[: limit - 2], f"... {left_out} more ...", words[-1]]

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import Group
-from largebatch.errors import MismatchError
+from largebatch.errors import MismatchError, shorten
 
 Facts = Mapping[str, object]
 """Plain values by key, nested like a recipe. None means the same as a missing key."""
-
-_SHOWN = 10
-"""How many keys, values and ranks a message lists."""
 
 
 def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
@@ -61,9 +58,8 @@ def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
     remedy = "start every worker with the same command, recipe, packages and type of device"
     if len(different) == 1:
         raise MismatchError(f"workers disagree on {different[0]}; {remedy}")
-    lines = different[:_SHOWN] + ["..."] * (len(different) > _SHOWN)
     raise MismatchError(
-        "\n  ".join([f"workers disagree on {len(different)} values; {remedy}", *lines])
+        "\n  ".join([f"workers disagree on {len(different)} values; {remedy}", *shorten(different)])
     )
 
 
@@ -95,17 +91,11 @@ def _flatten(facts: Facts, above: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _describe(ranks: Mapping[str, list[str]]) -> str:
-    return _some(
-        [
-            f"{value} on worker{'s' if len(those) > 1 else ''} {_some(those, ', ')}"
-            for value, those in ranks.items()
-        ],
-        " and ",
-    )
-
-
-def _some(words: list[str], between: str) -> str:
-    return between.join(words[:_SHOWN] + ["..."] * (len(words) > _SHOWN))
+    values = [
+        f"{value} on worker{'s' if len(those) > 1 else ''} {', '.join(shorten(those))}"
+        for value, those in ranks.items()
+    ]
+    return " and ".join(shorten(values))
 
 
 def _tensor(content: bytes, device: torch.device) -> Tensor:

@@ -1,6 +1,5 @@
 """Models of timm and torchvision by name, and how each library prepares pictures for them."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from types import ModuleType
@@ -8,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from largebatch.errors import RecipeError
+from largebatch.errors import RecipeError, did_you_mean
 from largebatch.optional import require_timm, require_torchvision
 
 TORCHVISION = "torchvision/"
@@ -39,9 +38,8 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
         if tag and tagged in known:
             known = [*known, *(f"{tagged}.{one}" for one in _tags(tagged))]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
         where = "torchvision.models" if library == "torchvision" else library
-        hint = f"did you mean {', '.join(close)}?" if close else f"see {where}.list_models()"
+        hint = did_you_mean(name, known, otherwise=f"see {where}.list_models()")
         raise RecipeError(f"model.name: {library} has no model {name!r}; {hint}")
 
 

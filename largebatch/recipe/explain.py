@@ -1,6 +1,5 @@
 """Say what a key of a recipe means, from the recipe's own documentation."""
 
-import difflib
 import json
 import re
 import textwrap
@@ -9,7 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from largebatch.errors import RecipeError
+from largebatch.errors import RecipeError, did_you_mean
 from largebatch.recipe.loading import kinds_of, sections_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
@@ -35,8 +34,7 @@ def explain(key: str) -> str:
     found = [(section, field) for name, section, field in _every_field(Recipe, "") if name == key]
     if not found:
         known = list(dict.fromkeys(name for name, _, _ in _every_field(Recipe, "")))
-        close = difflib.get_close_matches(key, known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "`largebatch explain` lists them"
+        hint = did_you_mean(key, known, otherwise="`largebatch explain` lists them")
         raise RecipeError(f"no recipe has the key {key!r}; {hint}")
     below = dict.fromkeys(one for _, field in found for one in sections_of(field.annotation))
     lists = [_list_fields(f"{key}.", section) for section in below]

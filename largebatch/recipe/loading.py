@@ -4,10 +4,9 @@ The file is YAML 1.2: `1e-4` is a number, `on` a word, and a key given twice an 
 merged before validation, so they are validated like the file.
 """
 
-import difflib
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +16,7 @@ from ruamel.yaml import YAML, MappingNode
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from largebatch.errors import RecipeError
+from largebatch.errors import RecipeError, did_you_mean
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
@@ -157,7 +156,8 @@ def _explain(problem: ErrorDetails) -> str:
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            return f"{where}: {_MOVED.get(where) or f'unknown key; {_nearest(keys[-1], known)}'}"
+            hint = did_you_mean(keys[-1], known, otherwise=f"known keys: {', '.join(known)}")
+            return f"{where}: {_MOVED.get(where) or f'unknown key; {hint}'}"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":
@@ -191,8 +191,3 @@ def _locate(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
             sections = sections_of(fields[str(part)].annotation)
             fields = sections[0].model_fields if len(sections) == 1 else {}
     return path, known if path else []
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"

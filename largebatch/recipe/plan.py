@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from largebatch.errors import PlanError, RecipeError
+from largebatch.errors import PlanError, RecipeError, shorten
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
 
@@ -103,7 +103,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     if workers < 1 or batch.global_batch % workers:
         raise PlanError(
             f"the global batch of {batch.global_batch} cannot be divided over {workers} workers; "
-            f"possible numbers of workers: {_some(_divisors(batch.global_batch))}"
+            f"possible numbers of workers: {_in_words(_divisors(batch.global_batch))}"
         )
     per_worker = batch.global_batch // workers
     possible = _device_batches(per_worker, workers=workers, span=span)
@@ -115,7 +115,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         shared = ", nor a span evenly over some of the workers" if spans and workers > 1 else ""
         raise PlanError(
             f"a device batch of {device_batch} does not divide each worker's share of "
-            f"{per_worker} samples{spans}{shared}; possible device batches: {_some(possible)}"
+            f"{per_worker} samples{spans}{shared}; possible device batches: {_in_words(possible)}"
         )
 
     steps_in = converter(recipe)
@@ -250,6 +250,5 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:12]))
-    return shown if len(numbers) <= 12 else f"{shown}, ... {numbers[-1]}"
+def _in_words(numbers: list[int]) -> str:
+    return ", ".join(shorten([*map(str, numbers)], limit=14))

@@ -28,7 +28,7 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
-from largebatch.errors import RecipeError
+from largebatch.errors import RecipeError, shorten
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.optim.lars import LARS
@@ -209,14 +209,7 @@ def describe_groups(recipe: Recipe) -> str:
         size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
         said.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
     kind = recipe.execution.groups.kind
-    return f"{kind}, in {section.dtype}; tensors: {', '.join(_shorten(said))}"
-
-
-def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
-    """Leave out the middle of a long list, and say how much."""
-    if len(words) <= limit:
-        return words
-    return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
+    return f"{kind}, in {section.dtype}; tensors: {', '.join(shorten(said, limit=8))}"
 
 
 def _kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:

@@ -26,7 +26,7 @@ from largebatch.data.index.index import open_content
 from largebatch.distributed.agreement import Facts, checksum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError, DataError
+from largebatch.errors import CheckpointError, DataError, shorten
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
@@ -50,7 +50,6 @@ _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 """What DistributedDataParallel, AveragedModel and torch.compile put before a name."""
 
 _SAFE = ".safetensors"
-_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,11 @@ class Weights:
                 if name in there and self.tensors[key].shape != there[name].shape
             ],
         }
-        said = [f"{len(keys)} {what} ({_some(keys)})" for what, keys in problems.items() if keys]
+        said = [
+            f"{len(keys)} {what} ({', '.join(shorten(keys, limit=5))})"
+            for what, keys in problems.items()
+            if keys
+        ]
         if said:
             raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(said)}")
         return {name: self.tensors[key] for name, key in here.items()}
@@ -166,7 +169,7 @@ def _read_safe(path: Path) -> Weights:
 
 def _find(path: Path, content: object, *, averaged: bool) -> MutableMapping[str, Tensor]:
     """Return the part of the content that holds the weights asked for."""
-    found = list(content) if isinstance(content, dict) else []
+    found = [*map(str, content)] if isinstance(content, dict) else []
     if isinstance(content, dict):
         for word in _AVERAGED if averaged else _PLACES:
             if _are_weights(content.get(word)):
@@ -175,7 +178,8 @@ def _find(path: Path, content: object, *, averaged: bool) -> MutableMapping[str,
             return content
     words = " or ".join(_AVERAGED if averaged else _PLACES)
     hint = "; its moving average is taken with --ema" if set(found) & set(_AVERAGED) else ""
-    what = f"a mapping of {_some(found)}" if found else type(content).__name__
+    mapping = ", ".join(shorten(found, limit=5))
+    what = f"a mapping of {mapping}" if found else type(content).__name__
     raise CheckpointError(
         f"{path}: expected weights{' of an average' * averaged} by name, "
         f"{'' if averaged else 'bare or '}under {words}; found {what}{hint if not averaged else ''}"
@@ -197,10 +201,6 @@ def _is_safe(path: Path) -> bool:
 
 def _shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape)) or "a number"
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
