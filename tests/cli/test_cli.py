@@ -93,7 +93,7 @@ def test_a_mistake_is_one_message_and_no_run_folder(
     [
         pytest.param(
             without_a_class,
-            ["train: 1 of 2 class folders hold no pictures", "dog"],
+            ["train: 1 of 2 class folders hold no images", "dog"],
             id="empty class",
         ),
         pytest.param(with_a_broken_picture, ["train/cat/1.png"], id="broken picture"),
@@ -323,9 +323,7 @@ def test_explain_answers_and_corrects(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_data_index_counts_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "index", str(pictures(tmp_path))]) == DONE
-    assert (
-        "2 classes, 4 training and 2 validation pictures, all readable" in capsys.readouterr().out
-    )
+    assert "2 classes, 4 training and 2 validation images, all readable" in capsys.readouterr().out
 
 
 def test_doctor_says_what_works_and_how_to_get_the_rest(

@@ -122,10 +122,10 @@ def test_a_batch_is_resized_as_torchvision_resizes_bytes_one_by_one(
         interpolation=interpolation,
     )
     assert found.shape == (number, 3, size, size)
-    for image, image, box, flip in zip(found, images, boxes.tolist(), flips, strict=True):
+    for resized, image, box, flip in zip(found, images, boxes.tolist(), flips, strict=True):
         part = image[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
         expected = on_bytes(part, size, interpolation)
-        difference = (image - (expected.flip(2) if flip else expected)).abs()
+        difference = (resized - (expected.flip(2) if flip else expected)).abs()
         assert difference.max() <= 2.01  # noise meets halves, which weights in int16 round away
         assert (difference > 1.01).sum() <= 0.002 * difference.numel() + 1
 

@@ -217,7 +217,7 @@ def test_too_many_pixels_are_refused(folder: Index, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pixel_cache, "LIMIT", total)
     open_cache(folder)
     monkeypatch.setattr(pixel_cache, "LIMIT", total - 1)
-    with pytest.raises(DataError, match="13 decoded images are .* keeps at most"):
+    with pytest.raises(DataError, match="13 decoded images are .* stores at most"):
         open_cache(folder)
 
 

@@ -53,8 +53,8 @@ def _decode(
         request = reading.request
         each = zip(encoded_images(index, reading), request.boxes, request.flips, strict=True)
         parts = [
-            Part(slice(row, row + 1), partial(_decode_one, view, *encoded))
-            for row, encoded in enumerate(each)
+            Part(slice(row, row + 1), partial(_decode_one, view, *one))
+            for row, one in enumerate(each)
         ]
         return index.labels[request.samples], parts
 
