@@ -189,13 +189,12 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _synthetic_images_are_not_decoded(self) -> Self:
-        if self.data.source == "synthetic":
-            for key in ("decoder", "cache"):
-                if getattr(self.execution, key) is not None:
-                    raise ValueError(
-                        f"execution.{key} would not be used: data.source: synthetic has no files"
-                    )
+    def _synthetic_images_are_not_cached(self) -> Self:
+        if self.data.source == "synthetic" and self.execution.cache is not None:
+            raise ValueError(
+                f"execution.cache: {self.execution.cache} would not be used: data.source: "
+                "synthetic has no files"
+            )
         return self
 
     @model_validator(mode="after")

@@ -268,7 +268,7 @@ class Options:
     """The run folder."""
 
     data: Path | None = None
-    """The pictures, for a recipe whose data.source is folder."""
+    """The images, for a recipe whose data.source is folder."""
 
     backend: Name = "auto"
     overrides: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The composition root: a recipe and a machine -> a finished run folder.
 
 A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.json, report.html,
-pictures and checkpoints/. It is made when everything that the user can get wrong has been checked.
+charts and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
 from collections.abc import Callable

@@ -158,7 +158,7 @@ def test_the_contact_sheet_shows_images_that_are_trained_on() -> None:
     ("words", "message"),
     [
         (["polish.keep=better"], "keep: better compares .*: give held_out"),
-        (["polish.held_out=9"], "held_out pictures would not be used: give keep: better"),
+        (["polish.held_out=9"], "held_out images would not be used: give keep: better"),
         (
             ["polish.keep=better", "polish.held_out=1437", "polish.statistics=null"],
             r"polish.held_out \(1437\) must be fewer than data.train_samples \(1437\)",

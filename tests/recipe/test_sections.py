@@ -12,8 +12,10 @@ DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.source=synthetic", "execution.cache=memory"], "execution.cache would not be used"),
-        (["data.source=synthetic", "execution.decoder=dali"], "execution.decoder would not be"),
+        (
+            ["data.source=synthetic", "execution.cache=memory"],
+            "cache: memory would not be used",
+        ),
         (["execution={decoder: dali, cache: memory}"], "decoder: dali would not be used: cache"),
         (["data.interpolation=nearest"], "interpolation: input should be 'bilinear' or 'bicubic'"),
         (["execution.cache=disk"], "cache: input should be 'memory' or 'device'"),
