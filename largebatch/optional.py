@@ -3,6 +3,7 @@
 import functools
 import importlib
 import sys
+from importlib.resources import files
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ INSTALL_APEX = (
     "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
     "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
 )
-INSTALL_HOROVOD = "launch/install_horovod.sh"
+INSTALL_HOROVOD = f"{files('largebatch') / 'distributed' / 'install_horovod.sh'} {sys.executable}"
 
 
 def require_torchvision() -> ModuleType:

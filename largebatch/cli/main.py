@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     command = partial(add_command, commands)
 
     train = command("train", _train, "train, polish and evaluate as a recipe says")
-    train.add_argument("recipe", type=Path, help="a YAML file, as in recipes/")
+    train.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
     add_set(train)
     add_execution(train)
     train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")

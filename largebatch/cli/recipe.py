@@ -1,13 +1,15 @@
-"""The commands that read a recipe and run nothing: plan, check, explain. They print."""
+"""The commands that read a recipe and run nothing: plan, check, explain, recipes. They print."""
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from largebatch.cli.arguments import Call, add_execution, add_set, count
+from largebatch.cli.arguments import Call, add_command, add_execution, add_set, count
 from largebatch.errors import LargebatchError
 from largebatch.recipe.explain import explain
-from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.installed import installed, origin, read_installed
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.plan import Plan, describe_decoding, describe_spans, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
@@ -31,6 +33,12 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     explained.add_argument("recipe", nargs="?", type=Path, help="draw this one: explain schedule R")
     add_set(explained)
     explained.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-schedule.png")
+
+    recipes = command("recipes", _recipes, "list the installed recipes, or copy one to edit")
+    copy = partial(add_command, recipes.add_subparsers(metavar="copy"))
+    copied = copy("copy", _copy, "write an installed recipe to a file, which is not overwritten")
+    copied.add_argument("name")
+    copied.add_argument("--out", type=Path, metavar="FILE", help="<name>.yaml")
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -111,4 +119,28 @@ def _explain(args: argparse.Namespace) -> int:
     write_rates(figure, course, name=recipe.name)
     for name, value in {**course.facts(), "drawn": figure}.items():
         print(f"{name:>9}  {value}")
+    return 0
+
+
+def _recipes(_: argparse.Namespace) -> int:
+    """Print a row of each installed recipe."""
+    for name, text in installed().items():
+        recipe = parse_recipe(text, source=name)
+        plan, found = make_plan(recipe.mathematics, workers=1), origin(text)
+        print(
+            f"{name:<30}  batch {plan.global_batch:>6,}  {plan.epoch(plan.steps):>5.1f} epochs  "
+            f"{found.measured or 'not measured here'}{found.after and f'; after {found.after}'}"
+        )
+    return 0
+
+
+def _copy(args: argparse.Namespace) -> int:
+    out = args.out or Path(f"{args.name}.yaml")
+    text = read_installed(args.name)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
+    print(f"recipe: {out}")
     return 0

@@ -17,6 +17,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from largebatch.errors import RecipeError, nearest
+from largebatch.recipe.installed import read_installed
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
@@ -50,9 +51,12 @@ class _Constructor(SafeConstructor):
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Read and validate a recipe; `overrides` are texts like `optimizer.eta=0.002`.
 
-    Raises RecipeError naming every mistake at once, each by its dotted path.
+    A path that is a bare name, such as digits_96, is that of an installed recipe unless there is a
+    file of this name. Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path = Path(path)
+    if path.name == str(path) and not path.suffix and not path.is_file():
+        return parse_recipe(read_installed(path.name), overrides, source=path.name)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -195,7 +195,7 @@ def forget_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_horovod_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_horovod(monkeypatch)
     monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(MissingPackageError, match=r"launch/install_horovod\.sh"):
+    with pytest.raises(MissingPackageError, match=r"install it with: /\S+/install_horovod\.sh"):
         open_horovod()
 
 

@@ -1,0 +1,1 @@
+../../launch/install_horovod.sh

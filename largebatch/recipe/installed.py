@@ -1,0 +1,49 @@
+"""The recipes that are installed with the package, each known by the name of its file."""
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from largebatch.errors import RecipeError, nearest
+
+
+def installed() -> dict[str, str]:
+    """Return the text of every recipe that is installed, by name."""
+    found = (files("largebatch") / "recipes").iterdir()
+    texts = {
+        Path(file.name).stem: file.read_text(encoding="utf-8")
+        for file in found
+        if file.name.endswith(".yaml")
+    }
+    return dict(sorted(texts.items()))
+
+
+def read_installed(name: str) -> str:
+    """Return the text of the recipe of this name; RecipeError, with the nearest, for another."""
+    texts = installed()
+    if name not in texts:
+        hint = nearest(name, texts, otherwise="`largebatch recipes` lists them")
+        raise RecipeError(f"{name}: neither a file nor an installed recipe; {hint}")
+    return texts[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a recipe's header says of its origin, in a few words each; empty where it does not."""
+
+    after: str
+    measured: str
+
+
+def origin(text: str) -> Origin:
+    r"""Read the header of a recipe.
+
+    >>> origin("# After: You et al. 2017, arXiv:1708.03888.\n# Measured: 98.9 %, a.json.\nname: a")
+    Origin(after='You et al. 2017', measured='98.9 %')
+    """
+    lines = re.match(r"(?:#.*\n?)*", text)
+    header = " ".join(lines[0].replace("#", " ").split()) if lines else ""
+    after = re.search(r"After: (.+?)(?:[,:] | \(|$)", header)
+    measured = re.search(r"Measured(?: here)?: (?!not yet)(.+?)(?:, \S+\.json|$)", header)
+    return Origin(after[1] if after else "", measured[1] if measured else "")

@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import RecipeError
+from largebatch.recipe.loading import load_recipe
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+
+
+def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("digits_96") == load_recipe(DIGITS)
+    (tmp_path / "digits_96").mkdir()
+    assert load_recipe("digits_96", ["seed=3"]).seed == 3
+    (tmp_path / "digits_96").rmdir()
+    (tmp_path / "digits_96").write_text(DIGITS.read_text().replace("seed: 1", "seed: 2"))
+    assert load_recipe("digits_96").seed == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("digit_96", "digit_96: neither a file nor an installed recipe; did you mean digits_96?"),
+        ("x", "x: neither a file nor an installed recipe; `largebatch recipes` lists them"),
+        ("digits_96.yaml", "digits_96.yaml: cannot read the recipe: No such file"),
+        ("recipes/digits_96", "recipes/digits_96: cannot read the recipe: No such file"),
+    ],
+)
+def test_another_name_is_answered_with_the_nearest(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_copy_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.yaml"
+    assert main(["recipes", "copy", "digits_96", "--out", str(out)]) == DONE
+    assert out.read_text() == DIGITS.read_text()
+    out.write_text("changed")
+    assert main(["recipes", "copy", "digits_96", "--out", str(out)]) == USER
+    assert f"{out}: cannot write the recipe: File exists" in capsys.readouterr().err
+    assert out.read_text() == "changed"
