@@ -8,6 +8,7 @@ from pathlib import Path
 
 from largebatch.report.page import make_page, write_charts
 from largebatch.report.run import read_run
+from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
 
 
@@ -20,5 +21,5 @@ def write_report(run_folder: Path) -> Path:
     run = read_run(run_folder)
     write_charts(run, run_folder)
     page = run_folder / REPORT
-    page.write_text(make_page(run), encoding="utf-8")
+    write_whole(page, make_page(run).encode())
     return page

@@ -1,8 +1,8 @@
 """A contact sheet: what the model sees in training, clean and in evaluation, side by side.
 
-Pillow draws it, because pixels must stay pixels: a picture of 28 x 28 is enlarged by a whole
+Pillow draws it, because pixels must stay pixels: an image of 28 x 28 is enlarged by a whole
 factor, and no smoothing hides what resizing did to it. The requests, the order and the decoder are
-the run's own, so what is wrong with the pictures there (a wrong mean, a crop that cuts off what
+the run's own, so what is wrong with the images there (a wrong mean, a crop that cuts off what
 matters, a flip that changes the meaning) is wrong here.
 """
 
@@ -29,9 +29,10 @@ from largebatch.recipe.plan import Plan, describe_decoding, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER
+from largebatch.storage import whole_file
 
 SMALLEST = 112
-"""Pictures with shorter sides are enlarged to at least this."""
+"""Images with shorter sides are enlarged to at least this."""
 
 Measure = Callable[[str], float]
 """Gives the width of a text in pixels."""
@@ -40,32 +41,32 @@ CLASSES = 10
 """How many classes are shown, if there are as many."""
 
 PASSES = 6
-"""In how many passes over the training data a picture is shown, if the run has as many."""
+"""In how many passes over the training data an image is shown, if the run has as many."""
 
 CHECKS = 2
-"""How many validation pictures of each class are shown."""
+"""How many validation images of each class are shown."""
 
 Rows = tuple[tuple[Tensor, ...], ...]
-"""By class: pictures as the model gets them, each 3 x H x W."""
+"""By class: images as the model gets them, each 3 x H x W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One training picture of each class and what becomes of it; beside it, validation."""
+    """One training image of each class and what becomes of it; beside it, validation."""
 
     classes: tuple[str, ...]
     training: Rows
-    """The picture in the first passes of the run."""
+    """The image in the first passes of the run."""
 
     clean: Rows
-    """The same picture in the clean stage, or where BatchNorm statistics are measured."""
+    """The same image in the clean stage, or where BatchNorm statistics are measured."""
 
     evaluation: Rows
-    """CHECKS validation pictures, or as many as there are."""
+    """CHECKS validation images, or as many as there are."""
 
 
 def show(pipeline: Pipeline) -> Shown:
-    """Decode one picture of each of the classes that the run comes to first."""
+    """Decode one image of each of the classes that the run comes to first."""
     plan, index = pipeline.plan, pipeline.train_index
     samples = _one_of_each_class(pipeline)
     labels = index.labels[samples]
@@ -87,7 +88,7 @@ def show(pipeline: Pipeline) -> Shown:
 
 
 def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
-    """Return a picture the model gets, 3 x H x W, as H x W x 3 bytes; what is no colour is cut."""
+    """Return an image the model gets, 3 x H x W, as H x W x 3 bytes; what is no colour is cut."""
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (data.mean, data.std))
     values = image.mul(std).add(mean).mul(255).round().clamp(0, 255)
     return values.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
@@ -115,7 +116,7 @@ def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
 
 
 def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
-    """Return the first CHECKS validation pictures of each of these classes, or what there are."""
+    """Return the first CHECKS validation images of each of these classes, or what there are."""
     index = pipeline.val_index
     chosen = [np.flatnonzero(index.labels == label)[:CHECKS] for label in labels]
     requests = (pipeline.clean_request(index, sample[None]) for row in chosen for sample in row)
@@ -123,7 +124,7 @@ def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
 
 
 def _images(batches: Batches) -> Iterator[Tensor]:
-    """Give the pictures of batches of one on the host; close the batches."""
+    """Give the images of batches of one on the host; close the batches."""
     with closing(batches):
         for batch in batches:
             # sync: they are drawn by the processor; the copy is ours when the decoder ends
@@ -131,14 +132,14 @@ def _images(batches: Batches) -> Iterator[Tensor]:
 
 
 def _in_rows(images: Iterator[Tensor], lengths: Sequence[int]) -> Rows:
-    """Divide all of these pictures into rows."""
+    """Divide all of these images into rows."""
     rows = tuple(tuple(islice(images, length)) for length in lengths)
-    assert next(images, None) is None, "there are as many pictures as were asked for"
+    assert next(images, None) is None, "there are as many images as were asked for"
     return rows
 
 
 class _Lengths:
-    """Lengths in pixels; all but those of letters and lines lie between or around pictures."""
+    """Lengths in pixels; all but those of letters and lines lie between or around images."""
 
     def __init__(self, image_size: int) -> None:
         self.tile = _enlarged(image_size)
@@ -160,9 +161,9 @@ class _Group(NamedTuple):
 
 
 def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
-    """Write the contact sheet of a recipe, whose pictures may lie in `folder`, as a PNG file.
+    """Write the contact sheet of a recipe, whose images may lie in `folder`, as a PNG file.
 
-    Raises LargebatchError where the pictures cannot be read or the file cannot be written.
+    Raises LargebatchError where the images cannot be read or the file cannot be written.
     """
     if path.suffix.lower() != ".png":
         raise LargebatchError(f"{path}: the sheet is a PNG file: give a name that ends in .png")
@@ -170,7 +171,8 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
     pipeline = open_pipeline(recipe, plan, Serial(), folder=folder)
     sheet = draw_sheet(show(pipeline), recipe, plan)
     try:
-        sheet.save(path)
+        with whole_file(path) as file:
+            sheet.save(file, format="PNG")
     except OSError as error:
         raise LargebatchError(f"{path}: cannot write the sheet: {error.strerror}") from None
 
@@ -211,19 +213,19 @@ def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
     return [
         _Group(
             "training",
-            f"the same picture in passes 1 to {passes}" if passes > 1 else "pass 1",
+            f"the same image in passes 1 to {passes}" if passes > 1 else "pass 1",
             COLOURS["train"],
             shown.training,
         ),
         _Group("clean", when, COLOURS["clean"], shown.clean),
-        _Group("evaluation", "validation pictures", COLOURS["statistics"], shown.evaluation),
+        _Group("evaluation", "validation images", COLOURS["statistics"], shown.evaluation),
     ]
 
 
 def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
-    """Say what was done to the pictures, and whether the normalised values are as they should."""
+    """Say what was done to the images, and whether the normalised values are as they should."""
     data = recipe.data
-    crops = clean = "whole pictures"
+    crops = clean = "whole images"
     if data.crop_area is not None:
         (small, large), (narrow, wide) = data.crop_area, data.crop_aspect
         crops = f"{small:.0%} to {large:.0%} of the area, width / height {narrow:.2f} to {wide:.2f}"
@@ -237,12 +239,12 @@ def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
     return [
         f"{recipe.model.name} sees {size}, {data.interpolation}, {describe_decoding(recipe)}",
         f"training: {crops}, {flips} mirrored; clean and evaluation: {clean}",
-        f"values after normalisation, mean ± std of these pictures: {', '.join(values)}",
+        f"values after normalisation, mean ± std of these images: {', '.join(values)}",
     ]
 
 
 def _enlarged(image_size: int) -> int:
-    """Return the side of a drawn picture.
+    """Return the side of a drawn image.
 
     >>> [_enlarged(side) for side in (28, 32, 100, 224)]
     [112, 128, 200, 224]
@@ -263,9 +265,9 @@ def _paste(sheet: Image.Image, rows: Rows, data: Data, *, left: int) -> None:
     size = _Lengths(data.image_size)
     for row, images in enumerate(rows):
         for column, image in enumerate(images):
-            picture = Image.fromarray(denormalized(image, data))
+            tile = Image.fromarray(denormalized(image, data))
             place = left + column * size.step, size.head + row * size.step
-            sheet.paste(picture.resize((size.tile, size.tile), Image.Resampling.NEAREST), place)
+            sheet.paste(tile.resize((size.tile, size.tile), Image.Resampling.NEAREST), place)
 
 
 def _widest(texts: Sequence[str], measure: Measure) -> int:

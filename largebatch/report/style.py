@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from largebatch.optional import require_matplotlib
+from largebatch.storage import whole_file
 
 if TYPE_CHECKING:
     from matplotlib import axes, figure, text
@@ -78,11 +79,11 @@ def save_png(
     path: Path, draw: Callable[["Figure"], None], *, size: tuple[float, float], pixels: int
 ) -> None:
     """Write a drawing of `size` points, `pixels` wide."""
-    with _style():
+    with _style(), whole_file(path) as file:
         figure = _figure(size, margin=MARGIN)
         figure.set_facecolor(PAPER)
         draw(figure)
-        figure.savefig(path, dpi=72 * pixels / size[0])
+        figure.savefig(file, format="png", dpi=72 * pixels / size[0])
 
 
 def make_svg(draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str) -> str:

@@ -150,7 +150,7 @@ def words_of(monkeypatch: pytest.MonkeyPatch, chosen: Recipe, folder: Path) -> l
         pytest.param(["duration.epochs=3"], "pass 1", id="one pass"),
         pytest.param([], "class-2", id="class names"),
         pytest.param([], "training: 50% to 100% of the area", id="crops"),
-        pytest.param(["data.crop_area=null"], "training: whole pictures, half", id="no crops"),
+        pytest.param(["data.crop_area=null"], "training: whole images, half", id="no crops"),
         pytest.param(["data.eval_resize=24"], "short side 24, centre 20 x 20", id="centre"),
         pytest.param(["data.flip=false"], "never mirrored", id="no flips"),
     ],
@@ -205,7 +205,7 @@ def test_the_command_writes_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixt
     ("words", "message"),
     [
         pytest.param(["--out", "sheet.jpg"], "give a name that ends in .png", id="no PNG"),
-        pytest.param(["--out", "no/where.png"], "cannot write the sheet: No such file", id="place"),
+        pytest.param(["--out", "/proc/no/x.png"], "cannot write the sheet: No such", id="place"),
         pytest.param(["--data", "x", "--out", "a.png"], "--data x would not be read", id="data"),
     ],
 )
