@@ -165,5 +165,5 @@ def test_apex_on_the_cpu_is_refused_by_the_name_of_its_key(
     recipe = digits("execution.kernels=apex")
     model = build_model(recipe, CPU)
     monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
-    with pytest.raises(RecipeError, match=r"optimizer\.kernels: .* on cpu"):
+    with pytest.raises(RecipeError, match=r"execution\.kernels: .* on cpu"):
         build_optimizer(recipe, model)
