@@ -94,7 +94,7 @@ def test_without_an_average_it_is_refused(
     run(a_recipe(CLEAN), out=tmp_path / "plain", max_steps=2)
     words = [str(tmp_path / "plain"), "--ema", "--out", str(tmp_path / "polished")]
     assert main(["polish", *words]) == USER
-    assert "plain: holds no moving average: " in capsys.readouterr().err
+    assert "plain: holds no EMA: " in capsys.readouterr().err
     assert not (tmp_path / "polished").exists()
 
 

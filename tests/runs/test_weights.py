@@ -184,7 +184,7 @@ def test_a_file_that_holds_no_weights_is_refused_and_nothing_in_it_runs(
         ({"epoch": 3, "best": 0.5}, "under state_dict or model; found a mapping of epoch, best"),
         ({}, "found dict"),
         ([torch.zeros(3)], "found list"),
-        ({"model_ema": state()}, "found a mapping of model_ema; its moving average is taken with"),
+        ({"model_ema": state()}, "found a mapping of model_ema; its EMA is taken with"),
     ]:
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=message):

@@ -216,7 +216,7 @@ def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path, draws: None) ->
     }
     page = (tmp_path / "with/report.html").read_text()
     assert "affine (discarded)" in page
-    assert "Held out: top-1 on 200 training pictures" in page
+    assert "Held out: top-1 on 200 training images" in page
 
 
 def test_clean_epochs_that_harm_are_undone_and_so_is_their_share_of_the_average(
