@@ -24,7 +24,7 @@ def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("digit_96", "digit_96: neither a file nor an installed recipe; did you mean digits_96?"),
+        ("digit_96", "digit_96: neither a file nor an installed recipe; did you mean 'digits_96'?"),
         ("x", "x: neither a file nor an installed recipe; `largebatch recipes` lists them"),
         ("digits_96.yaml", "digits_96.yaml: cannot read the recipe: No such file"),
         ("recipes/digits_96", "recipes/digits_96: cannot read the recipe: No such file"),
