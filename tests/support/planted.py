@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "polishing leaves the model in evaluation mode",
-        "polish/statistics.py",
+        "models/wrappers.py",
         "            module.training = training\n",
         "            pass\n",
         "polish/test_polish.py::test_only_the_running_statistics_change",
