@@ -7,6 +7,7 @@ evaluate, save, and stop when asked.
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +69,6 @@ def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
         )
 
 
-def _train(trainer: Trainer, steps: range, until: int) -> None:
-    _train_stage(trainer, "train", steps, until)
-
-
-def _clean(trainer: Trainer, steps: range, until: int) -> None:
-    _train_stage(trainer, "clean", steps, until)
-
-
 def _ema(trainer: Trainer, _: range, __: int) -> None:
     """Let the EMA become the model, if there is one."""
     if trainer.state.ema is None:
@@ -89,7 +82,7 @@ def _affine(trainer: Trainer, steps: range, until: int) -> None:
     state = trainer.state
     if steps and state.progress.step == steps.start and not _is_over(trainer, steps, until):
         state.use(trainer.build_affine())  # later, it was restored
-    _train_stage(trainer, "affine", steps, until)
+    _train_stage("affine", trainer, steps, until)
 
 
 def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> None:
@@ -113,15 +106,6 @@ def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> Non
     trainer.end_stage("statistics", num_steps=0, note=describe_unsettled(drift))
 
 
-STAGES = (
-    Stage("train", lambda plan: plan.train_steps, _train),
-    Stage("clean", lambda plan: plan.steps, _clean),
-    Stage("ema", lambda plan: plan.steps, _ema),
-    Stage("affine", lambda plan: plan.updates, _affine),
-    Stage("statistics", lambda plan: plan.updates, polish_statistics),
-)
-
-
 def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
     """Tell whether none of these updates remains to be made now."""
     progress = trainer.state.progress
@@ -129,7 +113,7 @@ def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
     return progress.step >= end or trainer.step_log.stopped
 
 
-def _train_stage(trainer: Trainer, name: StageName, steps: range, until: int) -> None:
+def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) -> None:
     state = trainer.state
     if _is_over(trainer, steps, until):
         return
@@ -146,6 +130,15 @@ def _train_stage(trainer: Trainer, name: StageName, steps: range, until: int) ->
         state.progress.discard_until(steps.stop)
     if state.progress.step == steps.stop:
         trainer.end_stage(name, num_steps=made, note=diverged, failed=diverged is not None)
+
+
+STAGES = (
+    Stage("train", lambda plan: plan.train_steps, partial(_train_stage, "train")),
+    Stage("clean", lambda plan: plan.steps, partial(_train_stage, "clean")),
+    Stage("ema", lambda plan: plan.steps, _ema),
+    Stage("affine", lambda plan: plan.updates, _affine),
+    Stage("statistics", lambda plan: plan.updates, polish_statistics),
+)
 
 
 def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
