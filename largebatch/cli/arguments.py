@@ -3,6 +3,9 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
+
+from largebatch.distributed.environment import BackendName
 
 Call = Callable[[argparse.Namespace], int]
 
@@ -54,9 +57,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
     parser.add_argument(
         "--backend",
-        choices=["auto", "serial", "torch", "horovod"],
+        choices=get_args(BackendName),
         default="auto",
-        help="who adds up gradients (auto: the launcher's)",
+        help="library that sums gradients (auto: the launcher's)",
     )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"

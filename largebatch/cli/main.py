@@ -23,7 +23,7 @@ from largebatch.cli import data as cli_data
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli.arguments import add_command, add_execution, add_machine, add_set, count
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.environment import launched_rank, own_rank
 from largebatch.errors import (
     CheckpointError,
     LargebatchError,
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _call(args: argparse.Namespace) -> int:
     """Do what was asked; print what the user can fix, and what befell other workers."""
-    rank = _rank()
+    rank = own_rank()
     try:
         code: int = args.call(args)
     except LargebatchError as error:
@@ -95,11 +95,6 @@ def _reader_is_gone() -> bool:
     return gone
 
 
-def _rank() -> int:
-    """Return this process's rank; one that is not among several workers is worker 0."""
-    return launched_rank() or 0
-
-
 def _train(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     if args.resume and args.out is None:
@@ -123,7 +118,7 @@ def _train(args: argparse.Namespace) -> int:
         max_steps=args.max_steps,
     )
     asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
-    if _rank() == 0:
+    if own_rank() == 0:
         if summary.status == "interrupted":
             again = f"to go on: the same command with --resume --out {folder}"
             if asked_to_stop:
@@ -155,7 +150,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         overrides=tuple(args.set),
     )
     metrics = evaluate_checkpoint(args.checkpoint, options)
-    if _rank() == 0:
+    if own_rank() == 0:
         print(
             f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
             f"({metrics.samples} samples)"

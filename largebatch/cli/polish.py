@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.cli.arguments import Call, add_execution, add_machine, add_set, count
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError
 from largebatch.tracking.events import REPORT
 
@@ -72,7 +72,7 @@ def _polish(args: argparse.Namespace) -> int:
         before, after = map(asdict, summary.stages)
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
         done = f"report: {args.out / REPORT}{undone}"
-    if (launched_rank() or 0) == 0:
+    if own_rank() == 0:
         for name, key, form in (
             ("top-1", "top1", ".2%"),
             ("top-5", "top5", ".2%"),
@@ -112,7 +112,7 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first = (launched_rank() or 0) == 0
+    first = own_rank() == 0
     rows: list[dict[str, Any]] = []
     with _comparison(args) as found:
         for row in found.rows:

@@ -2,22 +2,19 @@
 
 import os
 import sys
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.environment import launched_rank, launched_size
+from largebatch.distributed.environment import BackendName, launched_rank, launched_size
 from largebatch.distributed.horovod import RunningHorovod, open_horovod
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch, TorchDistributed
 from largebatch.errors import BackendError
 
-Name = Literal["auto", "serial", "torch", "horovod"]
 
-
-def connect(name: Name) -> Backend:
+def connect(name: BackendName) -> Backend:
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.

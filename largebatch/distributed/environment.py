@@ -1,6 +1,9 @@
 """What a launcher and the machine say of this process, asked before PyTorch is there."""
 
 import os
+from typing import Literal
+
+BackendName = Literal["auto", "serial", "torch", "horovod"]
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """The variable in which a local worker finds the process that started it."""
@@ -15,6 +18,11 @@ def launched_rank() -> int | None:
         if name in os.environ:
             return int(os.environ[name])
     return None
+
+
+def own_rank() -> int:
+    """Return this process's rank; one that was started alone is worker 0."""
+    return launched_rank() or 0
 
 
 def launched_size() -> int:

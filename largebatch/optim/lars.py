@@ -42,9 +42,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from largebatch.optim.kernels import Rule, Update, apex, batched, fused
+from largebatch.recipe.choices import Convention, Kernels
 
-Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
-Kernels = Literal["torch", "apex"]
 Number = float | Tensor
 """A tensor has one element; every step reads it anew and leaves it as it is."""
 

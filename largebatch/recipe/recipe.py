@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from largebatch.recipe.choices import Convention, OffTarget, Precision
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.sections import Data, Duration, Execution, Momentum, Polish, Section
 
@@ -34,7 +35,7 @@ class LARS(Section):
 
     kind: Literal["lars"]
 
-    convention: Literal["reference", "scaled-momentum", "outside", "fujitsu"]
+    convention: Convention
     """Where rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's TF2 code;
     optax too, but only without weight decay). `scaled-momentum`: ratio inside, rate outside (timm).
     `outside`: both outside (Intel); it can blow up where old momentum meets a tiny gradient, which
@@ -72,7 +73,7 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability mass taken from the labelled class (arXiv:1512.00567, section 7)."""
 
-    off_target: Literal["all", "others"] = "all"
+    off_target: OffTarget = "all"
     """Who shares that mass. `all`: every class, the labelled one too (PyTorch, TensorFlow).
     `others`: only the other classes (MXNet)."""
 
@@ -98,7 +99,7 @@ class BatchSizes(Section):
 class Reduction(Section):
     """What gradients are sent as when they are summed over the workers."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Precision = "fp32"
     """Gradients are sent in this type. They are divided by the global batch before they are rounded
     and summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last
     group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
@@ -138,7 +139,7 @@ class Recipe(Section):
     optimizer: Annotated[LARS | SGD, Field(discriminator="kind")]
     schedule: Schedule
     loss: Loss = Loss()
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Arithmetic of the forward and backward pass; weights and updates are always fp32. fp16 scales
     the loss and skips updates whose gradients overflow."""
 

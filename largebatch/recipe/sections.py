@@ -4,6 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from largebatch.recipe.choices import Kernels
+
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Triple = tuple[float, float, float]
@@ -219,7 +221,7 @@ class Execution(Section):
     ] = CubicGroups(kind="cubic")
     """Which gradients are sent together, counted from the last layer."""
 
-    kernels: Literal["torch", "apex"] = "torch"
+    kernels: Kernels = "torch"
     """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
 
     @model_validator(mode="after")

@@ -17,8 +17,8 @@ from torch.optim import SGD, Optimizer
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import Name, connect
-from largebatch.distributed.environment import LAUNCHER, available_cores
+from largebatch.distributed.connection import connect
+from largebatch.distributed.environment import LAUNCHER, BackendName, available_cores
 from largebatch.distributed.reducer import (
     Grouping,
     Reducer,
@@ -270,7 +270,7 @@ class Options:
     data: Path | None = None
     """The images, for a recipe whose data.source is folder."""
 
-    backend: Name = "auto"
+    backend: BackendName = "auto"
     overrides: tuple[str, ...] = ()
     """Changes to the recipe of a checkpoint, or of weights, such as execution.device_batch=64."""
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from largebatch.distributed.connection import Name
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.environment import BackendName, launched_rank
 from largebatch.errors import BackendError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -39,7 +38,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     workers: int = 1,
     out: Path | str | None = None,
     data: Path | str | None = None,
-    backend: Name = "auto",
+    backend: BackendName = "auto",
     resume: bool = False,
     max_steps: int | None = None,
 ) -> Summary:

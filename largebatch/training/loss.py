@@ -1,13 +1,13 @@
 """Cross-entropy with label smoothing, in both published conventions."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OffTarget = Literal["all", "others"]
+from largebatch.recipe.choices import OffTarget
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits N x K, labels N) -> the sum of the loss over the samples, 0-d."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from largebatch.optim.lars import LARS, Convention
+from largebatch.optim.lars import LARS
+from largebatch.recipe.choices import Convention
 
 CONVENTIONS: list[Convention] = ["reference", "scaled-momentum", "outside", "fujitsu"]
 every_convention = pytest.mark.parametrize("convention", CONVENTIONS)

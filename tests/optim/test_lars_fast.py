@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from largebatch.optim.kernels import batched, fused
-from largebatch.optim.lars import LARS, Convention, Kernels
+from largebatch.optim.lars import LARS
 from largebatch.optional import INSTALL_APEX
+from largebatch.recipe.choices import Convention, Kernels
 
 __all__ = ["choose_path"]  # the fixture `path`
 

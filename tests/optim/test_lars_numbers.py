@@ -11,7 +11,8 @@ from lars_formula import CONVENTIONS, RATES, Formula, Path, assert_close, choose
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from largebatch.optim.lars import LARS, Convention
+from largebatch.optim.lars import LARS
+from largebatch.recipe.choices import Convention
 
 __all__ = ["choose_path"]  # the fixture `path`
 

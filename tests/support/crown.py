@@ -17,7 +17,8 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.connection import connect
+from largebatch.distributed.environment import BackendName
 from largebatch.distributed.reducer import Reducer
 from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
@@ -128,7 +129,7 @@ def evaluate_each(model: nn.Module, backend: Backend) -> Metrics:
     return evaluate(model, batches, backend, expected=GLOBAL_BATCH)
 
 
-def solve_all(backend_name: Name, path: Path) -> None:
+def solve_all(backend_name: BackendName, path: Path) -> None:
     """Solve and evaluate every case on these workers; worker 0 writes the results."""
     backend = connect(backend_name)
     results = {}

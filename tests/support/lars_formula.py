@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from largebatch.optim.kernels import apex, batched, fused
-from largebatch.optim.lars import LARS, Convention
+from largebatch.optim.lars import LARS
+from largebatch.recipe.choices import Convention
 
 Array = npt.NDArray[np.float64]
 Path = Callable[[str], None]

@@ -21,7 +21,8 @@ from torch.optim import SGD
 from largebatch import load_recipe, run
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.connection import Name, connect
+from largebatch.distributed.connection import connect
+from largebatch.distributed.environment import BackendName
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
@@ -92,7 +93,7 @@ def overflow_on_worker_1_at_step_2(rank: int, step: int) -> float | None:
     return float("inf") if (rank, step) == (1, 2) else None
 
 
-def solve_on(backend_name: Name, folder: Path) -> None:
+def solve_on(backend_name: BackendName, folder: Path) -> None:
     backend = connect(backend_name)
     torch.save(solve(backend, overflow_on_worker_1_at_step_2), folder / f"{backend.rank}.pt")
     backend.close()

@@ -1,0 +1,11 @@
+"""The words that a setting chooses from, where the package uses them beyond the recipe.
+
+Each list stands here once; it is read by the recipe and by the module that implements the choices.
+"""
+
+from typing import Literal
+
+Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
+Kernels = Literal["torch", "apex"]
+OffTarget = Literal["all", "others"]
+Precision = Literal["fp32", "bf16", "fp16"]
