@@ -8,7 +8,7 @@ per second of processor time, which other jobs on the machine do not lengthen mu
 of 1,281,167 names like ImageNet's, by new processes; memory is what the kernel says they hold
 (VmRSS; and of the file, PSS, in which a page that several processes map counts once in all).
 
-Started: a run over as many files in 1,000 class folders, hard links to the 100 full-size pictures
+Started: a run over as many files in 1,000 class folders, hard links to the 100 full-size images
 (imagenet_samples), by new processes and from a warm page cache: how long they import, until the
 index is open and compared with its folder, and from there until the first batch of a run; and the
 most memory that they held (VmHWM). The names are as many as ImageNet's, the inodes only 100.
@@ -133,10 +133,10 @@ def starting(folder: Path, rounds: int) -> dict[str, Any]:
     """Time how a run over files in class folders begins, in new processes."""
     root = folder / "linked"
     with zipfile.ZipFile(Path(os.environ["LARGEBATCH_DATA"]) / "imagenet_samples/samples.zip") as z:
-        z.extractall(folder / "pictures")
-    pictures = sorted((folder / "pictures").rglob("*.*"))
+        z.extractall(folder / "images")
+    images = sorted((folder / "images").rglob("*.*"))
     for split, number in (("train", SAMPLES), ("val", CLASSES)):
-        link(pictures, root / split, number)
+        link(images, root / split, number)
     make(root, "val")
     began = time.perf_counter()
     content = make(root, "train")
@@ -151,13 +151,13 @@ def starting(folder: Path, rounds: int) -> dict[str, Any]:
     return result
 
 
-def link(pictures: list[Path], folder: Path, number: int) -> None:
-    """Make class folders that hold so many names in all, hard links to the same pictures."""
+def link(images: list[Path], folder: Path, number: int) -> None:
+    """Make class folders that hold so many names in all, hard links to the same images."""
     for label in range(CLASSES):
         name = f"n{10_000_000 + 1234 * label}"
         (folder / name).mkdir(parents=True)
         for sample in range(label, number, CLASSES):
-            target = pictures[sample // CLASSES % len(pictures)]
+            target = images[sample // CLASSES % len(images)]
             os.link(target, f"{folder}/{name}/{name}_{sample}.JPEG")
 
 

@@ -1,11 +1,11 @@
-"""Images a second where the GPU makes the pictures: a small set kept there, and JPEGs by DALI.
+"""Images a second where the GPU makes the images: a small set kept there, and JPEGs by DALI.
 
     LARGEBATCH_DATA=DIR python benchmarks/input_gpu.py [--rounds 9] [--steps 20]
 
 With `--device cpu --rounds 2 --steps 2 --batches 64 --jpeg-batch 8` it runs anywhere and writes
 nothing.
 
-CIFAR-10's 50,000 training pictures, random crops and flips, at some sizes of a batch: kept on the
+CIFAR-10's 50,000 training images, random crops and flips, at some sizes of a batch: kept on the
 GPU (`cache: device`), against kept in memory, made by threads and copied (`cache: memory`); and
 what the host alone does for each batch: order, boxes, flips. Then 100 full-size ImageNet JPEGs,
 RandomResizedCrop 224, flip, normalise: our requests to DALI, decoded on the GPU, against DALI's own
@@ -45,19 +45,21 @@ def step(batches: Iterator[object]) -> Step:
 
 
 def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the training pictures of CIFAR-10, shards in `folder`."""
+    """Measure the training images of CIFAR-10, shards in `folder`."""
     index, backend = load_or_read(folder, "train"), Serial(args.device)
     kept = pixel_cache.open_cache(index, backend=backend, threads=args.threads)
     small = view(32)
 
-    def asked() -> Iterator[Request]:
+    def small_requests() -> Iterator[Request]:
         return requests(index, batch, SMALL_AREA)
 
-    kept_there = cached.decode_on_device(cached.upload(kept, args.device), asked(), small)
-    in_memory = cached.decode(kept, asked(), small, device=args.device, threads=args.threads)
+    kept_there = cached.decode_on_device(cached.upload(kept, args.device), small_requests(), small)
+    in_memory = cached.decode(
+        kept, small_requests(), small, device=args.device, threads=args.threads
+    )
     rivals = {"cache: device": step(kept_there), "cache: memory": step(in_memory)}
     times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=backend)
-    arithmetic = {"order, boxes, flips": step(asked())}
+    arithmetic = {"order, boxes, flips": step(small_requests())}
     times |= take_turns(arithmetic, rounds=args.rounds, steps=args.steps, backend=Serial())
     kept_there.close()
     in_memory.close()

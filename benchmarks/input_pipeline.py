@@ -5,7 +5,7 @@
 Full-size ImageNet JPEGs, RandomResizedCrop 224, flip, normalise; two threads or worker processes.
 In every round each rival goes once, in turn: some batches that are not counted, so that what it
 had prepared while others ran is used up, then the counted ones. Ratios are of times in the same
-round, ours first. Then: what order, boxes and places of a batch of ImageNet's 1.28 million pictures
+round, ours first. Then: what order, boxes and places of a batch of ImageNet's 1.28 million images
 cost, and CIFAR-10 kept decoded against decoded each time. (benchmarks/index.py measures the first
 batch of a run.)
 """
@@ -202,7 +202,7 @@ def arithmetic(index: Index, seconds_a_batch: float, args: argparse.Namespace) -
 
 
 def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure 10,000 CIFAR-10 pictures kept decoded against PNG files decoded each time."""
+    """Measure 10,000 CIFAR-10 images kept decoded against PNG files decoded each time."""
     labels = np.load(archive / "test_labels.npy")
     number = 0
     for mosaic in sorted(archive.glob("test-*.webp")):

@@ -3,7 +3,7 @@
     python benchmarks/loop.py [--rounds 40] [--steps 3] [--threads 2]
 
 All make the same steps of SGD on a batch that lies in memory, on copies of a model, in turns: a
-model with steps as long as in practice, where the ratio counts, and LeNet-5 on one picture, where
+model with steps as long as in practice, where the ratio counts, and LeNet-5 on one image, where
 the seconds added count. On a GPU the first is ResNet-50 at 224 pixels. The bare loop has train()'s
 BatchNorm layers, whose spans are the whole batch, and never moves their running statistics, so that
 train() is timed with that work; what the layers themselves cost beside nn.BatchNorm2d is told apart
@@ -87,7 +87,7 @@ def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> d
     times = take_turns(rivals, rounds=rounds, steps=steps)
     added = [one - other for one, other in zip(times["train()"], times["bare loop"], strict=True)]
     return {
-        "model": f"{name}, {batch} pictures of {pixels} pixels",
+        "model": f"{name}, {batch} images of {pixels} pixels",
         "seconds a step": {name: spread(values) for name, values in times.items()},
         "ratio": paired_ratio(times["train()"], times["bare loop"]),
         "ratio to nn.BatchNorm2d": paired_ratio(

@@ -1,6 +1,6 @@
-"""The statistics pass of Final Polishing beside its peers: time for a picture, and error.
+"""The statistics pass of Final Polishing beside its peers: time for an image, and error.
 
-    [LARGEBATCH_DATA=DIR] python benchmarks/polish.py [--rounds 15] [--pictures 144] [--batch 64]
+    [LARGEBATCH_DATA=DIR] python benchmarks/polish.py [--rounds 15] [--images 144] [--batch 64]
 
 The peers are torch.optim.swa_utils.update_bn and fvcore's update_bn_stats (pip install fvcore);
 beside them stands a plain forward pass in training mode, which every such pass contains. All go
@@ -11,7 +11,7 @@ The error of a running variance is relative, that of a running mean in standard 
 largest of all channels of all layers, against moments in float64 of what each layer is given in a
 plain forward pass. The last batch is smaller than the others. With two workers of unequal shares
 ours are two processes over torch; the peers do not communicate, so that a worker keeps its own
-statistics or somebody averages them. Pictures are Imagenette's if LARGEBATCH_DATA names the folder
+statistics or somebody averages them. Images are Imagenette's if LARGEBATCH_DATA names the folder
 that holds imagenette224, else noise. Writes benchmarks/results/polish_<hardware>_<date>.json.
 """
 
@@ -82,8 +82,8 @@ def network() -> nn.Module:
     return build("resnet18", num_classes=10)
 
 
-def pictures(number: int, batch: int) -> Pairs:
-    """Return pictures of all of Imagenette's classes, or noise, in batches."""
+def images(number: int, batch: int) -> Pairs:
+    """Return images of all of Imagenette's classes, or noise, in batches."""
     data = os.environ.get("LARGEBATCH_DATA")
     if data is None:
         images = torch.randn(number, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,7 @@ def polish_share(number: int, batch: int, file: Path) -> None:
 
     backend = TorchDistributed()
     model = network()
-    polish(model, share(pictures(number, batch), backend.rank), backend)
+    polish(model, share(images(number, batch), backend.rank), backend)
     backend.close()
     if backend.rank == 0:
         found = {name: value.tolist() for name, value in statistics(model).items()}
@@ -214,7 +214,7 @@ def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[s
     spans = found.pop(f"ours, span {SPAN}"), found.pop(f"forward, span {SPAN}")
     number = sum(len(images) for images, _ in batches)
     return {
-        "milliseconds a picture": {
+        "milliseconds an image": {
             name: spread([1000 * seconds / number for seconds in values])
             for name, values in found.items()
         },
@@ -233,7 +233,7 @@ def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--pictures", type=int, default=144)
+    parser.add_argument("--images", type=int, default=144)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "FILE"), help=argparse.SUPPRESS)
@@ -241,13 +241,13 @@ def main() -> None:
     worker = vars(args).pop("worker")
     if worker:
         torch.set_num_threads(1)
-        polish_share(args.pictures, args.batch, Path(worker[1]))
+        polish_share(args.images, args.batch, Path(worker[1]))
         return
     torch.set_num_threads(args.threads)
-    batches = pictures(args.pictures, args.batch)
+    batches = images(args.images, args.batch)
     layouts = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last}
     result = {
-        "settings": {**vars(args), "pictures are": _source()},
+        "settings": {**vars(args), "images are": _source()},
         "target": f"ours at most {TARGET} of each",
         "error": errors(batches),
         **{name: times(batches, rounds=args.rounds, layout=it) for name, it in layouts.items()},

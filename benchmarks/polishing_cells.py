@@ -1,6 +1,6 @@
 """One cell of the polishing study: one set, batch, optimizer, crop area and seed, and its arms.
 
-The arms of a cell share the updates that they have in common. A trunk trains on augmented pictures
+The arms of a cell share the updates that they have in common. A trunk trains on augmented images
 to the end; where an arm parts from it, the arm goes on in a folder of its own from the trunk's
 checkpoint, under the same recipe with its polishing stages. Nothing but the step decides what an
 update sees, so an arm ends with the weights, bit for bit, that a run of its own would have.
@@ -35,7 +35,7 @@ STEPS_PER_EPOCH = 16
 WARMUP_EPOCHS = 2
 AFFINE_EPOCHS = 2
 SPANS_AT_ONCE = 4
-"""BatchNorm spans in a device batch of the large batch; a core is fastest with about 100 pictures
+"""BatchNorm spans in a device batch of the large batch; a core is fastest with about 100 images
 of this network."""
 
 AFFINE_RATES = {"large": 0.1, "small": 0.01}
@@ -46,27 +46,27 @@ AFFINE_RATES = {"large": 0.1, "small": 0.01}
 class Size:
     """How much a cell computes; the same for all cells of a study."""
 
-    pictures: int
-    """Training pictures, the same ones for every seed."""
+    images: int
+    """Training images, the same ones for every seed."""
 
     epochs: int
 
     @property
     def large_batch(self) -> int:
-        """Pictures in an update of the large batch."""
-        return self.pictures // STEPS_PER_EPOCH
+        """Images in an update of the large batch."""
+        return self.images // STEPS_PER_EPOCH
 
     @property
     def small_batch(self) -> int:
-        """Pictures in an update of the small batch, and in a BatchNorm span of both."""
+        """Images in an update of the small batch, and in a BatchNorm span of both."""
         return self.large_batch // RATIO
 
     def __post_init__(self) -> None:
         smallest = STEPS_PER_EPOCH * RATIO * 2
-        if self.pictures % (smallest // 2) or self.pictures < smallest:
+        if self.images % (smallest // 2) or self.images < smallest:
             raise ValueError(
-                f"pictures must be a multiple of {smallest // 2}, {smallest} or more, so that both "
-                f"batches are whole; got {self.pictures}"
+                f"images must be a multiple of {smallest // 2}, {smallest} or more, so that both "
+                f"batches are whole; got {self.images}"
             )
 
 
@@ -79,7 +79,7 @@ class Cell:
     """`large` or `small`."""
 
     area: float
-    """The least part of a picture that a crop shows."""
+    """The least part of an image that a crop shows."""
 
     seed: int
     rate: float
@@ -90,7 +90,7 @@ class Cell:
     """The rate at the end of the schedule over the peak rate."""
 
     clean: tuple[int, ...] = (2,)
-    """Arms whose last so many epochs are on clean pictures."""
+    """Arms whose last so many epochs are on clean images."""
 
     affine: bool = False
 
@@ -129,7 +129,7 @@ def recipe_of(cell: Cell, size: Size, *, val_samples: int) -> Recipe:
     changes = [
         f"seed={cell.seed}",
         f"duration.epochs={size.epochs}",
-        f"data.train_samples={size.pictures}",
+        f"data.train_samples={size.images}",
         f"data.val_samples={val_samples}",
         f"data.crop_area=[{cell.area}, 1.0]",
         f"batch.global_batch={size.large_batch if large else size.small_batch}",
@@ -203,7 +203,7 @@ def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -
 
 
 def device_batch(recipe: Recipe) -> int:
-    """Return how many pictures a process holds at a time."""
+    """Return how many images a process holds at a time."""
     assert recipe.batch.bn_span is not None
     return min(SPANS_AT_ONCE * recipe.batch.bn_span, recipe.batch.global_batch)
 

@@ -1,9 +1,9 @@
-"""The pictures of the polishing study: a fixed part of each set, as shards of its own.
+"""The images of the polishing study: a fixed part of each set, as shards of its own.
 
-Two cores go through 3,000 pictures a second, so the study trains on a part of the training set,
+Two cores go through 3,000 images a second, so the study trains on a part of the training set,
 drawn once with the same number of every class and the same for every seed. Rates are tuned on
-pictures that lie outside of that part and outside of the test set, so no number that is reported
-was chosen by the pictures that it is measured on.
+images that lie outside of that part and outside of the test set, so no number that is reported
+was chosen by the images that it is measured on.
 """
 
 import os
@@ -27,16 +27,16 @@ SETS = ("fashion_mnist", "cifar10")
 """Folders in LARGEBATCH_DATA."""
 
 SUBSET_SEED = 20_000
-"""Draws the training pictures; no run has this seed."""
+"""Draws the training images; no run has this seed."""
 
 SHARD_BYTES = 256 * 10**6
 
 
 def prepare(work: Path, name: str, *, train: int, val: int | None = None) -> Path:
-    """Return the folder with `train` training pictures of a set, made unless it is there.
+    """Return the folder with `train` training images of a set, made unless it is there.
 
     They are judged on the whole test set, or, if `val` is given, on so many other training
-    pictures: that is for tuning.
+    images: that is for tuning.
     """
     out = work / f"{name}-{train}" if val is None else work / f"{name}-{train}-tuning-{val}"
     if out.exists():
@@ -60,18 +60,18 @@ def draw(index: Index, sizes: list[int]) -> list[IntArray]:
     """Draw disjoint parts of an index, each with the same number of every class.
 
     The first part does not depend on how many others there are, so tuning and study train on the
-    same pictures.
+    same images.
     """
     classes = len(index.classes)
     wrong = [size for size in sizes if size % classes]
     if wrong:
-        raise ValueError(f"{wrong[0]} pictures cannot be the same number of {classes} classes")
+        raise ValueError(f"{wrong[0]} images cannot be the same number of {classes} classes")
     random = np.random.default_rng(SUBSET_SEED)
     orders = [random.permutation(np.flatnonzero(index.labels == one)) for one in range(classes)]
     ends = np.cumsum([0, *sizes]) // classes
     if ends[-1] > min(map(len, orders)):
         raise ValueError(
-            f"{sum(sizes)} pictures need {ends[-1]} of every class, and one has "
+            f"{sum(sizes)} images need {ends[-1]} of every class, and one has "
             f"{min(map(len, orders))}"
         )
     return [

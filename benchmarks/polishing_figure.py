@@ -1,4 +1,4 @@
-"""The pictures of the polishing study, drawn from its results alone and in the report's style."""
+"""The figures of the polishing study, drawn from its results alone and in the report's style."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,14 +31,14 @@ Study = dict[str, Any]
 
 
 def draw_all(study: Study, folder: Path) -> None:
-    """Draw each picture that there are results for."""
+    """Draw each figure that there are results for."""
     groups = by_group(study["cells"])
-    pictures: dict[str, tuple[Callable[..., None], tuple[int, int], str]] = {
+    figures: dict[str, tuple[Callable[..., None], tuple[int, int], str]] = {
         "polishing_study": (_draw_polishing, (900, 640), "affine"),
         "polishing_study_rates": (_draw_rates, (820, 400), "clean 5"),
         "polishing_study_batches": (_draw_batches, (900, 320), "sgd"),
     }
-    for name, (draw, size, needed) in pictures.items():
+    for name, (draw, size, needed) in figures.items():
         if any(needed in group or needed in arms for group, arms in groups.items()):
             drawn = partial(draw, study=study, groups=groups)
             save_png(folder / f"{name}.png", drawn, size=size, pixels=2 * size[0])
@@ -49,8 +49,8 @@ def _title(figure: "Figure", title: str, note: str, *, study: Study, groups: Gro
     seeds = f"{numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
     figure.suptitle(title, x=0.01, ha="left", size=14, weight="bold", color=INK)
     figure.supxlabel(
-        f"{note} Top-1 on the test set of {study['test_pictures']:,}; ResNet of 8 layers, "
-        f"{study['pictures']:,} training pictures, {study['epochs']} epochs.\nFaint: each of "
+        f"{note} Top-1 on the test set of {study['test_images']:,}; ResNet of 8 layers, "
+        f"{study['images']:,} training images, {study['epochs']} epochs.\nFaint: each of "
         f"{seeds} seeds. Bars: mean and its 95 % interval (Student's t).",
         x=0.01, ha="left", size=10, color=MUTED,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def _title(figure: "Figure", title: str, note: str, *, study: Study, groups: Gro
 
 def _draw_polishing(figure: "Figure", *, study: Study, groups: Groups) -> None:
     """Draw how far each way to polish is from the control of the same seeds."""
-    title = f"What polishing changes, against {study['epochs']} epochs on augmented pictures"
+    title = f"What polishing changes, against {study['epochs']} epochs on augmented images"
     note = "LARS. clean: the last 2 epochs. * 2 epochs more than the control."
     _title(figure, title, note, study=study, groups=groups)
     panels = figure.subplots(1, 2, sharey=True)
@@ -107,7 +107,7 @@ def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
 
 def _draw_rates(figure: "Figure", *, study: Study, groups: Groups) -> None:
     """Draw top-1 by number of clean epochs, a line for each rate the schedule ends at."""
-    title = f"How many of {study['epochs']} epochs to train on clean pictures, and at which rate"
+    title = f"How many of {study['epochs']} epochs to train on clean images, and at which rate"
     batch = _batch(study, "large").lower()
     note = f"CIFAR-10, LARS, {batch}, crops from 8 % of the area."
     _title(figure, title, note, study=study, groups=groups)

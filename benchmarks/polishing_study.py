@@ -3,21 +3,21 @@
     python benchmarks/polishing_study.py --workers-at-once 2 [--only WORDS ...] [--tune | --draw]
 
 Needs LARGEBATCH_DATA, the folder of Fashion-MNIST and CIFAR-10. Writes
-benchmarks/results/polishing_study_<machine>_<date>.json after every cell and pictures beside it at
+benchmarks/results/polishing_study_<machine>_<date>.json after every cell and figures beside it at
 the end. Started again, it goes on with the cells that the newest such file lacks. Every cell is
 trained by one of a few processes of one thread each, seed by seed, so that a study which is stopped
 is balanced.
 
 First it finds the peak rates: for each set, LARS at either batch and SGD at the small one are tried
 at the rates of GRID with crops from 35 %, one seed that no result has and no polishing, and judged
-on 5,000 training pictures outside of the study's; as long as the best one is the highest or lowest
+on 5,000 training images outside of the study's; as long as the best one is the highest or lowest
 tried, one twice as far is tried too. The best is used with both crop areas and in every arm, so at
 35 % the rates favour the control, as far as one seed tells (its standard error is half a point).
 Rates of the affine stage are not tuned. A rate that diverges has the accuracy of chance.
 
 The cells, each with 5 seeds:
-- LARS on two sets, at batches of 1/16 of the pictures and of 1/32 of that, with crops from 8 % and
-  from 35 % of the area. Arms: control, which is the whole schedule on augmented pictures; the same,
+- LARS on two sets, at batches of 1/16 of the images and of 1/32 of that, with crops from 8 % and
+  from 35 % of the area. Arms: control, which is the whole schedule on augmented images; the same,
   then exact statistics; its last 2 epochs clean instead, without and with exact statistics; and the
   control followed by 2 epochs in which only BatchNorm's scales and shifts and the classifier move,
   without and with exact statistics. The affine arms alone see more epochs than their control.
@@ -26,7 +26,7 @@ The cells, each with 5 seeds:
 - Momentum SGD, crops from 35 %: at the small batch, and at the large one by the linear rule with
   warm-up (Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2).
 
-Intervals are Student's over the seeds, which change weights, order and crops, not which pictures
+Intervals are Student's over the seeds, which change weights, order and crops, not which images
 are trained on; differences are paired by seed, since the arms of a cell begin as one. Two rows are
 the test: clean, then statistics, at the large batch of each set, crops from 8 %. Of the others,
 dozens, some intervals exclude zero by chance.
@@ -54,9 +54,9 @@ from polishing_data import SETS, prepare
 from polishing_figure import draw_all
 from polishing_tables import tables
 
-TEST_PICTURES = 10_000
-TUNING_PICTURES, TUNING_SEED = 5000, 100
-"""Rates are judged on so many other training pictures, with a seed that no result has."""
+TEST_IMAGES = 10_000
+TUNING_IMAGES, TUNING_SEED = 5000, 100
+"""Rates are judged on so many other training images, with a seed that no result has."""
 
 GRID = {
     ("lars", "large"): (2.0, 4.0, 8.0),
@@ -89,18 +89,18 @@ class Setting(NamedTuple):
 
 def main() -> None:
     args = _parse()
-    size = Size(pictures=args.pictures, epochs=args.epochs)
+    size = Size(images=args.images, epochs=args.epochs)
     folder = args.results
     path = newest(folder) or folder / f"{NAME}_{hardware()}_{today()}.json"
     study = read(path, size)
     setting = Setting(size, path, args.work, args.workers_at_once)
     if not args.draw:
-        while missing := _wanted(to_tune(study["tuning"]), args.only):
+        while missing := _selected(to_tune(study["tuning"]), args.only):
             train(missing, setting, study, "tuning")
         if not args.tune:
             every = cells(args.seeds, best_rates(study["tuning"]))
             missing = [cell for cell in every if not has(study["cells"], cell)]
-            train(_wanted(missing, args.only), setting, study, "cells")
+            train(_selected(missing, args.only), setting, study, "cells")
     draw_all(study, folder)
 
 
@@ -112,9 +112,9 @@ def _parse() -> argparse.Namespace:
     add("--draw", action="store_true", help="train nothing, draw what there is")
     add("--tune", action="store_true", help="find the rates and stop")
     add("--seeds", type=int, default=5)
-    add("--pictures", type=int, default=7_680, help="how many to train on")
+    add("--images", type=int, default=7_680, help="how many to train on")
     add("--epochs", type=int, default=12)
-    add("--work", type=Path, default=Path("build") / NAME, metavar="DIR", help="for the pictures")
+    add("--work", type=Path, default=Path("build") / NAME, metavar="DIR", help="for the images")
     add("--results", type=Path, default=RESULTS, metavar="DIR")
     return parser.parse_args()
 
@@ -197,7 +197,7 @@ def _tried(tuning: dict[str, Any], key: tuple[str, str, str]) -> dict[float, flo
     return {cell["rate"]: cell["arms"]["control"]["top1"] for cell in cells}
 
 
-def _wanted(cells: list[Cell], words: list[str]) -> list[Cell]:
+def _selected(cells: list[Cell], words: list[str]) -> list[Cell]:
     """Return those whose names have all of the words, and whole: seed 1 is not in seed 10."""
     asked = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in words]
     return [cell for cell in cells if all(word.search(cell.key) for word in asked)]
@@ -211,11 +211,11 @@ def newest(folder: Path) -> Path | None:
 def read(path: Path, size: Size) -> dict[str, Any]:
     """Return the study so far; refuse one of another size."""
     asked = {
-        "pictures": size.pictures,
+        "images": size.images,
         "epochs": size.epochs,
         "large_batch": size.large_batch,
         "small_batch": size.small_batch,
-        "test_pictures": TEST_PICTURES,
+        "test_images": TEST_IMAGES,
     }
     if not path.exists():
         return {**asked, "tuning": {}, "cells": {}}
@@ -231,7 +231,7 @@ def write(study: dict[str, Any], path: Path) -> None:
     content = {
         **study,
         **_now(),
-        "why_a_part": "two cores go through some 3,000 pictures of 32 x 32 a second",
+        "why_a_part": "two cores go through some 3,000 images of 32 x 32 a second",
         **tables(study["cells"]),
     }
     for last in ("tuning", "cells"):
@@ -244,9 +244,9 @@ def write(study: dict[str, Any], path: Path) -> None:
 
 def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section: str) -> None:
     """Train cells, some at once, and write the results after each."""
-    size, val = setting.size, TUNING_PICTURES if section == "tuning" else None
+    size, val = setting.size, TUNING_IMAGES if section == "tuning" else None
     sets = dict.fromkeys(cell.data for cell in missing)
-    folders = {name: prepare(setting.work, name, train=size.pictures, val=val) for name in sets}
+    folders = {name: prepare(setting.work, name, train=size.images, val=val) for name in sets}
     left = sum(cell.passes(size.epochs) for cell in missing)
     done, begun = 0.0, time.perf_counter()
     print(
@@ -256,7 +256,7 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
         jobs = {
             pool.submit(
                 carry_out, cell, size, data=folders[cell.data], work=setting.work,
-                val_samples=val or TEST_PICTURES,
+                val_samples=val or TEST_IMAGES,
             ): cell
             for cell in missing
         }  # fmt: skip

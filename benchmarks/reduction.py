@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=3, help="steps of a rival in a round")
     parser.add_argument("--pixels", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8, help="pictures a worker")
+    parser.add_argument("--batch", type=int, default=8, help="images a worker")
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -137,9 +137,9 @@ def growth(rounds: int) -> dict[str, Any]:
     """Time a step against tensors, bytes and accumulation, and fit lines."""
     backend = TorchDistributed()
     tables = {
-        "tensors": {n: made_up(backend, tensors=n) for n in (50, 100, 200, 400, 800)},
-        "megabytes": {n: made_up(backend, megabytes=n) for n in (4, 8, 16, 32, 64)},
-        "accumulation": {n: made_up(backend, accumulation=n) for n in (1, 2, 4, 8)},
+        "tensors": {n: synthetic(backend, tensors=n) for n in (50, 100, 200, 400, 800)},
+        "megabytes": {n: synthetic(backend, megabytes=n) for n in (4, 8, 16, 32, 64)},
+        "accumulation": {n: synthetic(backend, accumulation=n) for n in (1, 2, 4, 8)},
     }
     result = {}
     for name, rivals in tables.items():
@@ -151,7 +151,7 @@ def growth(rounds: int) -> dict[str, Any]:
     return result
 
 
-def made_up(
+def synthetic(
     backend: Backend, *, tensors: int = 100, megabytes: int = 16, accumulation: int = 1
 ) -> Step:
     """Zero, give every parameter a gradient, reduce."""

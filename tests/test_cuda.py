@@ -168,7 +168,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def steps_apart(ours: Batch, theirs: Batch) -> Tensor:
-    """Return how far pictures differ whose values are 0 .. 255; the labels must be the same."""
+    """Return how far images differ whose values are 0 .. 255; the labels must be the same."""
     assert ours.images.device.type == ours.labels.device.type == GPU.type
     assert ours.labels.tolist() == theirs.labels.tolist()
     return (ours.images.cpu() - theirs.images.cpu()).abs()
@@ -190,8 +190,8 @@ def test_dali_on_the_gpu_shows_what_torchvision_shows(
     for number in range(8):
         place = cache / "train" / str(number % 2)
         place.mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(photograph(300 + 20 * number, 500 - 25 * number))
-        picture.save(place / f"{number}.{suffix}", quality=92)
+        image = Image.fromarray(photograph(300 + 20 * number, 500 - 25 * number))
+        image.save(place / f"{number}.{suffix}", quality=92)
     index = load_or_read(cache, "train")
     clean = clean_request(index, np.arange(8), image_size=128, resize=146)
     requests = [*augmented(index, 8, 3), clean]
@@ -222,7 +222,7 @@ def test_the_digits_kept_on_the_gpu_are_those_kept_in_memory(clean: bool) -> Non
 
 @pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_kept_pictures_are_resized_on_the_gpu_as_on_the_cpu(
+def test_kept_images_are_resized_on_the_gpu_as_on_the_cpu(
     one_size: bool, interpolation: str, cache: Path
 ) -> None:
     index = png_folder(cache, one_size=one_size)
@@ -277,7 +277,7 @@ def test_a_batch_stays_as_it_was_while_the_gpu_is_behind(way: str, cache: Path) 
 
 
 @pytest.mark.parametrize("one_size", [True, False], ids=["one size", "many sizes"])
-def test_nothing_waits_for_a_gpu_that_keeps_the_pictures(one_size: bool, cache: Path) -> None:
+def test_nothing_waits_for_a_gpu_that_keeps_the_images(one_size: bool, cache: Path) -> None:
     index = png_folder(cache, one_size=one_size)
     batches = kept_on(GPU, index, augmented(index, 13, 4))
     next(batches)  # mean and deviation are copied, once

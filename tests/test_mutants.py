@@ -36,7 +36,7 @@ def test_the_modules_of_the_core_and_of_polishing_are_mutated() -> None:
 
 
 @pytest.fixture(scope="module")
-def told() -> str:
+def report() -> str:
     """What is said of all of them; in one process, since starting one takes longer than a test."""
     done = on_its_own("import mutants; mutants.main()")
     return done.stdout + done.stderr
@@ -44,8 +44,8 @@ def told() -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS])
-def test_a_planted_fault_is_caught_by_its_test(mutant: Mutant, told: str) -> None:
-    assert f"  caught  {mutant.module}: {mutant.name}\n" in told, told
+def test_a_planted_fault_is_caught_by_its_test(mutant: Mutant, report: str) -> None:
+    assert f"  caught  {mutant.module}: {mutant.name}\n" in report, report
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from polishing_cells import Cell, Size, device_batch, recipe_of, train_arms  # noqa: E402
 from polishing_data import SETS, draw  # noqa: E402
 from polishing_figure import draw_all  # noqa: E402
-from polishing_study import GRID, _wanted, best_rates, cells, has, to_tune, write  # noqa: E402
+from polishing_study import GRID, _selected, best_rates, cells, has, to_tune, write  # noqa: E402
 from polishing_tables import student, tables  # noqa: E402
 
 STATISTICS = Statistics(samples=1437)
@@ -96,7 +96,7 @@ def test_differences_are_paired_by_seed() -> None:
 @pytest.mark.parametrize("data", ["cifar10", "fashion_mnist"])
 @pytest.mark.parametrize("optimizer", ["lars", "sgd"])
 def test_both_batches_make_as_many_epochs_with_one_span(data: str, optimizer: str) -> None:
-    size = Size(pictures=7_680, epochs=12)
+    size = Size(images=7_680, epochs=12)
     large, small = (
         recipe_of(
             Cell(data=data, batch=batch, area=0.35, seed=1, rate=1, optimizer=optimizer),
@@ -160,30 +160,30 @@ def result(arms: set[str], *, rate: float) -> dict[str, Any]:
 
 def test_words_are_whole() -> None:
     one, ten = (Cell(data="cifar10", batch="large", area=0.35, seed=n, rate=2) for n in (1, 10))
-    assert _wanted([one, ten], ["large", "seed 1"]) == [one]
+    assert _selected([one, ten], ["large", "seed 1"]) == [one]
 
 
-def made_up() -> dict[str, Any]:
+def synthetic() -> dict[str, Any]:
     """A study of two seeds that has all the cells there are."""
     rates = {(data, *pair): 1.0 for data in SETS for pair in GRID}
     done = {}
     for cell in cells(2, rates):
         arms = {name: {"top1": 0.5 + 0.01 * cell.seed, "loss": 1.0} for name in cell.arms}
         done[cell.key] = {"group": cell.group, "seed": cell.seed, "rate": 1.0, "arms": arms}
-    size = Size(pictures=7_680, epochs=12)
+    size = Size(images=7_680, epochs=12)
     return {
         "cells": done,
         "tuning": {},
-        "pictures": size.pictures,
+        "images": size.images,
         "epochs": size.epochs,
         "large_batch": size.large_batch,
         "small_batch": size.small_batch,
-        "test_pictures": 10_000,
+        "test_images": 10_000,
     }
 
 
 def test_what_is_written_says_how_it_came_about_now(tmp_path: Path) -> None:
-    write(made_up() | {"command": "an old one", "commit": "0"}, tmp_path / "study.json")
+    write(synthetic() | {"command": "an old one", "commit": "0"}, tmp_path / "study.json")
     found = json.loads((tmp_path / "study.json").read_text())
     assert found["command"] == " ".join(["python", *sys.argv])
     assert found["commit"] != "0"
@@ -191,7 +191,7 @@ def test_what_is_written_says_how_it_came_about_now(tmp_path: Path) -> None:
     assert (row["top1"]["mean"], row["difference"]["mean"]) == (pytest.approx(51.5), 0)
 
 
-def test_every_picture_of_a_whole_study_is_drawn(tmp_path: Path) -> None:
-    draw_all(made_up(), tmp_path)
+def test_every_image_of_a_whole_study_is_drawn(tmp_path: Path) -> None:
+    draw_all(synthetic(), tmp_path)
     names = {path.name for path in tmp_path.glob("*.png")}
     assert names == {f"polishing_study{part}.png" for part in ("", "_rates", "_batches")}

@@ -64,7 +64,7 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
-    """Make the indexes of a folder unless they are there, check them and say what they hold."""
+    """Make the indexes of a folder unless they are there, check them and print what they hold."""
     from largebatch.data.index.index import BadImagesError, check_same_classes, index_of, refresh
 
     contents, bad = [], 0

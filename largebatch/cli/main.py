@@ -4,7 +4,7 @@ Nothing here imports PyTorch before a command needs it, so `check` and `explain`
 `plan` has printed all but its last row by then.
 
 Exit codes: 0 done; 2 the user can fix it (one message, no traceback); 75 interrupted, `--resume`
-goes on; 130 stopped at once; 141 nobody reads the output any more; 143 a `data` command was
+goes on; 130 stopped at once; 141 the output is no longer read; 143 a `data` command was
 terminated; 1 anything else.
 """
 
@@ -86,7 +86,7 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Tell whether the output is a pipe that was closed, and forget what is still to be written."""
+    """Return whether the output is a closed pipe; if so, drop what is still to be written."""
     out, poll = sys.stdout.fileno(), select.poll()
     poll.register(out, select.POLLOUT)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -98,7 +98,7 @@ def _reader_is_gone() -> bool:
 def _train(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     if args.resume and args.out is None:
-        raise CheckpointError("--resume goes on with the run in --out DIR: say which")
+        raise CheckpointError("--resume continues the run in --out DIR; pass --out")
     from largebatch.runs.folder import check_folder, default_folder
 
     folder = args.out or default_folder(recipe)
@@ -207,5 +207,5 @@ def _parser() -> argparse.ArgumentParser:
     report = command("report", _report, "draw a run folder again")
     report.add_argument("runs", type=Path, nargs="+", metavar="run")
 
-    command("doctor", _doctor, "say what is installed and works, and how to get the rest")
+    command("doctor", _doctor, "show what is installed and works, and how to install the rest")
     return parser

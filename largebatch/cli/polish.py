@@ -89,7 +89,7 @@ def _check(args: argparse.Namespace) -> None:
         raise LargebatchError("--model and --weights go together: a name, and a file for it")
     if (args.checkpoint is None) == (args.weights is None):
         raise LargebatchError(
-            "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"
+            "nothing to polish: pass a checkpoint of ours, or --model NAME --weights FILE"
         )
     if not args.compare and (args.epochs is not None or args.lr is not None):
         raise LargebatchError(
@@ -104,7 +104,7 @@ def _check(args: argparse.Namespace) -> None:
 def _check_out(args: argparse.Namespace) -> None:
     """Raise LargebatchError unless what is left has a new place, where it needs one."""
     if args.out is None and not args.compare:
-        raise LargebatchError("say where the result goes with --out; nothing is overwritten")
+        raise LargebatchError("pass --out for the result; nothing is overwritten")
     if args.compare and args.out is not None and args.out.exists():
         raise CheckpointError(f"{args.out}: is there already; choose another --out")
     if args.compare and args.out is not None and not args.out.parent.is_dir():

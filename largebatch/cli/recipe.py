@@ -28,7 +28,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
     add_set(check)
 
-    explained = command("explain", _explain, "say what a key of a recipe means, or draw its rates")
+    explained = command("explain", _explain, "explain a key of a recipe, or draw its schedule")
     explained.add_argument("key", nargs="?", default="", help="such as optimizer.eta")
     explained.add_argument("recipe", nargs="?", type=Path, help="draw this one: explain schedule R")
     add_set(explained)

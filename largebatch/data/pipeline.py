@@ -208,7 +208,7 @@ def _root(data: Data, folder: Path | None) -> Path:
         return digits.write_digits()
     if folder is None:
         raise DataError(
-            "this recipe reads images from a folder: say which with --data DIR "
+            "this recipe reads images from a folder; pass --data DIR "
             "(DIR/train/<class>/* and DIR/val/<class>/*, or DIR/train/*.tar and DIR/val/*.tar)"
         )
     return folder

@@ -1,6 +1,6 @@
 """The workers of a run and what they send each other: gradients, statistics, the index.
 
-The names below are imported when they are first asked for: which worker a process is can be told
+The names below are imported when they are first asked for: which worker a process is can be found
 without PyTorch (`environment`).
 """
 

@@ -1,4 +1,4 @@
-"""What a launcher and the machine say of this process, asked before PyTorch is there."""
+"""What the launcher and the machine set for this process; read without PyTorch."""
 
 import os
 from typing import Literal

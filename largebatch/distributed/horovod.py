@@ -54,12 +54,12 @@ class HorovodGroup:
         sent = _sendable(target)
         numbered = (f"{self._name(sent)}.{number}" for number in count())
         name = next(name for name in numbered if name not in self._under_way)
-        with self._speaking_to_peers():
+        with self._lost_peers_named():
             handle = hvd.allreduce_async_(sent, name=name, op=hvd.Sum, process_set=self._set)
         self._under_way.add(name)
 
         def wait() -> None:
-            with self._speaking_to_peers():
+            with self._lost_peers_named():
                 hvd.synchronize(handle)
             self._under_way.remove(name)
             if sent is not target:
@@ -70,7 +70,7 @@ class HorovodGroup:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
         sent = _sendable(tensor.detach().unsqueeze(0))
-        with self._speaking_to_peers():
+        with self._lost_peers_named():
             gathered: Tensor = self._hvd.allgather(
                 sent, name=self._name(sent), process_set=self._set
             )
@@ -80,7 +80,7 @@ class HorovodGroup:
         return f"{self._prefix}{sent.dtype}{list(sent.shape)}"
 
     @contextmanager
-    def _speaking_to_peers(self) -> Iterator[None]:
+    def _lost_peers_named(self) -> Iterator[None]:
         """Turn Horovod's error into PeerLostError, unless it says that the workers disagree."""
         try:
             yield
@@ -114,7 +114,7 @@ class RunningHorovod(HorovodGroup):
         """Replace `tensor` by worker 0's, in place."""
         target = tensor.detach()
         sent = _sendable(target)
-        with self._speaking_to_peers():
+        with self._lost_peers_named():
             self._hvd.broadcast_(sent, root_rank=0, name=self._name(sent))
         if sent is not target:
             target.copy_(sent)
@@ -124,7 +124,7 @@ class RunningHorovod(HorovodGroup):
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         for part in map(tuple, parts):  # every worker makes all of them, in this order
             if part not in self._sets:
-                with self._speaking_to_peers():
+                with self._lost_peers_named():
                     self._sets[part] = self._hvd.add_process_set(list(part))
         self._num_splits += 1
         return HorovodGroup(
@@ -136,11 +136,11 @@ class RunningHorovod(HorovodGroup):
 
     def barrier(self) -> None:
         """Wait for every worker."""
-        with self._speaking_to_peers():
+        with self._lost_peers_named():
             self._hvd.barrier()
 
     def close(self) -> None:
-        """Leave Horovod running, for whoever initialised it."""
+        """Leave Horovod running, for the code that initialised it."""
 
 
 class Horovod(RunningHorovod):

@@ -39,7 +39,7 @@ class _Pending:
 
     def wait(self) -> None:
         """Block until the result is there."""
-        with _speaking_to_peers(self._worker):
+        with _lost_peers_named(self._worker):
             self._work.wait()
 
 
@@ -54,7 +54,7 @@ class TorchGroup:
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""
-        with _speaking_to_peers(self._worker):
+        with _lost_peers_named(self._worker):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None
         return _Pending(work, self._worker)
@@ -62,7 +62,7 @@ class TorchGroup:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        with _speaking_to_peers(self._worker):
+        with _lost_peers_named(self._worker):
             dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group)
         return gathered
 
@@ -86,13 +86,13 @@ class RunningTorch(TorchGroup):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by worker 0's, in place."""
-        with _speaking_to_peers(self._worker):
+        with _lost_peers_named(self._worker):
             dist.broadcast(tensor, src=0)
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
         """Make a process group of every part; return the one this worker is in."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
-        with _speaking_to_peers(self._worker):  # every worker makes all of them, in this order
+        with _lost_peers_named(self._worker):  # every worker makes all of them, in this order
             groups = [dist.new_group(list(part), timeout=TIMEOUT) for part in parts]
         group = groups[[list(part) for part in parts].index(own)]
         assert isinstance(group, dist.ProcessGroup)
@@ -103,7 +103,7 @@ class RunningTorch(TorchGroup):
         self.all_reduce(torch.zeros(1, device=self.device)).wait()
 
     def close(self) -> None:
-        """Leave the group open, for whoever opened it."""
+        """Leave the group open, for the code that opened it."""
 
 
 class TorchDistributed(RunningTorch):
@@ -159,7 +159,7 @@ def _current_device(kind: str) -> torch.device:
 
 
 @contextmanager
-def _speaking_to_peers(worker: int) -> Iterator[None]:
+def _lost_peers_named(worker: int) -> Iterator[None]:
     """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError."""
     try:
         yield
@@ -168,7 +168,7 @@ def _speaking_to_peers(worker: int) -> Iterator[None]:
 
 
 def _lost(rank: int, error: RuntimeError) -> str:
-    """Say that a peer is gone; raise the error again if it says something else."""
+    """Turn the error into PeerLostError; raise it again if it has another cause."""
     if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
         raise error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

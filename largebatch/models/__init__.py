@@ -49,7 +49,7 @@ def build(
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters into those that are decayed and adapted, and those that are neither.
 
-    Normalisation layers and biases are neither (MLPerf's rule for LARS). They are told by the type
+    Normalisation layers and biases are neither (MLPerf's rule for LARS). They are found by the type
     of the layer and by being vectors, not by name: ResNet's `downsample.1.weight` is a BatchNorm's.
     """
     norms = norm_parameters(model)
@@ -63,7 +63,7 @@ def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
 
 
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the scales and shifts of the normalisation layers, told by the type of the layer."""
+    """Return the scales and shifts of the normalisation layers, found by the type of the layer."""
     return {
         parameter
         for module in model.modules()

@@ -1,6 +1,6 @@
 """The residual networks for CIFAR-10 (He et al. 2015, arXiv:1512.03385, section 4.2).
 
-timm's ResNets begin by dividing the sides of a image by four, which leaves little of one of
+timm's ResNets begin by dividing the sides of an image by four, which leaves little of one of
 32 x 32; these begin with a 3 x 3 convolution at full size and divide twice, between their stages.
 """
 

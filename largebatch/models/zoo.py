@@ -44,7 +44,7 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
 
 
 def same_name(name: str) -> list[str]:
-    """Return the names under which the libraries have a model that somebody calls `name`.
+    """Return the names under which the libraries have a model of this `name`.
 
     Raises RecipeError with the nearest names of timm if neither has one.
     """

@@ -1,4 +1,4 @@
-"""The experiment as data: what a recipe may say, how it is read, checked, planned and explained.
+"""The experiment as data: what a recipe may hold, how it is read, checked, planned and explained.
 
 Nothing here imports PyTorch.
 """

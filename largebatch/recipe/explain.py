@@ -100,7 +100,7 @@ def _list_fields(prefix: str, section: type[Section]) -> str:
 
 
 def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
-    """Return the first sentence about a field, or what it may hold if nothing is said."""
+    """Return the first sentence about a field, or what it may hold if there is none."""
     below = sections_of(field.annotation)
     text = field.description or (below[0].__doc__ if len(below) == 1 else None)
     if text:

@@ -30,7 +30,7 @@ def read_installed(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a recipe's header says of its origin, in a few words each; empty where it does not."""
+    """The origin of a recipe by its header, in a few words each; empty where it has none."""
 
     after: str
     measured: str

@@ -1,7 +1,7 @@
-"""What a recipe may say: one YAML file that describes a training run completely.
+"""The recipe: one YAML file that describes a training run completely.
 
 A recipe states the mathematics of an experiment. What only makes a machine fast stands apart, in
-`execution`; how many workers there are and where the data lies is said on the command line, and
+`execution`; how many workers there are and where the data lies is given on the command line, and
 none of it can change the result. Every section is frozen and strict; an unknown key is an error.
 What decides the result has no default, except where the literature agrees on one.
 """

@@ -1,4 +1,4 @@
-"""What a recipe may say of the learning rate.
+"""The learning rate of a recipe.
 
 The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, with some longer
 ones, and half a cosine beside them. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts

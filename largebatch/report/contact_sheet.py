@@ -73,12 +73,12 @@ def show(pipeline: Pipeline) -> Shown:
     num_passes = max(1, min(PASSES, math.floor(plan.epoch(plan.train_steps))))
     places = _places(pipeline, samples, num_passes)
 
-    def ask(positions: IntArray, *, clean: bool) -> Iterator[Request]:
+    def requests(positions: IntArray, *, clean: bool) -> Iterator[Request]:
         each = positions.ravel().tolist()
         return (pipeline.training_request(range(p, p + 1), clean=clean) for p in each)
 
-    training = _images(pipeline.decode(index, ask(places, clean=False)))
-    clean = _images(pipeline.decode(index, ask(places[:, 0], clean=True)))
+    training = _images(pipeline.decode(index, requests(places, clean=False)))
+    clean = _images(pipeline.decode(index, requests(places[:, 0], clean=True)))
     return Shown(
         classes=tuple(index.classes[label] for label in labels),
         training=_in_rows(training, [num_passes] * len(samples)),
@@ -178,7 +178,7 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
 
 
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
-    """Draw classes below each other, stages side by side, and say below what was done."""
+    """Draw classes below each other, stages side by side, with a line below on what was done."""
     size = _Lengths(recipe.data.image_size)
     text, note = ImageFont.load_default(size.text), ImageFont.load_default(size.note)
     groups = _groups(shown, recipe, plan)

@@ -125,5 +125,5 @@ def _group(name: str) -> str:
 
 
 def _shorten(name: str) -> str:
-    """Return the end of a layer's name, which tells it from its neighbours."""
+    """Return the end of a layer's name, which differs from its neighbours'."""
     return name if len(name) <= 22 else f"…{name[-21:]}"

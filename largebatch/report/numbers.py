@@ -22,7 +22,7 @@ class Headline:
 
 
 def headlines(run: Run) -> tuple[Headline, ...]:
-    """Return the six numbers that say what a run came to."""
+    """Return the six numbers that sum up a run."""
     plan = run.plan
     rate = images_per_second(run)
     seconds = run.summary.seconds if run.summary else None

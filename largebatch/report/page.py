@@ -1,6 +1,6 @@
 """The page: one HTML file with everything in it, which loads nothing from anywhere.
 
-Words and layout stand in page.html, which escapes whatever a run folder says. The charts are also
+Words and layout stand in page.html, which escapes whatever a run folder holds. The charts are also
 written as PNG files, and all together as the overview, report.png.
 """
 

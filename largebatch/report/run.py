@@ -1,4 +1,4 @@
-"""What a run folder says, every number with its type.
+"""The content of a run folder, every number with its type.
 
 Stages and their accuracies come from the log, which a killed run has too; the summary adds what
 only the end of a run knows. A resumed run appends to its log, and its `start` record says from
@@ -48,7 +48,7 @@ class Stage:
     """None where the stage, or the run, did not end by itself."""
 
     decision: Decision | None = None
-    """None where nobody judged it: it was kept."""
+    """None where there was no decision: it was kept."""
 
     @property
     def kept(self) -> bool:
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Updates made, as far as anything tells."""
+        """Updates made, as far as the record goes."""
         if self.summary is not None:
             return self.summary.steps
         logged = [step.step + 1 for step in self.steps[-1:]]
@@ -168,8 +168,7 @@ def read_run(folder: Path) -> Run:
     log = _read_log(folder / LOG)
     if not log.starts:
         raise CheckpointError(
-            f"{folder / 'log.jsonl'}: holds no start record, so nothing tells what ran; "
-            "expected it in the first line"
+            f"{folder / 'log.jsonl'}: holds no start record; expected it in the first line"
         )
     recipe = folder / RECIPE
     return Run(

@@ -204,17 +204,17 @@ def describe_groups(recipe: Recipe) -> str:
     exact, grouping = _kept_exact(recipe, model), _grouping(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
     width = 4 if section.dtype == "fp32" else 2
-    said = []
+    sizes = []
     for group in groups:
         kept = bool(exact) and group[0][1] in exact
         size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
-        said.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
+        sizes.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
     kind = recipe.execution.groups.kind
-    return f"{kind}, in {section.dtype}; tensors: {', '.join(_shorten(said))}"
+    return f"{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
 
 
 def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
-    """Leave out the middle of a long list, and say how much."""
+    """Leave out the middle of a long list, with the number left out."""
     if len(words) <= limit:
         return words
     return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
@@ -253,7 +253,7 @@ def _set_span(model: nn.Module, recipe: Recipe) -> None:
     has_norm = any(isinstance(module, SpanBatchNorm) for module in model.modules())
     if has_norm and span is None:
         raise RecipeError(
-            f"batch.bn_span: {recipe.model.name} has BatchNorm; say how many samples share "
+            f"batch.bn_span: {recipe.model.name} has BatchNorm; state how many samples share "
             "statistics"
         )
     if not has_norm and span is not None:

@@ -55,7 +55,7 @@ class Row:
     """Of the first update; null where there is none."""
 
     note: str | None
-    """What else there is to say: that statistics never came to rest, or updates were skipped."""
+    """A remark: that statistics never came to rest, or updates were skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

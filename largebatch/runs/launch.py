@@ -2,7 +2,7 @@
 
 A worker is a command, so nothing is needed of the program that starts it: it can be a script, a
 notebook or a REPL. `SubprocessContext`, which torchrun is built on, starts and ends the processes
-and collects exit codes and error files; launch_agent around it is not used, because it forgets the
+and collects exit codes and error files; launch_agent around it is not used, because it loses the
 exit codes after a signal, takes SIGHUP from a run under nohup, and listens on all interfaces.
 Workers meet at a store in this process, which listens on the loopback interface only.
 """
@@ -91,7 +91,7 @@ class _Workers(SubprocessContext):
 
     def start(self) -> None:
         """Start them, and leave this process's signal handlers as they are."""
-        # Its lines would stand beside the one message in which start_workers says what happened.
+        # Its lines would stand beside the one message that start_workers raises.
         logging.getLogger(SubprocessContext.__module__).setLevel(logging.CRITICAL)
         self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
@@ -150,7 +150,7 @@ def reporting_errors() -> Iterator[None]:
         code, message = USER, str(error)
     except PeerLostError as error:
         code, message = LOST, str(error)
-    except BaseException:  # whoever started this worker raises it again
+    except BaseException:  # the launcher raises it again
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return

@@ -80,13 +80,13 @@ class Weights:
                 if name in there and self.tensors[key].shape != there[name].shape
             ],
         }
-        said = [
+        misfits = [
             f"{len(keys)} {what} ({shorten(keys, most=3)})"
             for what, keys in problems.items()
             if keys
         ]
-        if said:
-            raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(said)}")
+        if misfits:
+            raise CheckpointError(f"{self.path}: the weights do not fit: {'; '.join(misfits)}")
         return {name: self.tensors[key] for name, key in here.items()}
 
     def replace(self, changed: Mapping[str, Tensor]) -> None:
@@ -218,7 +218,7 @@ class Polished:
     before: Metrics
     after: Metrics
     note: str | None
-    """What else there is to say: that statistics never came to rest."""
+    """A remark: that statistics never came to rest."""
 
 
 def polish_weights(what: Pretrained, options: Options, *, samples: int | None = None) -> Polished:
@@ -294,7 +294,7 @@ def _fit(
     fits is it.
     """
     if options.data is None:
-        raise DataError("polishing measures images: say where they are with --data DIR")
+        raise DataError("polishing measures images; pass --data DIR")
     classes, train, val = _count(options.data, backend)
     problems = []
     for name in names:

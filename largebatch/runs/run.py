@@ -29,7 +29,7 @@ _SLOW = (
 )
 
 JOB = TypeAdapter(tuple[Recipe, Options])
-"""What local workers are told, as JSON."""
+"""The arguments of local workers, as JSON."""
 
 
 def run(  # noqa: PLR0913 -- the command line's options, one to one

@@ -18,7 +18,7 @@ from largebatch.schedules import functions
 from largebatch.schedules.functions import Schedule
 
 FEW = 8
-"""So many stretches of equal rates can be told one by one."""
+"""Up to this many stretches of equal learning rates are listed one by one."""
 
 
 def build_schedule(recipe: Recipe) -> Schedule:

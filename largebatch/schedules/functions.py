@@ -255,7 +255,7 @@ def skip(schedule: Schedule, *, steps: int) -> Schedule:
 def _cycles(
     shape: Callable[[float], float], *, peak: float, low: float, steps: int, fade: Schedule
 ) -> Schedule:
-    """Repeat `shape`, which says how far up the rate is at a phase from 0 to 2, times `fade`."""
+    """Repeat `shape`, the height of the learning rate at a phase from 0 to 2, times `fade`."""
     _require_positive(steps)
     _require_order(low, peak)
     return lambda step: _between(low, peak, shape(step % (2 * steps) / steps) * fade(step))

@@ -1,1 +1,1 @@
-"""What is told of a run (`events`, and log.jsonl), and who follows it: the console, W&B."""
+"""The record of a run (`events`, and log.jsonl) and what shows it: the console, W&B."""

@@ -84,7 +84,7 @@ class Console:
             self._bar.start()
 
     def _finish(self, summary: Summary) -> None:
-        """Stop the bar and say how the run ended."""
+        """Stop the bar and print how the run ended."""
         if self._bar is not None:
             self._bar.stop()
         skipped = summary.skipped_steps

@@ -102,7 +102,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What else there is to say of a stage."""
+    """A remark on a stage."""
 
     event: Literal["note"] = "note"
     stage: StageName

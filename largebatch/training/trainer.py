@@ -105,7 +105,7 @@ class Trainer:
     ) -> None:
         """Evaluate, keep the stage or roll it back, note what it changed, and save.
 
-        `note` is what else there is to say of the stage; one that `failed` is rolled back whatever
+        `note` is a remark on the stage; one that `failed` is rolled back whatever
         it did.
         """
         state = self.state

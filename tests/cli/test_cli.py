@@ -18,14 +18,14 @@ from largebatch.training.state import load_checkpoint, save_checkpoint
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = str(RECIPES / "digits_96.yaml")
 FUJITSU = str(RECIPES / "resnet50_86016_fujitsu.yaml")
-PICTURES = [
+IMAGES = [
     *("--set", "data.source=folder", "--set", "data.classes=2", "--set", "polish=null"),
     *("--set", "data.train_samples=4", "--set", "data.val_samples=2"),
 ]
 
 
-def pictures(root: Path) -> Path:
-    """Write a folder of two classes, two training pictures and one validation picture each."""
+def images(root: Path) -> Path:
+    """Write a folder of two classes, two training images and one validation image each."""
     for split, number in (("train", 2), ("val", 1)):
         for name in ("cat", "dog"):
             (root / split / name).mkdir(parents=True)
@@ -35,24 +35,24 @@ def pictures(root: Path) -> Path:
 
 
 def without_a_class(root: Path) -> Path:
-    (pictures(root) / "train/dog/0.png").unlink()
+    (images(root) / "train/dog/0.png").unlink()
     (root / "train/dog/1.png").unlink()
     return root
 
 
-def with_a_broken_picture(root: Path) -> Path:
-    path = pictures(root) / "train/cat/1.png"
+def with_a_broken_image(root: Path) -> Path:
+    path = images(root) / "train/cat/1.png"
     path.write_bytes(path.read_bytes()[:50])
     return root
 
 
 def with_other_classes(root: Path) -> Path:
-    (pictures(root) / "val/dog").rename(root / "val/wolf")
+    (images(root) / "val/dog").rename(root / "val/wolf")
     return root
 
 
 def with_too_few(root: Path) -> Path:
-    (pictures(root) / "train/dog/1.png").unlink()
+    (images(root) / "train/dog/1.png").unlink()
     return root
 
 
@@ -69,7 +69,7 @@ def with_too_few(root: Path) -> Path:
         pytest.param(
             [DIGITS, "--set", "data.classes=9"], "add --set data.classes=10", id="classes"
         ),
-        pytest.param([FUJITSU], "say which with --data DIR", id="no data"),
+        pytest.param([FUJITSU], "pass --data DIR", id="no data"),
         pytest.param([FUJITSU, "--data", "nowhere"], "nowhere", id="missing data folder"),
         pytest.param([DIGITS, "--resume"], "there is no run to resume", id="nothing to resume"),
         pytest.param([DIGITS, "--data", "x"], "--data x would not be read", id="unused data"),
@@ -96,19 +96,19 @@ def test_a_mistake_is_one_message_and_no_run_folder(
             ["train: 1 of 2 class folders hold no images", "dog"],
             id="empty class",
         ),
-        pytest.param(with_a_broken_picture, ["train/cat/1.png"], id="broken picture"),
+        pytest.param(with_a_broken_image, ["train/cat/1.png"], id="broken image"),
         pytest.param(with_other_classes, ["wolf", "dog"], id="classes differ"),
         pytest.param(with_too_few, ["train_samples 4", "has train_samples 3"], id="too few"),
     ],
 )
-def test_bad_pictures_are_reported_before_anything_is_written(
+def test_bad_images_are_reported_before_anything_is_written(
     make: Callable[[Path], Path],
     messages: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data, out = make(tmp_path / "data"), tmp_path / "run"
-    words = ["train", DIGITS, *PICTURES, "--data", str(data), "--out", str(out)]
+    words = ["train", DIGITS, *IMAGES, "--data", str(data), "--out", str(out)]
     assert main(words) == USER
     shown = capsys.readouterr().err
     assert all(message in shown for message in messages), shown
@@ -259,7 +259,7 @@ def test_resume_needs_to_know_which_run_and_out_is_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", DIGITS, "--resume"]) == USER
-    assert "--resume goes on with the run in --out DIR: say which" in capsys.readouterr().err
+    assert "--resume continues the run in --out DIR; pass --out" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["train", DIGITS, "--out", str(tmp_path / "file")]) == USER
     assert "is a file; --out names a folder" in capsys.readouterr().err
@@ -322,7 +322,7 @@ def test_explain_answers_and_corrects(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_data_index_counts_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "index", str(pictures(tmp_path))]) == DONE
+    assert main(["data", "index", str(images(tmp_path))]) == DONE
     assert "2 classes, 4 training and 2 validation images, all readable" in capsys.readouterr().out
 
 

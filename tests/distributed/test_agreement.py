@@ -147,7 +147,7 @@ def test_workers_that_agree_exchange_32_bytes_once(facts: Facts) -> None:
             INDEX,
             OTHER_INDEX,
             'index.val.digest: "cd" on worker 0 and "ef" on worker 1',
-            id="pictures",
+            id="images",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_closing_twice_is_safe(hvd: FakeHorovod, backend: Backend) -> None:
     assert not hvd.running
 
 
-def forget_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the next import of Horovod look for it; the test's end restores what was there."""
     for name in [*(key for key in sys.modules if key.startswith("horovod.")), "horovod"]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -193,7 +193,7 @@ def forget_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_without_horovod_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_horovod(monkeypatch)
+    without_horovod(monkeypatch)
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(MissingPackageError, match=r"install it with: /\S+/install_horovod\.sh"):
         open_horovod()
@@ -219,7 +219,7 @@ def test_a_horovod_that_does_not_start_says_why(
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").touch()
     (tmp_path / "horovod" / "torch.py").write_text(source)
-    forget_horovod(monkeypatch)
+    without_horovod(monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BackendError, match=message):
         open_horovod()

@@ -56,7 +56,7 @@ def test_groups_go_by_the_type_of_the_layer_not_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("size", [28, 32])
-def test_lenet5_takes_pictures_of_mnists_and_cifars_size(size: int) -> None:
+def test_lenet5_takes_images_of_mnists_and_cifars_size(size: int) -> None:
     model = build("lenet5", num_classes=10)
     assert model(torch.zeros(2, 3, size, size)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == 432_080

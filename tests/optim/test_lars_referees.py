@@ -1,6 +1,6 @@
 """LARS judged by code that is not ours: timm's, and MLPerf's formula transcribed to NumPy.
 
-200 steps of a real schedule on a real small network; LeNet-5 on pictures of random noise has
+200 steps of a real schedule on a real small network; LeNet-5 on images of random noise has
 tensors of many sizes and gradients that change from step to step.
 """
 

@@ -30,7 +30,7 @@ def pairs(*sizes: int, shape: tuple[int, ...] = (3, 5, 5), seed: int = 0) -> Pai
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(sum(sizes), *shape, dtype=torch.float64, generator=generator)
     images *= 1 + torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1))
-    images += torch.randn(len(images), *[1] * len(shape), generator=generator)  # pictures differ
+    images += torch.randn(len(images), *[1] * len(shape), generator=generator)  # images differ
     return [(part, torch.zeros(len(part))) for part in images.split(sizes)]
 
 
@@ -80,7 +80,7 @@ def check_on(
 def test_any_batches_in_any_order_on_any_workers(
     sizes: list[int], workers: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """One picture is enough where a layer sees several pixels of it; here the last sees one."""
+    """One image is enough where a layer sees several pixels of it; here the last sees one."""
     sizes = sizes if sum(sizes) > 1 else [2]
     batches = cast_to(dtype, data.draw(st.permutations(pairs(*sizes))))
     owners = data.draw(st.lists(st.integers(0, workers - 1), min_size=len(sizes), max_size=99))
@@ -167,7 +167,7 @@ def test_layers_with_the_same_buffers_are_measured_together() -> None:
 
 
 def far(*sizes: int, dtype: torch.dtype) -> Pairs:
-    """Pictures whose mean is a million standard deviations from zero."""
+    """Images whose mean is a million standard deviations from zero."""
     return [((images + 1e6 * images.std()).to(dtype), _) for images, _ in pairs(*sizes)]
 
 
@@ -238,7 +238,7 @@ def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
 
 @pytest.mark.usefixtures("spans")
 @pytest.mark.parametrize("sizes", [(5,), (4, 1), (3, 7)])
-def test_a_last_span_of_one_picture_is_normalised_to_zero(sizes: tuple[int, ...]) -> None:
+def test_a_last_span_of_one_image_is_normalised_to_zero(sizes: tuple[int, ...]) -> None:
     """Whatever is beside it in the batch; the last layer sees one value of it per channel."""
     model, batches = with_span(network().double(), 2), pairs(*sizes)
     right = one_pass(model, batches)
@@ -246,7 +246,7 @@ def test_a_last_span_of_one_picture_is_normalised_to_zero(sizes: tuple[int, ...]
     assert_right(model, right, rel=1e-10)
 
 
-def test_one_picture_is_enough_where_every_layer_sees_several_values_of_it() -> None:
+def test_one_image_is_enough_where_every_layer_sees_several_values_of_it() -> None:
     model, batches = with_span(network()[:5].double(), 4), pairs(1)
     right = one_pass(model, batches)
     assert len(right) == 2

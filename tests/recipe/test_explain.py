@@ -1,4 +1,4 @@
-"""`largebatch explain`: what every key says of itself, and the picture of a recipe's rates."""
+"""`largebatch explain`: the text of every key, and the figure of a recipe's rates."""
 
 import subprocess
 import sys
@@ -116,9 +116,9 @@ def test_the_facts_of_a_schedule_are_printed_and_drawn(
         "clean": "from 0.0112226 at step 524 (epoch 35.01)",
         "drawn": "digits-96-schedule.png",
     }
-    with Image.open(tmp_path / "digits-96-schedule.png") as picture:
-        assert picture.size == (1920, 640)
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(2**20)}  # type: ignore[union-attr]  # few enough
+    with Image.open(tmp_path / "digits-96-schedule.png") as figure:
+        assert figure.size == (1920, 640)
+        colours = {colour for _, colour in figure.convert("RGB").getcolors(2**20)}  # type: ignore[union-attr]  # few enough
     for colour in (MUTED, COLOURS["train"], COLOURS["clean"]):
         assert tuple(bytes.fromhex(colour[1:])) in colours
 

@@ -78,7 +78,7 @@ def test_the_plans_are_these(name: str, steps: int, steps_per_epoch: float) -> N
 
 @pytest.fixture(scope="module")
 def folders(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A few pictures of each set."""
+    """A few images of each set."""
     root = tmp_path_factory.mktemp("real")
     return {name: write_subset(real_data / name, root / name) for name in PAIRS}
 
@@ -89,7 +89,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("data", "name"), BY_RECIPE)
-def test_it_starts_on_real_pictures(
+def test_it_starts_on_real_images(
     data: str,
     name: str,
     folders: dict[str, Path],

@@ -23,7 +23,7 @@ PASSES = 6
 
 
 def recipe(*changes: str) -> Recipe:
-    """The digits recipe for the folder below, its pictures shown at their own size when clean."""
+    """The digits recipe for the folder below, its images shown at their own size when clean."""
     always = (
         *("data.source=folder", f"data.classes={CLASSES}", f"data.image_size={SIDE}"),
         *(f"data.train_samples={CLASSES * EACH}", f"data.val_samples={2 * CLASSES}"),
@@ -36,8 +36,8 @@ def recipe(*changes: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of noise, so that each is found again wherever it is shown."""
-    root = tmp_path_factory.mktemp("pictures")
+    """Images of noise, so that each is found again wherever it is shown."""
+    root = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(0)
     for split, number in (("train", EACH), ("val", 2)):
         for label in range(CLASSES):
@@ -76,13 +76,13 @@ def test_clean_and_evaluation_show_the_files_to_the_last_bit(folder: Path) -> No
     shown = show(opened(chosen, folder))
     for name, clean, evaluation in zip(shown.classes, shown.clean, shown.evaluation, strict=True):
         train, val = files(folder, "train", name), files(folder, "val", name)
-        (picture,) = (denormalized(image, chosen.data) for image in clean)
-        assert sum(np.array_equal(picture, file) for file in train) == 1
+        (once,) = (denormalized(image, chosen.data) for image in clean)
+        assert sum(np.array_equal(once, file) for file in train) == 1
         checks = [denormalized(image, chosen.data) for image in evaluation]
         assert np.array_equal(checks, val)
 
 
-def test_a_row_shows_one_picture_in_training_and_clean(folder: Path) -> None:
+def test_a_row_shows_one_image_in_training_and_clean(folder: Path) -> None:
     """Without crops and flips training shows it as it is, in every pass."""
     shown = show(opened(recipe("data.crop_area=null", "data.flip=false"), folder))
     for row, (clean,) in zip(shown.training, shown.clean, strict=True):
@@ -107,7 +107,7 @@ def find(sheet: Pixels, tile: Pixels) -> list[tuple[int, int]]:
     return [p for p in places if np.array_equal(sheet[p[0] :, p[1] :][:height, :width], tile)]
 
 
-def test_the_sheet_has_every_picture_once_enlarged_and_in_its_row(folder: Path) -> None:
+def test_the_sheet_has_every_image_once_enlarged_and_in_its_row(folder: Path) -> None:
     chosen = recipe()
     pipeline = opened(chosen, folder)
     shown = show(pipeline)
@@ -219,7 +219,7 @@ def test_mistakes_are_one_message(
 def test_cifar10_is_shown_as_it_is(
     tmp_path: Path, real_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real pictures through the recipe's cache: clean and evaluation are the files' pixels."""
+    """Real images through the recipe's cache: clean and evaluation are the files' pixels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
     chosen = load_recipe(RECIPES / "cifar10_resnet8_128.yaml", SAMPLES)
@@ -229,7 +229,7 @@ def test_cifar10_is_shown_as_it_is(
     for name, (clean,), evaluation in zip(
         shown.classes, shown.clean, shown.evaluation, strict=True
     ):
-        picture = denormalized(clean, chosen.data)
-        assert sum(np.array_equal(picture, file) for file in files(root, "train", name)) == 1
+        image = denormalized(clean, chosen.data)
+        assert sum(np.array_equal(image, file) for file in files(root, "train", name)) == 1
         for check, file in zip(evaluation, files(root, "val", name), strict=False):
             assert np.array_equal(denormalized(check, chosen.data), file)

@@ -65,11 +65,11 @@ class Attributes(HTMLParser):
         fake_runs.interrupted_after_a_skipped_step,
         fake_runs.failed_at_once,
         fake_runs.killed,
-        fake_runs.judged,
+        fake_runs.decided,
         fake_runs.polished_checkpoint,
     ],
 )
-def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_pictures(
+def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_figures(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "run")
@@ -181,7 +181,7 @@ def test_what_is_unknown_is_a_dash(
 
 
 def test_a_gain_says_how_many_updates_are_part_of_it(tmp_path: Path) -> None:
-    makers = (fake_runs.statistics_that_hurt, fake_runs.full_run, fake_runs.judged)
+    makers = (fake_runs.statistics_that_hurt, fake_runs.full_run, fake_runs.decided)
     runs = [read_run(make(tmp_path / make.__name__)) for make in makers]
     assert [headlines(run)[1].note for run in runs] == [
         "6 of 360 images",
@@ -197,7 +197,7 @@ def test_who_discarded_all_that_polishing_did_is_not_polished(tmp_path: Path) ->
 
 
 def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path: Path) -> None:
-    run = read_run(fake_runs.judged(tmp_path / "run"))
+    run = read_run(fake_runs.decided(tmp_path / "run"))
     assert [stage.kept for stage in run.stages] == [True, True, False, True, False]
     befores = [stage.before.top1 if stage.before else None for stage in run.stages]
     assert befores == [None, 0.9583, 0.9722, 0.9722, 0.9806]
@@ -233,7 +233,7 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
     [
         pytest.param(fake_runs.train_only, [], id="not polished"),
         pytest.param(fake_runs.full_run, ["clean", "statistics"], id="the quickstart's"),
-        pytest.param(fake_runs.judged, ["clean", "ema", "affine", "statistics"], id="all"),
+        pytest.param(fake_runs.decided, ["clean", "ema", "affine", "statistics"], id="all"),
         pytest.param(fake_runs.polished_checkpoint, ["statistics"], id="a checkpoint"),
     ],
 )
@@ -260,7 +260,7 @@ def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
     assert "name: &lt;script&gt;" in page
 
 
-def test_pictures_show_what_the_log_holds(tmp_path: Path) -> None:
+def test_figures_show_what_the_log_holds(tmp_path: Path) -> None:
     run = read_run(fake_runs.full_run(tmp_path / "run"))
     figure = Figure()
     draw_loss(figure, run)

@@ -54,7 +54,7 @@ def test_every_cell_is_a_number_of_the_log(tmp_path: Path) -> None:
         assert axes.get_ylim() == (53, 0)  # the input at the top
 
 
-def test_what_polish_says_of_a_layer_arrives_in_the_picture(tmp_path: Path) -> None:
+def test_what_polish_says_of_a_layer_arrives_in_the_figure(tmp_path: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(40, eps=0))
     values = torch.randn(200, 40) * torch.linspace(0.5, 2, 40) + torch.linspace(-1, 3, 40)
     (layer,) = polish(model, [(values, torch.zeros(200))], Serial())
@@ -134,7 +134,7 @@ def test_layers_are_named_one_by_one_where_there_is_room_and_by_group_elsewhere(
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_the_picture_says_when_the_statistics_were_discarded(kept: bool, tmp_path: Path) -> None:
+def test_the_figure_says_when_the_statistics_were_discarded(kept: bool, tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.train(0, 600)
     run.end("train", 600, 0.9)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_pictures import GREY, load, shuffled, training_files
+from plain_images import GREY, load, shuffled, training_files
 from short_runs import (
     AFFINE,
     BEFORE,

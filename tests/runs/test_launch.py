@@ -53,7 +53,7 @@ def fail_on_one(how: str) -> None:
         if how == "raise":
             raise ZeroDivisionError("one of us")
         if how == "user":
-            raise DataError("picture.png: not a picture")
+            raise DataError("image.png: not an image")
         os.kill(os.getpid(), signal.SIGKILL)
     backend.all_reduce(torch.ones(1)).wait()
 
@@ -122,7 +122,7 @@ def test_a_workers_traceback_is_raised_once() -> None:
 
 
 def test_a_mistake_of_the_user_stays_one_line() -> None:
-    with pytest.raises(LargebatchError, match="^picture.png: not a picture$"):
+    with pytest.raises(LargebatchError, match="^image.png: not an image$"):
         on_workers(fail_on_one, "user", workers=2)
 
 

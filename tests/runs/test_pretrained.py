@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_pictures import load, shuffled, training_files
+from plain_images import load, shuffled, training_files
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ SMALL = ["--set", "data.image_size=32", "--set", "data.eval_resize=null", "--sam
 
 
 @pytest.fixture(scope="module")
-def pictures() -> str:
+def images() -> str:
     return str(digits.write_digits())
 
 
@@ -52,13 +52,13 @@ def loaded(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", ["resnet10t", "torchvision/resnet18"])
 @pytest.mark.parametrize("kind", [".pth", ".safetensors"])
-def test_only_running_statistics_change_and_they_are_those_of_the_pictures(
-    model: str, kind: str, tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+def test_only_running_statistics_change_and_they_are_those_of_the_images(
+    model: str, kind: str, tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first layer's are computed here from the convolution of the pictures themselves."""
+    """The first layer's are computed here from the convolution of the images themselves."""
     theirs, ours = tmp_path / f"theirs{kind}", tmp_path / f"ours{kind}"
     before = saved(theirs, model=model)
-    words = ["--model", model, "--weights", str(theirs), "--data", pictures, "--out", str(ours)]
+    words = ["--model", model, "--weights", str(theirs), "--data", images, "--out", str(ours)]
     assert main(["polish", *words, *SMALL]) == DONE
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[:3]] == ["top-1:", "top-5:", "loss:"]
@@ -66,24 +66,24 @@ def test_only_running_statistics_change_and_they_are_those_of_the_pictures(
     changed = {name for name in before if not after[name].equal(before[name])}
     assert changed == {name for name in before if "running_" in name}
     if model == "torchvision/resnet18":
-        files = training_files(Path(pictures))
+        files = training_files(Path(images))
         order = shuffled(len(files), seed=0)[:320]
-        images, _ = load([files[row] for row in order], colours=IMAGENET)
+        inputs, _ = load([files[row] for row in order], colours=IMAGENET)
         net = zoo.build(model, num_classes=10, arguments={})
         net.load_state_dict(before)
-        conv = net.get_submodule("conv1")(images).double()
+        conv = net.get_submodule("conv1")(inputs).double()
         mean, var = conv.mean((0, 2, 3)), conv.transpose(0, 1).flatten(1).var(1)
         torch.testing.assert_close(after["bn1.running_mean"].double(), mean, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(after["bn1.running_var"].double(), var, rtol=1e-4, atol=1e-5)
 
 
-def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, pictures: str) -> None:
+def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, images: str) -> None:
     """efficientnet_b0 is in both, and they call its parts by other names."""
     for name in ("efficientnet_b0", "torchvision/efficientnet_b0"):
         path = tmp_path / f"{name.replace('/', '-')}.pth"
         torch.save(zoo.build(name, num_classes=10, arguments={}).state_dict(), path)
         what = Pretrained(model="efficientnet_b0", weights=path)
-        options = Options(out=Path(), data=Path(pictures))
+        options = Options(out=Path(), data=Path(images))
         names, backend = zoo.same_name(what.model), Serial(torch.device("cpu"))
         recipe, _ = _fit(names, read_weights(path), options, backend)
         assert recipe.model.name == name
@@ -91,7 +91,7 @@ def test_the_model_that_fits_is_found_in_either_library(tmp_path: Path, pictures
     assert recipe.data.interpolation == "bicubic"
 
 
-def test_pictures_are_prepared_as_the_library_does() -> None:
+def test_images_are_prepared_as_the_library_does() -> None:
     require_torchvision()
     import timm
     from torchvision import models
@@ -135,24 +135,24 @@ def test_a_mistake_is_one_message_and_no_file(
     words: list[str],
     message: str,
     tmp_path: Path,
-    pictures: str,
+    images: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved(Path("theirs.pth"))
     out = [] if "--out" in words else ["--out", "ours.pth"]
-    assert main(["polish", "--weights", "theirs.pth", "--data", pictures, *words, *out]) == USER
+    assert main(["polish", "--weights", "theirs.pth", "--data", images, *words, *out]) == USER
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.pth"]
 
 
 def test_other_classes_than_the_folders_are_named(
-    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "theirs.pth", classes=1000)
     words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth")]
-    assert main(["polish", *words, "--data", pictures, "--out", str(tmp_path / "o.pth")]) == USER
+    assert main(["polish", *words, "--data", images, "--out", str(tmp_path / "o.pth")]) == USER
     shown = capsys.readouterr().err
     assert "resnet10t, 10 classes: " in shown
     assert "fc.bias: 1000, expected 10" in shown
@@ -161,9 +161,9 @@ def test_other_classes_than_the_folders_are_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to polish: a checkpoint of ours, or --model NAME --weights FILE"),
-        (["run", "--model", "a", "--weights", "b"], "say what to polish"),
-        (["run"], "say where the result goes with --out"),
+        ([], "nothing to polish: pass a checkpoint of ours, or --model NAME --weights FILE"),
+        (["run", "--model", "a", "--weights", "b"], "nothing to polish"),
+        (["run"], "pass --out for the result"),
         (["run", "--out", "x", "--lr", "1"], "--epochs and --lr are for --compare, which makes"),
         (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
         (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
@@ -227,12 +227,12 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     assert "table.json: is there already" in capsys.readouterr().err
 
 
-def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, pictures: str) -> None:
+def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, images: str) -> None:
     saved(tmp_path / "theirs.safetensors")
     before = digest(tmp_path)
     words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.safetensors")]
     others = ["--epochs", "0.3", "--lr", "0.05", "--out", str(tmp_path / "table.json")]
-    assert main(["polish", "--compare", *words, *SMALL, "--data", pictures, *others]) == DONE
+    assert main(["polish", "--compare", *words, *SMALL, "--data", images, *others]) == DONE
     rows = rows_of(tmp_path / "table.json")
     (tmp_path / "table.json").unlink()
     assert digest(tmp_path) == before
@@ -241,7 +241,7 @@ def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, pictu
 
 
 def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
-    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Auxiliary(nn.Module):
         aux_logits = True
@@ -256,7 +256,7 @@ def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
             return (logits, self.side(logits)) if self.training else logits
 
     torch.save(Auxiliary().state_dict(), tmp_path / "theirs.pth")
-    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth"), "--data", pictures]
+    words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth"), "--data", images]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(zoo, "build", lambda *_, **__: Auxiliary())
         assert main(["polish", "--compare", *words, *SMALL]) == USER
@@ -270,11 +270,11 @@ def test_a_model_with_auxiliary_classifiers_is_polished_and_not_compared(
 
 
 def test_a_rate_that_is_too_high_for_a_comparison_says_which_word_to_change(
-    tmp_path: Path, pictures: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "theirs.pth")
     words = ["--model", "resnet10t", "--weights", str(tmp_path / "theirs.pth"), "--lr", "1e38"]
-    assert main(["polish", "--compare", *words, *SMALL, "--data", pictures]) == USER
+    assert main(["polish", "--compare", *words, *SMALL, "--data", images]) == USER
     assert "affine: the training loss became" in (shown := capsys.readouterr().err)
     assert shown.rstrip().endswith("lower --lr")
 

@@ -120,8 +120,8 @@ def test_the_run_folder_is_the_record(finished: dict[str, Path]) -> None:
     assert 0 < content["images_per_second"] < 1e6
     assert load_recipe(folder / "recipe.yaml").duration.epochs == 4
     for name in ("loss", "accuracy", "throughput", "drift", "report"):
-        with Image.open(folder / f"{name}.png") as picture:
-            assert picture.width >= 400
+        with Image.open(folder / f"{name}.png") as image:
+            assert image.width >= 400
 
 
 def test_every_stage_says_what_it_changed(finished: dict[str, Path]) -> None:
@@ -144,7 +144,7 @@ def test_every_stage_says_what_it_changed(finished: dict[str, Path]) -> None:
     assert all(layer["mean_shift"] > 0 for layer in drift["layers"])
 
 
-def test_clean_steps_see_clean_pictures_in_the_same_order(finished: dict[str, Path]) -> None:
+def test_clean_steps_see_clean_images_in_the_same_order(finished: dict[str, Path]) -> None:
     """The loss falls when augmentation ends, and not because the rate jumped."""
     steps = log(finished["torch"], "step")
     assert [step["stage"] for step in steps] == ["train"] * 45 + ["clean"] * 15
@@ -278,7 +278,7 @@ def test_reaching_max_steps_says_how_to_go_on(
         pytest.param("resnet50_32768_mlperf", marks=pytest.mark.long),
     ],
 )
-def test_the_imagenet_recipes_start_on_synthetic_pictures(tmp_path: Path, name: str) -> None:
+def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: str) -> None:
     recipe = load_recipe(
         FOLDER / f"{name}.yaml",
         [

@@ -270,8 +270,8 @@ def killed(folder: Path) -> Path:
     return folder
 
 
-def judged(folder: Path) -> Path:
-    """Every stage there is; pictures held out have undone two of them."""
+def decided(folder: Path) -> Path:
+    """Every stage there is; images held out have undone two of them."""
     run = FakeRun(folder, affine_steps=60)
     run.curve(525, best=0.9583)
     run.end("train", 525, 0.9583)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_pictures import GREY, load, shuffled, training_files
+from plain_images import GREY, load, shuffled, training_files
 from short_runs import (
     AFFINE,
     BEFORE,
@@ -35,8 +35,8 @@ JUMP = (
 )
 
 
-def test_what_decides_is_top1_on_the_pictures_that_the_seed_holds_out(tmp_path: Path) -> None:
-    """Counted with timm's model on pictures read by Pillow."""
+def test_what_decides_is_top1_on_the_images_that_the_seed_holds_out(tmp_path: Path) -> None:
+    """Counted with timm's model on images read by Pillow."""
     recipe = a_recipe(AFFINE, JUDGED, changes=LEARNED)
     (train,) = run(recipe, out=tmp_path / "run", max_steps=40).stages
     files = training_files(digits.write_digits())

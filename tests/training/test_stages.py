@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_pictures import GREY, load, shuffled, training_files
+from plain_images import GREY, load, shuffled, training_files
 from polish_reference import assert_right, one_pass
 from short_runs import (
     AFFINE,
@@ -62,7 +62,7 @@ def test_affine_moves_batchnorm_and_the_classifier_and_no_other_bit(tmp_path: Pa
     assert last.before.loss == summary.stages[1].loss != last.loss == summary.loss
 
 
-def test_affine_is_momentum_sgd_on_clean_pictures_at_a_rate_that_falls_to_zero(
+def test_affine_is_momentum_sgd_on_clean_images_at_a_rate_that_falls_to_zero(
     tmp_path: Path,
 ) -> None:
     """Written with torch.optim and timm: three steps on the batches that follow the schedule's."""
@@ -172,7 +172,7 @@ def test_the_average_of_a_run_is_the_one_computed_by_hand(
 def test_statistics_are_those_of_the_averaged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Averaged here, put into timm's model in float64, and shown pictures read by Pillow."""
+    """Averaged here, put into timm's model in float64, and shown images read by Pillow."""
     monkeypatch.setattr(state, "KEEP", 100)
     run(a_recipe(CLEAN, changes=("evaluation.every_epochs=0.066",)), out=tmp_path / "live")
     average: dict[str, Tensor] = {}
@@ -262,7 +262,7 @@ def test_a_stage_that_helps_is_kept(tmp_path: Path) -> None:
     assert not torch.allclose(measured["bn1.running_mean"], running["bn1.running_mean"], rtol=0.1)
 
 
-def test_sequential_statistics_go_through_the_pictures_again(tmp_path: Path) -> None:
+def test_sequential_statistics_go_through_the_images_again(tmp_path: Path) -> None:
     once, again = (
         a_recipe(f"statistics: {{samples: 480, sequential: {word}}}") for word in ("false", "true")
     )

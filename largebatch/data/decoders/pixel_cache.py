@@ -83,7 +83,7 @@ def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[By
     """Decode every image of an index, unless that has been done before, and map the pixels.
 
     Worker 0 writes the file, then the first worker of each other machine that does not find it: in
-    a folder that machines share, nobody may replace what others have mapped. Raises DataError with
+    a folder that machines share, what others have mapped may not be replaced. Raises DataError with
     the path of an image that cannot be decoded, or if there are too many pixels to cache.
     """
     sizes = 3 * index.heights * index.widths
@@ -101,7 +101,7 @@ def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[By
             _remove_unused(path.parent)
             _write(path, index, threads)
         backend.barrier()
-    # Mapped as private, since torch warns of bytes that cannot be written to; nobody writes.
+    # Mapped as private, since torch warns of bytes that are read-only; nothing writes to them.
     pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
     return make_cache(index, pixels, starts)
 

@@ -181,7 +181,7 @@ class Reader:
         self._sharing = min(THREADS, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:
-        """Let the memory of images that nobody uses any more be used again."""
+        """Let the memory of images that are no longer used be used again."""
         if reading.buffer is not None:
             self._free.append(reading.buffer)
             reading.buffer = None

@@ -21,7 +21,7 @@ from largebatch.optional import require_torchvision
 
 
 class Encoded(NamedTuple):
-    """An encoded image, and what the index says of it."""
+    """An encoded image, and its row of the index."""
 
     location: Location
     content: Bytes

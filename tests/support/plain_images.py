@@ -1,4 +1,4 @@
-"""Pictures read from a folder by Pillow and torchvision, in an order worked out by NumPy."""
+"""Images read from a folder by Pillow and torchvision, in an order worked out by NumPy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,22 +22,22 @@ def shuffled(num: int, *, seed: int, stream: int = 0) -> list[int]:
 
 
 def training_files(folder: Path) -> list[Path]:
-    """Return the training pictures, sorted by class and name."""
+    """Return the training images, sorted by class and name."""
     return sorted(folder.glob("train/*/*"), key=lambda path: (path.parent.name, path.name))
 
 
 def load(
     paths: Sequence[Path], *, colours: tuple[list[float], list[float]], size: int = 32
 ) -> tuple[Tensor, Tensor]:
-    """Return pictures as the network is shown them, and their labels."""
+    """Return images as the network is shown them, and their labels."""
     require_torchvision()
     from torchvision.transforms import functional
 
     classes = sorted({path.name for path in paths[0].parent.parent.iterdir()})
     images = []
     for path in paths:
-        with Image.open(path) as picture:
-            small = picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+        with Image.open(path) as image:
+            small = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
         images.append(functional.normalize(functional.to_tensor(small), *colours))
     labels = torch.tensor([classes.index(path.parent.name) for path in paths])
     return torch.stack(images), labels
