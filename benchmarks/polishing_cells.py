@@ -20,7 +20,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
 from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageResult
-from largebatch.training.state import newest_checkpoint, parse_checkpoint, save_checkpoint
+from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint, write_checkpoint
 
 Arms = dict[str, dict[str, float | None]]
 """Top-1 and loss that each arm reached."""
@@ -210,10 +210,10 @@ def device_batch(recipe: Recipe) -> int:
 
 def part(trunk: Path, recipe: Recipe, out: Path) -> Recipe:
     """Put the trunk's newest checkpoint into `out`, as one of `recipe`; return that recipe."""
-    content = newest_checkpoint(trunk / CHECKPOINTS)
-    assert content is not None, "a run that ended or was stopped has saved"
-    checkpoint = parse_checkpoint(content, source=str(trunk))
-    save_checkpoint(out / CHECKPOINTS, replace(checkpoint, recipe=recipe))
+    found = newest_checkpoint(trunk / CHECKPOINTS)
+    assert found is not None, "a run that ended or was stopped has saved"
+    checkpoint = load_checkpoint(found.path)
+    write_checkpoint(out / CHECKPOINTS, replace(checkpoint, recipe=recipe))
     (out / RECIPE).write_text(dump_recipe(recipe), encoding="utf-8")
     return recipe
 

@@ -60,6 +60,10 @@ class MismatchError(BackendError):
     """The workers were started with different commands, recipes, packages or types of device."""
 
 
+class DesynchronizedError(LargebatchError):
+    """The workers' weights, which must be the same bits, are not."""
+
+
 class DivergedError(LargebatchError):
     """The training loss stopped being a number."""
 

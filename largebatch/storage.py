@@ -49,6 +49,9 @@ CHECKSUM_BYTES = 4
 Progress = Callable[[int, int], None]
 """Told how many of how many files are done, after every few."""
 
+_PARTIAL = ".partial"
+"""Ends the name of what is being written."""
+
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
@@ -68,7 +71,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     power too it is whole or what was there before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:
         with partial.open("wb") as file:
             yield file
@@ -78,6 +81,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_leftovers(*folders: Path) -> None:
+    """Remove what writers that were killed left in these folders, of which no other is at work."""
+    for folder in folders:
+        for path in folder.glob(f".*{_PARTIAL}"):
+            path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

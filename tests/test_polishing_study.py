@@ -13,7 +13,7 @@ from scipy.stats import ttest_1samp
 from largebatch import load_recipe, run
 from largebatch.data.index.index import Index
 from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
-from largebatch.training.state import load_checkpoint
+from largebatch.training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -44,8 +44,10 @@ def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
     for name, polish in POLISHED.items():
         own = recipe.model_copy(update={"polish": polish})
         run(own.with_execution(device_batch=device_batch(recipe)), out=tmp_path / name)
-        alone = load_checkpoint(max((tmp_path / name / "checkpoints").glob("*.pt")))
-        shared = load_checkpoint(max((tmp_path / "shared" / name / "checkpoints").glob("*.pt")))
+        alone = load_checkpoint(max((tmp_path / name / "checkpoints").glob("*.safetensors")))
+        shared = load_checkpoint(
+            max((tmp_path / "shared" / name / "checkpoints").glob("*.safetensors"))
+        )
         for key, tensor in alone.state["model"].items():
             assert torch.equal(shared.state["model"][key], tensor), (name, key)
         names = ("control" if name == "affine" else "", name, f"{name} + statistics")

@@ -1,6 +1,7 @@
 """What several commands share: how one is added, and the arguments that mean the same in each."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -28,6 +29,19 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
     return number
+
+
+def duration(text: str) -> float:
+    """Read a time in seconds, or with s, m or h behind it, such as 90m.
+
+    >>> duration("1.5h")
+    5400.0
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in "smh" else (text, "s")
+    seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a time above 0, got {text}")
+    return seconds
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,14 @@ from typing import NoReturn
 from largebatch.cli import data as cli_data
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
-from largebatch.cli.arguments import add_command, add_execution, add_machine, add_set, count
+from largebatch.cli.arguments import (
+    add_command,
+    add_execution,
+    add_machine,
+    add_set,
+    count,
+    duration,
+)
 from largebatch.distributed.environment import launched_rank, own_rank
 from largebatch.errors import (
     CheckpointError,
@@ -116,6 +123,8 @@ def _train(args: argparse.Namespace) -> int:
         backend=args.backend,
         resume=args.resume,
         max_steps=args.max_steps,
+        time_limit=args.time_limit,
+        allow=args.allow,
     )
     asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     if own_rank() == 0:
@@ -124,7 +133,8 @@ def _train(args: argparse.Namespace) -> int:
             if asked_to_stop:
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
             print(again)
-        print(f"report: {folder / REPORT}")
+        report = folder / REPORT
+        print(f"report: {report}" if report.exists() else f"to draw it: largebatch report {folder}")
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 
@@ -149,11 +159,11 @@ def _evaluate(args: argparse.Namespace) -> int:
         backend=args.backend,
         overrides=tuple(args.set),
     )
-    metrics = evaluate_checkpoint(args.checkpoint, options)
+    path, step, metrics = evaluate_checkpoint(args.checkpoint, options)
     if own_rank() == 0:
         print(
             f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
-            f"({metrics.samples} samples)"
+            f"({metrics.samples} samples)  {path}, after {step:,} updates"
         )
     return DONE
 
@@ -191,9 +201,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
     train.add_argument("--resume", action="store_true", help="go on with the run in --out")
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
+    train.add_argument(
+        "--time-limit", type=duration, metavar="T", help="stop before: 90m, 8h or seconds"
+    )
+    train.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="what may differ from the run resumed, such as schedule.peak_lr or data.index",
+    )
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
-    evaluate.add_argument("checkpoint", type=Path, help="a .pt file or a run folder")
+    evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
     add_set(evaluate)
     add_execution(evaluate)
     add_machine(evaluate)

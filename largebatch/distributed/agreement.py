@@ -7,14 +7,14 @@ facts themselves and one message.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import Group
-from largebatch.errors import MismatchError, shorten
+from largebatch.errors import DesynchronizedError, MismatchError, shorten
 
 Facts = Mapping[str, object]
 """Plain values by key, nested like a recipe. None means the same as a missing key."""
@@ -62,6 +62,35 @@ def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
         f"workers disagree on {len(different)} values; {remedy}\n  "
         + shorten(different, between="\n  ")
     )
+
+
+def require_same_bits(
+    tensors: Iterable[Tensor], group: Group, device: torch.device, *, when: str
+) -> None:
+    """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
+
+    Sums of the bits are compared, so any one bit that differs is found. This is one pass over the
+    tensors and an all-gather of 8 bytes.
+    """
+    if group.world_size == 1:
+        return
+    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    own = torch.stack(sums).sum().to(device)
+    every = group.all_gather(own).tolist()  # sync: once in many updates
+    most = max(set(every), key=every.count)
+    odd = [str(rank) for rank, digest in enumerate(every) if digest != most]
+    if odd:
+        raise DesynchronizedError(
+            f"the weights of worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the "
+            f"others at {when}: a machine or a library computes wrongly; in the last checkpoint "
+            "they were the same: look at these machines, and go on with --resume"
+        )
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's memory as integers, which no order of summation changes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

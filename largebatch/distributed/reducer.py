@@ -15,6 +15,7 @@ A library's own wrapper (DistributedDataParallel, hvd.DistributedOptimizer) woul
 at run time, and differs from the next in what it does to accumulation.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
@@ -213,6 +214,14 @@ class Reducer:
                 "that leave them out), or set requires_grad=False on them"
             )
         assert self._alone or len(under_way) == len(self._groups)
+
+    def finite(self) -> Tensor:
+        """Return whether every gradient is a finite number, after `wait`: 0-d, bool, on the device.
+
+        All workers find the same, for all have the same sums.
+        """
+        held = [gradient for group in self._groups for gradient in group.held.values()]
+        return torch.stack(torch._foreach_norm(held, ord=math.inf)).isfinite().all()
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the gradients."""

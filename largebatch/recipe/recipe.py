@@ -105,6 +105,18 @@ class Reduction(Section):
     group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
 
 
+class NonFinite(Section):
+    """What follows a loss or a gradient that is infinite or no number, on any worker."""
+
+    action: Literal["stop", "skip", "roll_back"] = "stop"
+    """`stop`: the run ends with its last checkpoint. `skip`: the update is not made, which costs a
+    GPU a wait for every update. `roll_back`: the updates since the last checkpoint are computed
+    again, in case a machine failed; the run stops if that ends in the same step."""
+
+    most: PositiveInt = 10
+    """Updates in a row that may be skipped, or times that a run may roll back, before it stops."""
+
+
 class Evaluation(Section):
     """When validation accuracy is measured, besides at the end of every stage."""
 
@@ -147,6 +159,7 @@ class Recipe(Section):
     execution: Execution = Execution()
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
+    nonfinite: NonFinite = NonFinite()
     tracking: tuple[Literal["wandb"], ...] = ()
     """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
 

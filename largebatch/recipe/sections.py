@@ -200,8 +200,25 @@ class GroupsByBytes(Groups):
     they are sent as."""
 
 
+class Checkpoints(Section):
+    """When a run saves, besides after every evaluation and stage, and what it keeps."""
+
+    every_steps: PositiveInt | None = None
+    every_minutes: PositiveFloat | None = 10.0
+    """Optimizer updates, and time, after which another checkpoint is due; null: none for that."""
+
+    keep_last: PositiveInt = 2
+    """The newest ones that stay on the disk; the one of the best evaluation stays besides."""
+
+    keep_every: PositiveInt | None = None
+    """Those after a multiple of so many updates stay too."""
+
+    on_error: Literal["stop", "continue"] = "stop"
+    """Where one cannot be written, as on a full disk. `continue`: a note in the log, and on."""
+
+
 class Execution(Section):
-    """The machine: what only makes a run faster. A resumed run may change it."""
+    """The machine: what changes no number of a run. A resumed run may change it."""
 
     device_batch: PositiveInt | None = None
     """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides
@@ -220,6 +237,12 @@ class Execution(Section):
         CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
     ] = CubicGroups(kind="cubic")
     """Which gradients are sent together, counted from the last layer."""
+
+    checkpoints: Checkpoints = Checkpoints()
+
+    compare_every: PositiveInt | None = 100
+    """Updates between comparisons of the workers' weights, which must be the same bits; null: they
+    are never compared."""
 
     kernels: Kernels = "torch"
     """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""

@@ -41,6 +41,7 @@ from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, Event, Tracker
+from largebatch.training.checkpoint import Retention, Writer
 from largebatch.training.ema import EMA
 from largebatch.training.loss import cross_entropy
 from largebatch.training.state import TrainState, Updater
@@ -280,6 +281,12 @@ class Options:
     max_steps: int | None = None
     """Stop, resumable, when this many updates have been made in all."""
 
+    time_limit: float | None = None
+    """Stop, resumable, before so many seconds have passed."""
+
+    allow: tuple[str, ...] = ()
+    """What may differ from the run that is resumed: keys of the recipe, and `data.index`."""
+
     @property
     def shared(self) -> Facts:
         """What every worker must be given alike; only worker 0 uses the run folder."""
@@ -341,7 +348,7 @@ def build_trainer(
     emit = partial(_emit, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
     heard = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher answers
-    with stop_requests(heard=heard) as wants_stop:
+    with stop_requests(heard=heard, limit=options.time_limit) as wants_stop:
         try:
             yield Trainer(
                 recipe=recipe,
@@ -354,11 +361,17 @@ def build_trainer(
                 build_affine=partial(_build_affine, here, plan, model, backend),
                 trackers=trackers,
                 emit=emit,
-                step_log=StepLog(plan, backend, state, emit=emit, wants_stop=wants_stop),
+                step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
                 checkpoints=options.out / CHECKPOINTS,
+                writer=Writer(options.out / CHECKPOINTS, _retention(recipe)),
             )
         finally:
             state.updater.reducer.close()
+
+
+def _retention(recipe: Recipe) -> Retention:
+    section = recipe.execution.checkpoints
+    return Retention(last=section.keep_last, every=section.keep_every)
 
 
 def _emit(trackers: list[Tracker], event: Event) -> None:

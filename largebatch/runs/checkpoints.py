@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
@@ -18,6 +18,7 @@ from largebatch.runs.folder import check_folder
 from largebatch.runs.run import record
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
+from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.ema import store_ema
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import (
@@ -25,12 +26,6 @@ from largebatch.training.stages import (
     make_updates,
     measure_statistics,
     polish_statistics,
-)
-from largebatch.training.state import (
-    Checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    parse_checkpoint,
 )
 from largebatch.training.trainer import Trainer
 
@@ -169,13 +164,24 @@ def _update(trainer: Trainer, mode: Literal["affine", "clean"], *, lr: float) ->
     return plan.affine_steps - (state.progress.skipped - skipped)
 
 
-def evaluate_checkpoint(path: Path, options: Options) -> Metrics:
+class Evaluated(NamedTuple):
+    """A checkpoint that was measured."""
+
+    path: Path
+    step: int
+    """Updates that made it."""
+
+    metrics: Metrics
+
+
+def evaluate_checkpoint(path: Path, options: Options) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
+    path = _find(path)
     checkpoint = _load(path, options)
     facts = {"command": "evaluate", "checkpoint": checksum(checkpoint.state["model"])}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
-        trainer.restore(checkpoint)
-        return trainer.measure()
+        trainer.restore(checkpoint, source=str(path))
+        return Evaluated(path, checkpoint.progress.updates, trainer.measure())
 
 
 def polish_checkpoint(
@@ -241,13 +247,7 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
 
     Raises CheckpointError where the EMA is asked for and there is none.
     """
-    if path.is_dir():
-        content = newest_checkpoint(path / CHECKPOINTS)
-        if content is None:
-            raise CheckpointError(f"{path}: this folder holds no readable {CHECKPOINTS}/step-*.pt")
-        checkpoint = parse_checkpoint(content, source=str(path))
-    else:
-        checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(_find(path))
     if ema and not checkpoint.state["ema"]:
         raise CheckpointError(
             f"{path}: holds no EMA: a checkpoint has one beside the weights if its recipe has "
@@ -255,6 +255,17 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
         )
     recipe = _with_execution(checkpoint.recipe, options.overrides, path=path)
     return replace(checkpoint, recipe=recipe)
+
+
+def _find(path: Path) -> Path:
+    """Return the newest checkpoint of a run folder that can be read, or the file that `path` is."""
+    if not path.is_dir():
+        return path
+    found = newest_checkpoint(path / CHECKPOINTS)
+    if found is None:
+        raise CheckpointError(f"{path}: this folder holds no {CHECKPOINTS}/step-*.safetensors")
+    found.warn()
+    return found.path
 
 
 def _with_execution(recipe: Recipe, overrides: Sequence[str], *, path: Path) -> Recipe:

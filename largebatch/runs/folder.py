@@ -1,81 +1,119 @@
 """The run folder as a record: what it holds at the start, and what a run resumes from."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.storage import write_whole
+from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     CHECKPOINTS,
     LOG,
     RECIPE,
+    SUMMARY,
     JsonLines,
-    Start,
+    Summary,
     Tracker,
 )
 from largebatch.tracking.wandb import Wandb
-from largebatch.training.state import Checkpoint, newest_checkpoint, parse_checkpoint
+from largebatch.training.checkpoint import Checkpoint, newest_checkpoint, parse_checkpoint
 from largebatch.training.trainer import Trainer
 
+_SUMMARY = TypeAdapter(Summary)
 
-def open_folder(trainer: Trainer, folder: Path) -> list[Tracker]:
-    """Make the run folder and return what follows the run; worker 0 only."""
-    recipe, plan, index = trainer.recipe, trainer.plan, trainer.pipeline
+
+def open_folder(trainer: Trainer, folder: Path, *, resume: bool) -> list[Tracker]:
+    """Make the run folder, own it, and return what follows the run; worker 0 only.
+
+    Raises CheckpointError where it cannot be written, or another run writes to it.
+    """
+    recipe = trainer.recipe
     trackers: list[Tracker] = [Console()]
     if "wandb" in recipe.tracking:
-        config = {**recipe.model_dump(mode="json"), "plan": asdict(plan)}
+        config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
         trackers.append(Wandb(folder, config))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        trackers.insert(1, JsonLines(folder / LOG, resume=resume))
+        remove_leftovers(folder, folder / CHECKPOINTS)
+        (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
         write_whole(folder / RECIPE, dump_recipe(recipe).encode())
-        trackers.insert(1, JsonLines(folder / LOG))
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
-    start = Start(
-        time=datetime.now(UTC).replace(microsecond=0),
-        resume_step=trainer.state.progress.step,
-        recipe=recipe.name,
-        plan=plan,
-        unusable_images=len(index.train_index.bad) + len(index.val_index.bad),
-    )
-    for tracker in trackers:
-        tracker.record(start)
     return trackers
 
 
-def read_checkpoint(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoint | None:
+def read_checkpoint(folder: Path, backend: Backend) -> Checkpoint | None:
     """Return the state to go on from, on every worker; None if the run saved nothing yet.
 
-    Worker 0 reads it for all. Raises CheckpointError if it belongs to another recipe.
+    Worker 0 reads it for all, and logs a warning for each newer one that is damaged.
     """
-    content = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
-    content = broadcast_bytes(content, backend)
-    if not content:
-        return None
-    checkpoint = parse_checkpoint(content, source=str(folder))
-    there, here = checkpoint.recipe.mathematics, recipe.mathematics
-    if there != here:
-        changed = "; ".join(_differences(there.model_dump(), here.model_dump()))
-        raise CheckpointError(f"{folder}: the run there has another recipe: {changed}")
-    return checkpoint
+    found = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
+    if found is not None:
+        found.warn()
+    content = broadcast_bytes(found.content if found else None, backend)
+    return parse_checkpoint(content, source=str(folder)) if content else None
 
 
-def _differences(there: Any, here: Any, where: str = "") -> Iterator[str]:  # noqa: ANN401 -- any JSON
+def require_same_run(
+    checkpoint: Checkpoint, trainer: Trainer, folder: Path, *, allow: Sequence[str]
+) -> None:
+    """Raise CheckpointError unless a checkpoint is of this recipe and this data.
+
+    `allow` names what may differ: keys of the recipe, and `data.index`. All differences are listed.
+    """
+    there = checkpoint.recipe.mathematics.model_dump(mode="json")
+    here = trainer.recipe.mathematics.model_dump(mode="json")
+    data = checkpoint.origin.get("data"), trainer.pipeline.splits
+    changed = dict([*_differences(there, here), *_differences(*data, "data.index")])
+    unknown = sorted(set(allow) - changed.keys())
+    if unknown:
+        raise CheckpointError(
+            f"--allow {unknown[0]}: that is the same there and here; what differs: "
+            f"{shorten(list(changed))}"
+        )
+    refused = {key: text for key, text in changed.items() if key not in allow}
+    if refused:
+        raise CheckpointError(
+            f"{folder}: the run there differs from this one: {shorten(list(refused.values()))}; "
+            f"start another run, or go on all the same with --allow {' --allow '.join(refused)}"
+        )
+
+
+def finished_summary(folder: Path, backend: Backend) -> Summary | None:
+    """Return the summary of a run that has finished, on every worker; else None."""
+    content = None
+    with suppress(OSError):
+        content = (folder / SUMMARY).read_bytes() if backend.rank == 0 else None
+    with suppress(ValidationError):
+        summary = _SUMMARY.validate_json(broadcast_bytes(content, backend))
+        return summary if summary.status == "finished" else None
+    return None
+
+
+def _differences(
+    there: Any,  # noqa: ANN401 -- any JSON
+    here: Any,  # noqa: ANN401 -- any JSON
+    where: str = "",
+) -> Iterator[tuple[str, str]]:
+    """Yield the key of each value that differs, and a text."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in {**there, **here}:
             dotted = f"{where}.{key}".lstrip(".")
             yield from _differences(there.get(key), here.get(key), dotted)
     elif there != here:
-        yield f"{where} is {there} there and {here} here"
+        yield where, f"{where} is {there} there and {here} here"
 
 
 def default_folder(recipe: Recipe) -> Path:

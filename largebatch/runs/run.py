@@ -4,22 +4,35 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from largebatch.distributed.environment import BackendName, launched_rank
-from largebatch.errors import BackendError
+from largebatch.errors import (
+    BackendError,
+    CheckpointError,
+    DataError,
+    LargebatchError,
+    PeerLostError,
+)
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.runs.build import Options, open_trainer
-from largebatch.runs.folder import check_folder, default_folder, open_folder, read_checkpoint
+from largebatch.runs.folder import (
+    check_folder,
+    default_folder,
+    finished_summary,
+    open_folder,
+    read_checkpoint,
+    require_same_run,
+)
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import SUMMARY, Finish, Status, Summary
+from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, now
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
 
@@ -41,6 +54,8 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     backend: BackendName = "auto",
     resume: bool = False,
     max_steps: int | None = None,
+    time_limit: float | None = None,
+    allow: Sequence[str] = (),
 ) -> Summary:
     """Train, polish and evaluate as the recipe says; return what summary.json holds.
 
@@ -54,6 +69,8 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         backend=backend,
         resume=resume,
         max_steps=max_steps,
+        time_limit=time_limit,
+        allow=tuple(allow),
     )
     rank = launched_rank()
     if rank in {None, 0}:
@@ -79,13 +96,16 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
+    folder = options.out
     with open_trainer(recipe, options, {"command": "train"}) as trainer:
-        checkpoint = None
-        if options.resume:
-            checkpoint = read_checkpoint(recipe, options.out, trainer.backend)
+        checkpoint = read_checkpoint(folder, trainer.backend) if options.resume else None
         if checkpoint is not None:
-            require_resumable(checkpoint, trainer.plan, options.out)
-            trainer.restore(checkpoint)
+            require_same_run(checkpoint, trainer, folder, allow=options.allow)
+            require_resumable(checkpoint, trainer.plan, folder)
+            trainer.restore(checkpoint, source=str(folder))
+            finished = finished_summary(folder, trainer.backend)
+            if finished is not None:  # its record stays as it is
+                return finished
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
 
         def train() -> bool:
@@ -93,30 +113,54 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 trainer.note("train", _SLOW)
             return run_stages(trainer, until=until)
 
-        return record(trainer, options.out, train)
+        return record(trainer, folder, train, resume=options.resume)
 
 
-def record(trainer: Trainer, folder: Path, work: Callable[[], bool]) -> Summary:
+def record(
+    trainer: Trainer, folder: Path, work: Callable[[], bool], *, resume: bool = False
+) -> Summary:
     """Do the work in a run folder; whatever comes of it, leave a summary and a report.
 
     `work` returns whether the run is complete. Only worker 0 touches the folder.
     """
     if trainer.backend.rank == 0:
-        trainer.trackers.extend(open_folder(trainer, folder))
+        trainer.trackers.extend(open_folder(trainer, folder, resume=resume))
+        trainer.begin()
     try:
         complete = work()
+        trainer.finish_saving()
     except BaseException as error:
-        _finish(trainer, folder, "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        with suppress(CheckpointError):  # the first error is the one to fix
+            _save_what_is_sound(trainer, error)
+        with suppress(CheckpointError):
+            _finish(
+                trainer, folder, "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            )
         raise
     return _finish(trainer, folder, "finished" if complete else "interrupted")
+
+
+def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
+    """Save the state after an error that came between two updates; worker 0 alone can."""
+    if isinstance(error, (DataError, CheckpointError, PeerLostError)):
+        with suppress(LargebatchError, PeerLostError):
+            trainer.step_log.flush()  # else a record would be missing before the checkpoint
+            trainer.save_own()
+    trainer.finish_saving()
 
 
 def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
     summary = summarize(trainer, status)
     if trainer.backend.rank == 0:
-        summary.write(folder / SUMMARY)
-        write_report(folder)
-        trainer.emit(Finish(time=datetime.now(UTC).replace(microsecond=0), summary=summary))
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: was removed while the run wrote to it")
+        try:
+            summary.write(folder / SUMMARY)
+            if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
+                write_report(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+        trainer.emit(Finish(time=now(), summary=summary))
     return summary
 
 

@@ -6,16 +6,21 @@ not finite, such as the loss of a step that overflowed in fp16, is null there, f
 it is read as NaN. A field that older runs did not write has a default, so their folders still draw.
 """
 
+import fcntl
+import logging
 import math
+import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import IO, Annotated, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 from pydantic_core import to_json
 
+from largebatch.errors import CheckpointError
 from largebatch.recipe.plan import Plan
 from largebatch.storage import write_whole
 
@@ -238,6 +243,11 @@ EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="e
 """Reads and writes them."""
 
 
+def now() -> datetime:
+    """Return the time of an event, to the second."""
+    return datetime.now(UTC).replace(microsecond=0)
+
+
 class Tracker(Protocol):
     """Follows a run, on worker 0 only, from its start to its finish."""
 
@@ -245,18 +255,52 @@ class Tracker(Protocol):
         """Take one event. A finish is the last."""
 
 
-class JsonLines:
-    """A Tracker that writes each record at once, so that a killed run leaves all it did."""
+_LOG = logging.getLogger(__name__)
 
-    def __init__(self, path: Path) -> None:
-        _drop_unfinished_line(path)
-        self._file = path.open("ab", buffering=0)
+_PIECE = 2**16
+"""Bytes that are searched at a time for the last end of a line."""
+
+
+class JsonLines:
+    """A Tracker that appends each record at once, so that a killed run leaves all it did.
+
+    The file is locked while it is open: a run folder has one owner. The system takes the lock from
+    a process that ends, however it ends; NFS keeps it on the server.
+
+    Raises CheckpointError where another process has the file, or where a new run finds records.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self._path = path
+        with ExitStack() as opened:
+            self._file = opened.enter_context(path.open("ab", buffering=0))
+            _lock(self._file)
+            if not resume and os.fstat(self._file.fileno()).st_size:
+                raise CheckpointError(
+                    f"{path.parent}: another run began here; choose another --out"
+                )
+            _drop_unfinished_line(path)
+            opened.pop_all()  # it stays open until the finish
 
     def record(self, event: Event) -> None:
-        """Write one line."""
-        self._file.write(EVENTS.dump_json(event) + b"\n")
-        if isinstance(event, Finish):
-            self._file.close()
+        """Write one line. Raises CheckpointError where it cannot be written whole."""
+        try:
+            self._append(EVENTS.dump_json(event) + b"\n")
+        finally:
+            if isinstance(event, Finish):
+                self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        before = os.fstat(self._file.fileno())
+        if before.st_nlink == 0:
+            raise CheckpointError(f"{self._path}: was removed while the run wrote to it")
+        try:
+            whole, reason = self._file.write(line) == len(line), "no space left on the device"
+        except OSError as error:
+            whole, reason = False, str(error.strerror)
+        if not whole:
+            os.ftruncate(self._file.fileno(), before.st_size)
+            raise CheckpointError(f"{self._path}: cannot be written: {reason}")
 
 
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
@@ -264,8 +308,35 @@ def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
     write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")
 
 
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file for this process; log a warning where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{Path(file.name).parent}: another run is writing to this folder; wait for its end or "
+            "choose another --out"
+        ) from None
+    except OSError as error:
+        _LOG.warning(
+            "%s: cannot be locked (%s); see that no other run writes to its folder",
+            file.name,
+            error.strerror,
+        )
+
+
 def _drop_unfinished_line(path: Path) -> None:
-    """Cut off what a run that was killed while writing left behind its last whole line."""
-    if path.exists():
-        content = path.read_bytes()
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
+    """Cut off what a run that was killed while writing left behind its last whole line.
+
+    No other byte is touched, so a kill here loses nothing.
+    """
+    with path.open("rb") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        found = -1
+        while end and found < 0:
+            start = max(0, end - _PIECE)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            end = start + found + 1
+    if end < size:
+        os.truncate(path, end)

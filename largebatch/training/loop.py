@@ -33,7 +33,10 @@ class Update(NamedTuple):
     """What the loss will be multiplied by at the next step; 1 unless training in fp16."""
 
     skipped: bool
-    """Gradients overflowed, so that weights, momentum and statistics are as they were."""
+    """Gradients were not finite, so that weights, momentum and statistics are as they were."""
+
+    finite: Tensor
+    """Whether all gradients of the global batch were finite: 0-d, bool, on the device."""
 
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
@@ -50,12 +53,14 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     accumulation: int,
     global_batch: int,
     seed: Callable[[int], int],
+    skip_nonfinite: bool = False,
 ) -> Generator[Update, None, None]:
     """Make one optimizer update for each of `steps`, in order, and yield after each.
 
     `seed` gives every step its own seed for dropout and the like, so that a resumed run needs no
-    generator state. `scaler` scales the loss for fp16 and is disabled otherwise. It judges the
-    summed gradients, where one worker's infinity is everybody's: all of them skip the same step.
+    generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
+    `skip_nonfinite`, an update whose summed gradients are not finite is skipped: one worker's
+    infinity is in everyone's sum, so that all skip the same step.
     """
     scale = scaler.get_scale()
     for step in steps:
@@ -75,14 +80,18 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             scaler.scale(part).backward()
             loss += part.detach()
         reducer.wait()
-        scaler.step(optimizer)
-        scaler.update()
-        used, scale = scale, scaler.get_scale()  # sync: in fp16 only, where step() has just waited
-        if scale < used:
+        finite = reducer.finite()
+        skipped = skip_nonfinite and not finite.item()  # sync: only where the recipe skips updates
+        if not skipped:
+            scaler.step(optimizer)
+            scaler.update()
+            used, scale = scale, scaler.get_scale()  # sync: in fp16, where step() has just waited
+            skipped = scale < used
+        if skipped:
             spans.discard()
         else:
             spans.update()
-        yield Update(step, lr, loss, scale, skipped=scale < used)
+        yield Update(step, lr, loss, scale, skipped=skipped, finite=finite)
 
 
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:

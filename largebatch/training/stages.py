@@ -18,8 +18,8 @@ from largebatch.polish.statistics import QUANTILES, polish
 from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.plan import Plan
 from largebatch.tracking.events import Drift, StageName
+from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.loop import step_seeds, train
-from largebatch.training.state import Checkpoint
 from largebatch.training.trainer import Trainer
 
 
@@ -120,7 +120,7 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
     trainer.begin_stage()
     diverged = None
     try:
-        make_updates(trainer, name, range(state.progress.step, steps.stop), until=until)
+        _make_updates_again(trainer, name, steps, until)
     except DivergedError as error:
         if not state.snapshot:  # nothing to roll back to
             raise
@@ -130,6 +130,23 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
         state.progress.discard_until(steps.stop)
     if state.progress.step == steps.stop:
         trainer.end_stage(name, num_steps=made, note=diverged, failed=diverged is not None)
+
+
+def _make_updates_again(trainer: Trainer, name: StageName, steps: range, until: int) -> None:
+    """Make the updates of a stage; where the recipe says so, again after a number went bad."""
+    state, nonfinite = trainer.state, trainer.recipe.nonfinite
+    failed: set[int] = set()
+    while True:
+        try:
+            make_updates(trainer, name, range(state.progress.step, steps.stop), until=until)
+        except DivergedError as error:
+            at = state.progress.step
+            again = nonfinite.action == "roll_back" and len(failed) < nonfinite.most
+            if not again or at in failed or not trainer.return_to_checkpoint(after=str(error)):
+                raise
+            failed.add(at)
+        else:
+            return
 
 
 STAGES = (
@@ -159,17 +176,21 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         accumulation=plan.accumulation,
         global_batch=plan.global_batch,
         seed=step_seeds(trainer.recipe.seed, trainer.backend.rank),
+        skip_nonfinite=trainer.recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
     )
     step_log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:
             step_log.add(name, update)  # one under way when the one before diverged is not made
-            if state.ema is not None and not update.skipped:
-                state.ema.update()
+            if trainer.comparison_is_due():
+                trainer.compare_weights()
             done = state.progress.step
-            if done < steps.stop and done in plan.evaluate_after:
+            evaluates = done < steps.stop and done in plan.evaluate_after
+            if evaluates:
                 step_log.flush()
-                trainer.evaluate(name)
+                state.progress.note_accuracy(trainer.evaluate(name).top1)
+            if evaluates or trainer.save_is_due():
+                step_log.flush()
                 trainer.save()
                 step_log.resume_clock()
             if step_log.stopped or done == end:

@@ -1,35 +1,28 @@
-"""What changes while a run trains, and checkpoints, which hold just that.
+"""What changes while a run trains, which is what a checkpoint holds.
 
 The sample order, crops, dropout and learning rates are functions of the step, so nothing else has a
-state. A checkpoint is written whole or not at all: its file appears under its name only when it is
-complete, and the newest one that can be read is loaded, so a run survives being killed while it
-saves.
+state.
 """
 
-import io
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
-from torch import nn
+from pydantic import Field, TypeAdapter
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from largebatch.distributed.reducer import Reducer
-from largebatch.errors import CheckpointError, RecipeError
-from largebatch.recipe.loading import dump_recipe, parse_recipe
-from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.functions import Schedule
-from largebatch.storage import whole_file
 from largebatch.tracking.events import StageResult
 from largebatch.training.ema import EMA
 
-FORMAT = 3
-KEEP = 2
-"""How many checkpoints of a run stay on disk."""
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _STAGES = TypeAdapter(list[StageResult])
 
@@ -46,21 +39,25 @@ class Updater(NamedTuple):
 class Progress:
     """How far a run has come; every field is in the checkpoint."""
 
-    step: int = 0
+    step: Count = 0
     """Updates of the plan that lie behind; the sample order and the learning rates count so."""
 
-    discarded: int = 0
+    discarded: Count = 0
     """Those of them that were never made, because the stage they belong to diverged."""
 
-    skipped: int = 0
-    """Those whose gradients overflowed in fp16."""
+    skipped: Count = 0
+    """Those that changed nothing, because gradients were not finite."""
 
-    images: int = 0
-    train_seconds: float = 0.0
+    images: Count = 0
+    train_seconds: Seconds = 0.0
     """Training samples seen, and the time that took."""
 
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """What the run has taken, over all its parts, up to the last checkpoint."""
+
+    best_top1: float | None = None
+    best_step: Count | None = None
+    """The highest accuracy of an evaluation, and after how many updates it was."""
 
     @property
     def updates(self) -> int:
@@ -73,6 +70,11 @@ class Progress:
         self.images += images
         self.train_seconds += seconds
         self.skipped += skipped
+
+    def note_accuracy(self, top1: float) -> None:
+        """Take in an evaluation of the state as it is."""
+        if self.best_top1 is None or top1 > self.best_top1:
+            self.best_top1, self.best_step = top1, self.step
 
     def discard_until(self, step: int) -> None:
         """Pass over the updates before `step`, which will never be made."""
@@ -118,6 +120,12 @@ class TrainState:
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
 
+    def count(self, step: int, *, images: int, seconds: float, skipped: bool) -> None:
+        """Count the update of a step, and let the EMA follow it."""
+        self.progress.count(step, images=images, seconds=seconds, skipped=skipped)
+        if self.ema is not None and not skipped:
+            self.ema.update()
+
     def take_snapshot(self) -> None:
         """Note the state as it is, for a stage that may be rolled back; once a stage."""
         if not self.snapshot:
@@ -129,14 +137,12 @@ class TrainState:
             }
 
     def roll_back(self) -> None:
-        """Return to the snapshot.
-
-        The optimizer goes on as it is: every stage that may follow has its own, or none.
-        """
+        """Return to the snapshot, with no momentum: a stage that follows has its own optimizer."""
         self.model.load_state_dict(self.snapshot["model"])
         if self.ema is not None:
             self.ema.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
+        self.updater.optimizer.state.clear()  # it may have diverged with the weights
 
     def end_stage(self, result: StageResult) -> None:
         """Add the result of a stage, which can be rolled back no more."""
@@ -162,100 +168,69 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint stopped; the updater is already that of its stage."""
-        self.model.load_state_dict(state["model"])
-        self.updater.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        """Go on where a checkpoint stopped; the updater is already that of its stage.
+
+        Hyper-parameters are those of this run's optimizer, which its recipe gave it. Raises
+        KeyError, TypeError, RuntimeError or ValueError where the state is not one of this run.
+        """
         if self.ema is not None and state["ema"]:
             self.ema.load_state_dict(state["ema"])
         else:
             self.ema = None  # it has become the model
+        self.model.load_state_dict(state["model"])
+        self._load_optimizer(**state["optimizer"])
+        _load_scaler(self.scaler, state["scaler"])
         self.progress = Progress(**state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
         self.snapshot = state["snapshot"]
+        if self.snapshot:
+            _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")
+            ema = self.ema.state_dict() if self.ema is not None else {}
+            _require_like(self.snapshot["ema"], ema, "the snapshot's EMA")
         self._begun = time.perf_counter()
 
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A recipe and the state of its run between two updates."""
-
-    recipe: Recipe
-    progress: Progress
-    stages: list[StageResult]
-    """Those that had ended."""
-
-    state: dict[str, Any]
-    """All of it, as TrainState.state_dict."""
-
-    @classmethod
-    def of(cls, recipe: Recipe, state: dict[str, Any]) -> Self:
-        """Take a state; raise KeyError, TypeError or ValueError where it is not whole."""
-        for key in ("model", "optimizer", "scaler", "ema", "snapshot"):
-            if not isinstance(state[key], dict):
-                raise TypeError(f"{key} is no mapping")
-        stages = _STAGES.validate_python(state["stages"])
-        return cls(recipe, Progress(**state["progress"]), stages, state)
-
-
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder/step-<step>.pt` whole or not at all, then delete all but the newest few."""
-    path = folder / f"step-{checkpoint.progress.step:08d}.pt"
-    content = {"format": FORMAT, "recipe": dump_recipe(checkpoint.recipe), **checkpoint.state}
-    with whole_file(path) as file:
-        torch.save(content, file)
-    for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
-        old.unlink()
-    return path
+    def _load_optimizer(
+        self, state: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]]
+    ) -> None:
+        """Load learning rates, and momentum and the like in the memory layout of each parameter."""
+        optimizer = self.updater.optimizer
+        own = optimizer.state_dict()["param_groups"]
+        groups = [
+            {**group, "lr": float(saved["lr"])}
+            for group, saved in zip(own, param_groups, strict=True)
+        ]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for number, entry in state.items():
+            if number >= len(weights):
+                raise ValueError(f"optimizer: there is no parameter {number}")
+            shape = weights[number].shape
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape not in {shape, torch.Size()}:
+                    raise ValueError(
+                        f"optimizer: {key} of parameter {number} has shape {list(value.shape)}, "
+                        f"expected {list(shape)}"
+                    )
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for weight, entry in optimizer.state.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read one checkpoint, to the CPU. Raises CheckpointError saying what is wrong with it."""
-    return parse_checkpoint(_read(path), source=str(path))
+def _load_scaler(scaler: GradScaler, state: Mapping[str, Any]) -> None:
+    if scaler.is_enabled() and not 0 < state["scale"] < math.inf:
+        raise ValueError(f"scaler: the loss scale must be above 0 and finite, got {state['scale']}")
+    scaler.load_state_dict(dict(state))
 
 
-def parse_checkpoint(data: bytes, *, source: str) -> Checkpoint:
-    """Read a checkpoint from the bytes of its file; `source` begins every message."""
-    try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{source}: not a readable checkpoint: {reason}") from None
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
-    try:
-        recipe = parse_recipe(content.pop("recipe"), source="its recipe")
-        return Checkpoint.of(recipe, content)
-    except (KeyError, TypeError, ValueError, RecipeError) as error:
-        raise CheckpointError(f"{source}: not a complete checkpoint: {error}") from None
-
-
-def newest_checkpoint(folder: Path) -> bytes | None:
-    """Return the bytes of the newest checkpoint that can be read, or None where there is none.
-
-    Raises CheckpointError if there are some and none of them can be read.
-    """
-    problems = []
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
-        try:
-            content = _read(path)
-            parse_checkpoint(content, source=str(path))
-        except CheckpointError as error:
-            problems.append(str(error))
-        else:
-            return content
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    return None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such checkpoint or run folder") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot read the checkpoint: {error.strerror}") from None
+def _require_like(given: Mapping[str, Any], expected: Mapping[str, Tensor], name: str) -> None:
+    """Raise ValueError unless the tensors have these names and shapes."""
+    if given.keys() != expected.keys():
+        odd = min(given.keys() ^ expected.keys())
+        raise ValueError(f"{name} has other tensors than the model: {odd}")
+    for key, tensor in expected.items():
+        if getattr(given[key], "shape", None) != tensor.shape:
+            raise ValueError(f"{name}: {key} has another shape than {list(tensor.shape)}")
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import Backend, Work
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.plan import Plan
-from largebatch.tracking.events import StageName, Step
+from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.events import Note, StageName, Step
 from largebatch.training.loop import Update
 from largebatch.training.state import TrainState
 
@@ -26,24 +27,47 @@ class _Pending(NamedTuple):
     """Waits for them."""
 
 
+class _Sums(NamedTuple):
+    """What is summed over the workers for every update."""
+
+    loss: float
+    bad: float
+    ranks: float
+    """Workers whose part of the loss is not finite, and the sum of their ranks."""
+
+    infinite: float
+    """Workers that found a gradient that is not finite: all or none."""
+
+    stop: float
+    save: float
+
+
 class StepLog:
     """Counts updates and emits their records, one update late: nothing waits for the device.
 
-    The loss and every worker's wish to stop are summed over the workers, so that all of them know
-    the same and stop after the same update.
+    The loss and every worker's requests to stop and to save are summed over the workers, so that
+    all of them know the same after the same update. On a CPU that is the update under way, on a GPU
+    the one before, for to read a number at once would leave the GPU idle.
     """
 
     def __init__(
         self,
+        recipe: Recipe,
         plan: Plan,
         backend: Backend,
         state: TrainState,
         *,
-        emit: Callable[[Step], None],
+        emit: Callable[[Step | Note], None],
         wants_stop: Callable[[], bool],
     ) -> None:
         self._plan, self._backend, self._state = plan, backend, state
         self._emit, self._wants_stop = emit, wants_stop
+        minutes, nonfinite = recipe.execution.checkpoints.every_minutes, recipe.nonfinite
+        self._save_seconds = math.inf if minutes is None else 60 * minutes
+        self._saved = time.perf_counter()
+        self._in_fp16 = state.scaler.is_enabled()
+        self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
+        self._num_skipped = 0
         self._pending: _Pending | None = None
         on_gpu = backend.device.type == "cuda"
         self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
@@ -51,26 +75,31 @@ class StepLog:
         self.stopped = False
         """Whether any worker was asked to stop."""
 
+        self.save_due = False
+        """Whether the time for a checkpoint has come."""
+
+    def note_saved(self) -> None:
+        """Count the time to the next checkpoint from now."""
+        self._saved = time.perf_counter()
+        self.save_due = False
+
     def resume_clock(self) -> None:
         """Leave out the time since the last update, which went to something else."""
         self._begun = time.perf_counter()
 
     def add(self, stage: StageName, update: Update) -> None:
         """Count an update; emit the record of the one before. Raises what flush does."""
-        wish = torch.full_like(update.loss, float(self._wants_stop()))
-        sums = torch.stack([update.loss, wish])
+        seconds = time.perf_counter() - self._begun
+        self._begun += seconds
+        images = self._plan.global_batch
+        self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
+        sums = self._requests(update)
         work = self._backend.all_reduce(sums)
         try:
             self.flush()
         except DivergedError:
             work.wait()  # nothing may be under way, for the run may go on without this stage
             raise
-        seconds = time.perf_counter() - self._begun
-        self._begun += seconds
-        images = self._plan.global_batch
-        self._state.progress.count(
-            update.step, images=images, seconds=seconds, skipped=update.skipped
-        )
         step = Step(
             stage=stage,
             step=update.step,
@@ -83,6 +112,19 @@ class StepLog:
             images_per_second=images / seconds,
         )
         self._pending = _Pending(step, sums, self._arrival(work))
+        if self._stream is None:
+            self.flush()
+
+    def _requests(self, update: Update) -> Tensor:
+        """Return what is summed: the loss, whether to stop, whether to save (worker 0 alone)."""
+        late = time.perf_counter() - self._saved > self._save_seconds
+        save = late and self._backend.rank == 0
+        bad = (~update.loss.isfinite()).to(update.loss.dtype)
+        infinite = (~update.finite).to(update.loss.dtype)
+        known = update.loss.new_tensor([float(self._wants_stop()), float(save)])
+        return torch.cat(
+            [torch.stack([update.loss, bad, bad * self._backend.rank, infinite]), known]
+        )
 
     def _arrival(self, work: Work) -> Callable[[], None]:
         """Return what makes the stream of the log wait for the sums, and for nothing later."""
@@ -100,7 +142,8 @@ class StepLog:
     def flush(self) -> None:
         """Emit the record that is still open.
 
-        Raises DivergedError if its loss is no number, or if fp16 fails without loss scaling too.
+        Raises DivergedError if the loss or a gradient is not finite and the update was made, if
+        too many updates in a row were skipped, or if fp16 fails without loss scaling too.
         """
         if self._pending is None:
             return
@@ -108,20 +151,45 @@ class StepLog:
         self._pending = None
         with torch.cuda.stream(self._stream):  # not behind the update that was queued since
             arrive()
-            loss, wishes = sums.tolist()  # sync: with the update before
-        self.stopped = self.stopped or wishes > 0
-        self._emit(replace(step, loss=loss))
+            found = _Sums(*sums.tolist())  # sync: with the update before; on a CPU with this one
+        self.stopped = self.stopped or found.stop > 0
+        self.save_due = self.save_due or found.save > 0
+        self._emit(replace(step, loss=found.loss))
+        self._judge(step, found)
+
+    def _judge(self, step: Step, found: "_Sums") -> None:
+        """Raise DivergedError where the run cannot go on after this update."""
         if step.skipped and step.loss_scale < 1:
             raise DivergedError(
                 f"the gradients of step {step.step} overflow in fp16 even without loss "
                 f"scaling; use precision: bf16 or fp32, or lower {_lr_key(step.stage)}"
             )
-        if not math.isfinite(loss) and not step.skipped:
-            raise DivergedError(
-                f"the training loss became {loss} at step {step.step} (learning rate "
-                f"{step.lr:.4g}); lower {_lr_key(step.stage)}"
-                + (" or lengthen schedule.warmup" if step.stage == "train" else "")
-            )
+        if self._in_fp16 and step.skipped:
+            return
+        if math.isfinite(found.loss) and not found.infinite:
+            self._num_skipped = 0
+            return
+        what = f"the training loss became {found.loss}"
+        if math.isfinite(found.loss):
+            what = "a gradient is not finite"
+        text = f"{what} at step {step.step} (learning rate {step.lr:.4g}{self._where(step, found)})"
+        self._num_skipped += step.skipped
+        if step.skipped and self._num_skipped <= self._most_skipped:
+            self._emit(Note(stage=step.stage, step=step.step, text=f"update skipped: {text}"))
+            return
+        raise DivergedError(
+            f"{text}; lower {_lr_key(step.stage)}"
+            + (" or lengthen schedule.warmup" if step.stage == "train" else "")
+        )
+
+    def _where(self, step: Step, found: "_Sums") -> str:
+        """Return which worker's loss it was, and its samples by their positions in the order."""
+        if found.bad != 1:
+            return f"; on {found.bad:.0f} workers" if found.bad else ""
+        plan, rank = self._plan, int(found.ranks)
+        parts = (plan.positions(step.step, micro, rank) for micro in range(plan.accumulation))
+        samples = shorten([f"{part.start} to {part.stop - 1}" for part in parts], most=3)
+        return f"; worker {rank}, samples {samples} of the order"
 
 
 def _lr_key(stage: StageName) -> str:

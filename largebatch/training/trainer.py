@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from largebatch.data.pipeline import Pipeline
+from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import broadcast_bytes
+from largebatch.errors import CheckpointError
 from largebatch.models.batchnorm import Spans
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.environment import versions
 from largebatch.tracking.events import (
     Accuracy,
     Decision,
@@ -23,11 +27,20 @@ from largebatch.tracking.events import (
     Note,
     StageName,
     StageResult,
+    Start,
     Tracker,
+    now,
+)
+from largebatch.training.checkpoint import (
+    Checkpoint,
+    Writer,
+    copy_state,
+    newest_checkpoint,
+    parse_checkpoint,
 )
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loss import Criterion
-from largebatch.training.state import Checkpoint, TrainState, Updater, save_checkpoint
+from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
 
 
@@ -53,12 +66,52 @@ class Trainer:
 
     step_log: StepLog
     checkpoints: Path
+    writer: Writer
+    """Writes to `checkpoints`."""
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on where a checkpoint stopped."""
+    def restore(self, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
+        """Go on where a checkpoint stopped.
+
+        Raises CheckpointError, which begins with `source`, where it is not one of this run.
+        """
         if checkpoint.progress.step > self.plan.steps:
             self.state.use(self.build_affine())
-        self.state.load_state_dict(checkpoint.state)
+        try:
+            self.state.load_state_dict(checkpoint.state)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{source}: does not fit this run: {type(error).__name__}: {reason[:500]}"
+            ) from None
+
+    def begin(self) -> None:
+        """Emit the start of the run, or of what is computed again."""
+        indexes = self.pipeline.train_index, self.pipeline.val_index
+        self.emit(
+            Start(
+                time=now(),
+                resume_step=self.state.progress.step,
+                recipe=self.recipe.name,
+                plan=self.plan,
+                unusable_images=sum(len(index.bad) for index in indexes),
+            )
+        )
+
+    def return_to_checkpoint(self, *, after: str) -> bool:
+        """Restore the newest checkpoint of this stage on every worker; return whether there is one.
+
+        `after` is the reason in words.
+        """
+        self.finish_saving()
+        found = newest_checkpoint(self.checkpoints) if self.backend.rank == 0 else None
+        content = broadcast_bytes(found.content if found else None, self.backend)
+        checkpoint = parse_checkpoint(content, source=str(self.checkpoints)) if content else None
+        if checkpoint is None or len(checkpoint.stages) != len(self.state.stages):
+            return False
+        self.note(self.stage, f"rolled back to step {checkpoint.progress.step}: {after}")
+        self.restore(checkpoint)
+        self.begin()
+        return True
 
     def measure(self) -> Metrics:
         """Evaluate the model as it is on the validation data."""
@@ -89,11 +142,66 @@ class Trainer:
         """Emit a note in words."""
         self.emit(Note(stage=stage, step=self.state.progress.step, text=text))
 
+    def save_is_due(self) -> bool:
+        """Return whether a checkpoint is to be written between two evaluations."""
+        return self._is_due(self.recipe.execution.checkpoints.every_steps) or self.step_log.save_due
+
+    def comparison_is_due(self) -> bool:
+        """Return whether the workers' weights are to be compared."""
+        return self._is_due(self.recipe.execution.compare_every)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.state.progress.step % every == 0
+
     def save(self) -> None:
-        """Write a checkpoint; worker 0 only."""
+        """Begin to write a checkpoint of the state as it is, which every worker has alike.
+
+        Raises CheckpointError on worker 0, which writes, where the one before could not be written
+        and the recipe stops for that; DesynchronizedError as `compare_weights`.
+        """
+        if self.recipe.execution.compare_every is not None:
+            self.compare_weights()
+        self.save_own()
+
+    def save_own(self) -> None:
+        """Do the same without a comparison, when other workers may be gone."""
+        self.step_log.note_saved()
         if self.backend.rank == 0:
-            state = self.state.state_dict()
-            save_checkpoint(self.checkpoints, Checkpoint.of(self.recipe, state))
+            checkpoint = Checkpoint.of(
+                self.recipe,
+                copy_state(self.state.state_dict()),
+                plan=asdict(self.plan),
+                data=self.pipeline.splits,
+                versions=versions(),
+            )
+            self._on_disk(lambda: self.writer.write(checkpoint))
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on the disk; raises as `save` does."""
+        self._on_disk(self.writer.wait)
+
+    def _on_disk(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except CheckpointError as error:
+            if self.recipe.execution.checkpoints.on_error == "stop":
+                raise
+            self.note(self.stage, str(error))
+            write()
+
+    def compare_weights(self) -> None:
+        """Raise DesynchronizedError on every worker unless all have the same weights."""
+        tensors = self.state.model.state_dict().values()
+        when = f"step {self.state.progress.step}"
+        require_same_bits(tensors, self.backend, self.backend.device, when=when)
+
+    @property
+    def stage(self) -> StageName:
+        """The stage under way, by the updates that lie behind."""
+        step = self.state.progress.step
+        if step > self.plan.steps:
+            return "affine"
+        return "clean" if step > self.plan.train_steps else "train"
 
     def begin_stage(self) -> None:
         """Take a snapshot where the stage that begins, or goes on, may be rolled back."""
@@ -114,7 +222,9 @@ class Trainer:
         metrics = self.evaluate(name)
         last = state.last_kept
         held_out, kept = self._decide(name, last, failed=failed)
-        if not kept:
+        if kept:
+            state.progress.note_accuracy(metrics.top1)
+        else:
             state.roll_back()
         state.end_stage(
             StageResult(

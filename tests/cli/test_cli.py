@@ -13,7 +13,7 @@ from PIL import Image
 from largebatch.cli.main import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 from largebatch.recipe.loading import load_recipe
-from largebatch.training.state import load_checkpoint, save_checkpoint
+from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = str(RECIPES / "digits_96.yaml")
@@ -130,7 +130,9 @@ def test_a_run_is_not_resumed_with_another_recipe(
     assert main(words) == DONE
     before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
     assert main([*words, "--resume", "--set", "optimizer.eta=0.5"]) == USER
-    assert "another recipe: optimizer.eta is 0.02 there and 0.5 here" in capsys.readouterr().err
+    assert (
+        "differs from this one: optimizer.eta is 0.02 there and 0.5 here" in capsys.readouterr().err
+    )
     assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
 
 
@@ -141,7 +143,7 @@ def test_a_checkpoint_is_measured_without_what_its_machine_had(
     assert main(["train", DIGITS, "--out", str(tmp_path / "run"), "--max-steps", "1"]) == DONE
     state = load_checkpoint(max((tmp_path / "run" / "checkpoints").iterdir()))
     elsewhere = ["execution.kernels=apex", "reduction.dtype=bf16"]
-    path = save_checkpoint(
+    path = write_checkpoint(
         tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere))
     )
     assert main(["evaluate", str(path)]) == DONE
@@ -161,9 +163,9 @@ def test_a_wrong_checkpoint_is_refused(
     Path("empty").mkdir()
     for path, message in {
         "theirs.pt": "theirs.pt: not a checkpoint of this version of largebatch",
-        "broken.pt": "broken.pt: not a readable checkpoint",
+        "broken.pt": "broken.pt: not a checkpoint of this version of largebatch",
         "absent.pt": "absent.pt: there is no such checkpoint",
-        "empty": "empty: this folder holds no readable checkpoints/step-*.pt",
+        "empty": "empty: this folder holds no checkpoints/step-*.safetensors",
     }.items():
         assert main([command[0], path, *command[1:]]) == USER
         assert message in capsys.readouterr().err

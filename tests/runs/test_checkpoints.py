@@ -33,8 +33,8 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.runs.build import Options
 from largebatch.runs.checkpoints import _load, _stage
+from largebatch.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from largebatch.training.stages import make_updates
-from largebatch.training.state import Checkpoint
 from largebatch.training.trainer import Trainer
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
@@ -236,9 +236,9 @@ def test_every_row_begins_with_the_loss_scale_of_the_checkpoint_and_tells_what_w
     """One at which everything overflows, so that no update changes anything."""
     run(a_recipe(STATISTICS, changes=HALF), out=tmp_path / "run", max_steps=1)
     (path,) = (tmp_path / "run/checkpoints").iterdir()
-    state = torch.load(path)
-    state["scaler"]["scale"] = 2.0**60
-    torch.save(state, path)
+    checkpoint = load_checkpoint(path)
+    checkpoint.state["scaler"]["scale"] = 2.0**60
+    write_checkpoint(path.parent, checkpoint)
     begun: list[float] = []
 
     def noted(trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 -- passed on

@@ -20,7 +20,7 @@ from PIL import Image
 from largebatch import load_recipe, run
 from largebatch.cli.main import INTERRUPTED, main
 from largebatch.errors import BackendError, DivergedError
-from largebatch.training.state import load_checkpoint, newest_checkpoint
+from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 DIGITS = str(FOLDER / "digits_96.yaml")
@@ -44,8 +44,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def last_state(folder: Path) -> dict[str, Any]:
     """Return the newest checkpoint."""
-    state: dict[str, Any] = torch.load(max((folder / "checkpoints").iterdir()))
-    return state
+    return load_checkpoint(max((folder / "checkpoints").iterdir())).state
 
 
 def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
@@ -228,7 +227,8 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     assert 5 < content["steps"] < 599
     state = newest_checkpoint(tmp_path / "run/checkpoints")
     assert state is not None
-    assert (tmp_path / "run/report.html").exists()
+    assert not (tmp_path / "run/report.html").exists()  # whoever stops a run has little time
+    assert main(["report", str(tmp_path / "run")]) == 0
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_saved_run_can_be_evaluated_and_polished(
         DIGITS, ["duration={epochs: 1}", "polish=null", "schedule.warmup={steps: 3}"]
     )
     run(recipe, out=unpolished)
-    (checkpoint,) = (unpolished / "checkpoints").glob("step-00000015.pt")
+    (checkpoint,) = (unpolished / "checkpoints").glob("step-00000015.safetensors")
     assert main(["polish", str(checkpoint), "--out", str(tmp_path / "polished")]) == 0
     shown = capsys.readouterr().out
     before, after = summary(tmp_path / "polished")["stages"]

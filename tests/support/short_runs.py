@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from largebatch import load_recipe
 from largebatch.optional import require_torchvision
 from largebatch.recipe.recipe import Recipe
+from largebatch.training.checkpoint import load_checkpoint
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
 CLEAN = "clean: {steps: 2}"
@@ -49,8 +49,7 @@ def timms(recipe: Recipe) -> nn.Module:
 
 def content(folder: Path) -> dict[str, Any]:
     """Return the newest checkpoint of a run."""
-    found: dict[str, Any] = torch.load(max((folder / "checkpoints").iterdir()))
-    return found
+    return load_checkpoint(max((folder / "checkpoints").iterdir())).state
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

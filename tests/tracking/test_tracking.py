@@ -1,7 +1,10 @@
 import io
 import json
 import math
+import resource
+import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from largebatch.errors import MissingPackageError
+from largebatch.errors import CheckpointError, MissingPackageError
 from largebatch.recipe.plan import Plan
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
@@ -102,24 +105,78 @@ def test_what_is_written_is_what_is_read(event: Event) -> None:
 
 def test_log_jsonl_holds_every_record_at_once_and_a_resumed_run_appends(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    first = JsonLines(path)
+    first = JsonLines(path, resume=False)
     first.record(START)
     first.record(STEPS[0])
     assert read(path) == [START, STEPS[0]]  # before the file is closed
     first.record(FINISH)
     with path.open("a") as file:
         file.write('{"event": "st')  # killed while writing
-    second = JsonLines(path)
+    second = JsonLines(path, resume=True)
     again = replace(START, resume_step=1)
     for event in (again, EVALUATION, FINISH):
         second.record(event)
     assert read(path) == [START, STEPS[0], FINISH, again, EVALUATION, FINISH]
 
 
+def test_a_log_has_one_owner_which_may_be_killed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write = f"""
+import sys, pathlib, datetime
+from largebatch.tracking.events import JsonLines, Note
+log = JsonLines(pathlib.Path({str(path)!r}), resume=False)
+log.record(Note(stage="train", step=0, text="a"))
+print("owned", flush=True)
+sys.stdin.read()
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", write], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "owned\n"
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match="another run is writing to this folder"):
+            JsonLines(path, resume=resume)
+    owner.kill()
+    owner.communicate()
+    with pytest.raises(CheckpointError, match="another run began here"):
+        JsonLines(path, resume=False)
+    JsonLines(path, resume=True).record(FINISH)
+    assert len(read(path)) == 2
+
+
+def test_a_log_that_is_removed_or_cannot_grow_is_an_error_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = JsonLines(path, resume=False)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"log.jsonl: was removed while the run wrote to it"):
+        log.record(FINISH)
+    full = JsonLines(path, resume=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.raises(CheckpointError, match=r"log.jsonl: cannot be written"):
+            full.record(START)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    full.record(FINISH)
+
+
+@pytest.mark.parametrize("size", [0, 10, 65_535, 65_536, 65_537, 200_000])
+def test_only_the_unfinished_end_of_a_log_is_cut_off(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for whole in (b"", b'{"a": 1}\n' * 3):
+        path.write_bytes(whole + b"x" * size)
+        JsonLines(path, resume=True).record(FINISH)
+        assert path.read_bytes() == whole + EVENTS.dump_json(FINISH) + b"\n"
+
+
 def test_what_is_no_number_is_null_in_the_log_and_nan_when_it_is_read(tmp_path: Path) -> None:
     """Python reads NaN; other readers of JSON refuse the line."""
     path = tmp_path / "log.jsonl"
-    tracker = JsonLines(path)
+    tracker = JsonLines(path, resume=False)
     tracker.record(replace(STEPS[0], loss=math.inf))
     tracker.record(replace(DRIFT, layers=(replace(LAYER, mean_shift=math.nan),)))
     tracker.record(FINISH)

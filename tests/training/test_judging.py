@@ -64,6 +64,7 @@ class Second:
             emit=self.events.append,
             step_log=anything,
             checkpoints=Path(),
+            writer=anything,
         )
 
     def end(self, name: StageName, **how: Any) -> StageResult:  # noqa: ANN401 -- passed on

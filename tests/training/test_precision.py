@@ -28,9 +28,10 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.runs.build import build_model
-from largebatch.tracking.events import Step
+from largebatch.tracking.events import Note, Step
+from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Update, train
-from largebatch.training.state import Progress, load_checkpoint
+from largebatch.training.state import Progress
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
@@ -181,13 +182,21 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
 
 
 def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
-    events: list[Step] = []
-    state: Any = SimpleNamespace(progress=Progress())
+    events: list[Step | Note] = []
+    progress = Progress()
+    scaler = GradScaler("cpu")
+    state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
     plan: Any = type("Plan", (), {"global_batch": 8, "epoch": lambda _, step: step / 10})()
-    log = StepLog(plan, CPU, state, emit=events.append, wants_stop=lambda: False)
-    nan = torch.tensor(float("nan"))
-    log.add("train", Update(0, 0.1, nan, 1.0, skipped=True))
-    log.add("train", Update(1, 0.1, nan, 0.5, skipped=True))
+    log = StepLog(
+        load_recipe(DIGITS, ["precision=fp16"]),
+        plan,
+        CPU,
+        state,
+        emit=events.append,
+        wants_stop=lambda: False,
+    )
+    nan, finite = torch.tensor(float("nan")), torch.tensor(False)
+    log.add("train", Update(0, 0.1, nan, 1.0, skipped=True, finite=finite))
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
-        log.flush()
+        log.add("train", Update(1, 0.1, nan, 0.5, skipped=True, finite=finite))
     assert (state.progress.skipped, len(events)) == (2, 2)

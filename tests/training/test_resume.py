@@ -11,8 +11,9 @@ from short_runs import AFFINE, CLEAN, HALF, JUDGED, STATISTICS, a_recipe
 
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import Options, open_trainer
+from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.stages import run_stages
-from largebatch.training.state import TrainState, Updater, load_checkpoint
+from largebatch.training.state import TrainState, Updater
 
 EVERYTHING = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED)
 HALVES = a_recipe(CLEAN, "ema: 0.5", changes=HALF)

@@ -38,7 +38,7 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import Accuracy
-from largebatch.training import state
+from largebatch.training.checkpoint import load_checkpoint
 
 
 def assert_same(ours: object, other: object) -> None:
@@ -151,15 +151,15 @@ def test_the_average_of_a_run_is_the_one_computed_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From checkpoints after every update; running statistics are averaged like weights."""
-    monkeypatch.setattr(state, "KEEP", 100)
-    changes = ("evaluation.every_epochs=0.066",)
+    changes = ("evaluation.every_epochs=0.066", "execution.checkpoints.keep_last=100")
     run(a_recipe(CLEAN, changes=changes), out=tmp_path / "live")
     run(a_recipe(CLEAN, "ema: 0.7", changes=changes), out=tmp_path / "averaged")
     paths = sorted((tmp_path / "live/checkpoints").iterdir())
     assert len(paths) == BEFORE
     by_hand: dict[str, Tensor] = {}
     for path in paths:
-        now = {name: value.double() for name, value in torch.load(path)["model"].items()}
+        saved = load_checkpoint(path).state["model"]
+        now = {name: value.double() for name, value in saved.items()}
         by_hand = {n: 0.7 * by_hand.get(n, v) + 0.3 * v for n, v in now.items()}
     for name, value in weights(tmp_path / "averaged").items():
         if value.is_floating_point():
@@ -173,11 +173,11 @@ def test_statistics_are_those_of_the_averaged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Averaged here, put into timm's model in float64, and shown images read by Pillow."""
-    monkeypatch.setattr(state, "KEEP", 100)
-    run(a_recipe(CLEAN, changes=("evaluation.every_epochs=0.066",)), out=tmp_path / "live")
+    changes = ("evaluation.every_epochs=0.066", "execution.checkpoints.keep_last=100")
+    run(a_recipe(CLEAN, changes=changes), out=tmp_path / "live")
     average: dict[str, Tensor] = {}
     for path in sorted((tmp_path / "live/checkpoints").iterdir()):
-        now = torch.load(path)["model"].items()
+        now = load_checkpoint(path).state["model"].items()
         average = {n: 0.7 * average.get(n, v.double()) + 0.3 * v.double() for n, v in now}
     recipe = a_recipe(CLEAN, "ema: 0.7", "statistics: {samples: 97}")
     run(recipe.with_execution(device_batch=96), out=tmp_path / "run")

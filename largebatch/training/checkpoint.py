@@ -1,0 +1,289 @@
+"""Checkpoints: a recipe and the state of its run between two updates, as files.
+
+A checkpoint is one file of safetensors: the tensors, a header of plain JSON values, and last the
+CRC-32 of all that precedes it. Nothing in it is code. A file has its name only when it is whole and
+on the disk; it is written by a thread of its own, while training goes on with the next update.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import safetensors.torch
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+
+from largebatch.errors import CheckpointError, RecipeError
+from largebatch.recipe.loading import dump_recipe, parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.storage import CHECKSUM_BYTES, checksum, whole_file
+from largebatch.tracking.events import StageResult
+from largebatch.training.state import Progress
+
+FORMAT = 4
+
+HEADER, CHECKSUM = "~header", "~~crc32"
+"""Arrays of bytes, which safetensors puts last, in the order of their names."""
+
+_TENSOR = "$tensor"
+"""Stands in the header for a tensor: the key of its name."""
+
+_BYTES = {"bool": torch.bool, "int8": torch.int8}
+"""Types of one byte, which are saved as plain bytes: of all arrays the checksum has to be last."""
+
+_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_LOG = logging.getLogger(__name__)
+_PARTS = ("model", "optimizer", "scaler", "ema", "snapshot")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a run resumes from."""
+
+    recipe: Recipe
+    progress: Progress
+    stages: list[StageResult]
+    """Those that had ended."""
+
+    state: dict[str, Any]
+    """All of it, as TrainState.state_dict."""
+
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What it was made with: `plan`, `data` (what identifies the images), `versions`."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, state: dict[str, Any], **origin: object) -> Self:
+        """Take a state; raise KeyError, TypeError or ValueError where it is not whole."""
+        for key in _PARTS:
+            if not isinstance(state[key], dict):
+                raise TypeError(f"{key} is no mapping")
+        progress = _PROGRESS.validate_json(json.dumps(state["progress"]), strict=True)
+        stages = _STAGES.validate_python(state["stages"])
+        return cls(recipe, progress, stages, state, origin)
+
+
+_PROGRESS = TypeAdapter(Progress)
+_STAGES = TypeAdapter(list[StageResult])
+
+
+class Retention(NamedTuple):
+    """Which checkpoints of a run stay on the disk, besides that of the best accuracy."""
+
+    last: int
+    every: int | None
+    """Those after a multiple of so many updates."""
+
+    def superseded(self, paths: Iterable[Path], *, best: int | None) -> list[Path]:
+        """Return those of the paths that may be deleted."""
+        steps = {path: int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name))}
+        newest = sorted(steps, key=steps.__getitem__)[-self.last :]
+        return [
+            path
+            for path, step in steps.items()
+            if path not in newest and step != best and not (self.every and step % self.every == 0)
+        ]
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write `folder/step-<step>.safetensors` whole or not at all.
+
+    Raises CheckpointError where it cannot be written; what was there before stays.
+    """
+    path = folder / f"step-{checkpoint.progress.step:08d}.safetensors"
+    try:
+        _require_finite(checkpoint.state)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not written: {error}") from None
+    content = _pack(checkpoint)
+    try:
+        with whole_file(path) as file:
+            file.write(content)
+            file.write(checksum([content]))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror}; the checkpoints before it are as they "
+            "were: make room and go on with --resume"
+        ) from None
+    return path
+
+
+class Writer:
+    """Writes checkpoints into one folder beside the training, one at a time; worker 0 only."""
+
+    def __init__(self, folder: Path, retention: Retention) -> None:
+        self._folder, self._retention = folder, retention
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Begin to write a checkpoint, whose tensors must not change any more.
+
+        Raises CheckpointError where the one before could not be written.
+        """
+        self.wait()
+        self._under_way = self._pool.submit(self._write, checkpoint)
+
+    def wait(self) -> None:
+        """Wait until the last one is on the disk; raise CheckpointError where it cannot be."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        if not self._folder.parent.is_dir():
+            raise CheckpointError(f"{self._folder.parent}: was removed while the run wrote to it")
+        write_checkpoint(self._folder, checkpoint)
+        best = checkpoint.progress.best_step
+        for path in self._retention.superseded(self._folder.iterdir(), best=best):
+            path.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read one checkpoint, to the CPU. Raises CheckpointError saying what is wrong with it."""
+    return parse_checkpoint(_read(path), source=str(path))
+
+
+def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
+    """Read a checkpoint from the bytes of its file; `source` begins every message.
+
+    Raises CheckpointError for what is damaged, incomplete or of another version.
+    """
+    body = memoryview(content)
+    if content[8:10] != b'{"':
+        raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+    if checksum([body[:-CHECKSUM_BYTES]]) != body[-CHECKSUM_BYTES:]:
+        raise CheckpointError(f"{source}: damaged: its checksum does not match its content")
+    try:
+        tensors = safetensors.torch.load(content)
+        header = json.loads(tensors.pop(HEADER).numpy().tobytes())
+        del tensors[CHECKSUM]
+        if header["format"] != FORMAT:
+            raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
+        recipe = parse_recipe(header["recipe"], source="its recipe")
+        state = _unpack(header["state"], tensors)
+        state["optimizer"]["state"] = {
+            int(number): entry for number, entry in state["optimizer"]["state"].items()
+        }
+        _require_finite(state)
+        return Checkpoint.of(recipe, state, **header["origin"])
+    except ValidationError as error:
+        reason = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, AttributeError) as e:
+        reason = str(e)
+    except RecipeError as error:
+        reason = str(error)
+    raise CheckpointError(f"{source}: not a complete checkpoint: {reason}")
+
+
+class Found(NamedTuple):
+    """The newest checkpoint of a folder that can be read."""
+
+    path: Path
+    content: bytes
+    skipped: tuple[str, ...]
+    """What is wrong with newer ones."""
+
+    def warn(self) -> None:
+        """Log a warning for each newer one that cannot be used."""
+        for problem in self.skipped:
+            _LOG.warning("%s; going back to %s", problem, self.path.name)
+
+
+def newest_checkpoint(folder: Path) -> Found | None:
+    """Return the newest checkpoint that can be read, or None where there is none.
+
+    Raises CheckpointError if there are some and none of them can be read.
+    """
+    problems: list[str] = []
+    paths = folder.iterdir() if folder.is_dir() else ()
+    for path in sorted((p for p in paths if _NAME.fullmatch(p.name)), reverse=True):
+        try:
+            content = _read(path)
+            parse_checkpoint(content, source=str(path))
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            return Found(path, content, tuple(problems))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return None
+
+
+def _pack(checkpoint: Checkpoint) -> bytes:
+    """Return the content of a file without its checksum, which follows."""
+    tensors: dict[str, Tensor] = {}
+    header = {
+        "format": FORMAT,
+        "recipe": dump_recipe(checkpoint.recipe),
+        "origin": checkpoint.origin,
+        "state": _plain(checkpoint.state, tensors),
+    }
+    text = json.dumps(header).encode()
+    tensors[HEADER] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    tensors[CHECKSUM] = torch.zeros(CHECKSUM_BYTES, dtype=torch.uint8)
+    return safetensors.torch.save(tensors)[:-CHECKSUM_BYTES]
+
+
+def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # noqa: ANN401 -- JSON
+    """Return JSON values, in which the names of `tensors` stand for those that go there."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        if value.dtype in _BYTES.values():
+            tensors[name] = value.view(torch.uint8)
+            return {_TENSOR: name, "dtype": str(value.dtype).removeprefix("torch.")}
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, tensors, f"{name}/{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, tensors, f"{name}/{key}") for key, each in enumerate(value)]
+    return value
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -- JSON
+    """Undo `_plain`."""
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            tensor = tensors[value[_TENSOR]]
+            return tensor.view(_BYTES[value["dtype"]]) if "dtype" in value else tensor
+        return {key: _unpack(each, tensors) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_unpack(each, tensors) for each in value]
+    return value
+
+
+def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plain values
+    """Return a copy on the CPU that training does not change."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()  # sync: a checkpoint is due
+    if isinstance(value, Mapping):
+        return {key: copy_state(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [copy_state(each) for each in value]
+    return value
+
+
+def _require_finite(state: Mapping[str, Any]) -> None:
+    bad: list[str] = []
+    tensors: dict[str, Tensor] = {}
+    _plain(state, tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            bad.append(name.lstrip("/"))
+    if bad:
+        raise ValueError(f"{bad[0]} holds values that are not finite ({len(bad)} tensors in all)")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such checkpoint or run folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read the checkpoint: {error.strerror}") from None
