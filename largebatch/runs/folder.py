@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -33,8 +33,9 @@ from largebatch.training.trainer import Trainer
 _SUMMARY = TypeAdapter(Summary)
 
 
-def open_folder(trainer: Trainer, folder: Path, *, resume: bool) -> list[Tracker]:
-    """Make the run folder, own it, and return what follows the run; worker 0 only.
+@contextmanager
+def open_folder(trainer: Trainer, folder: Path, *, resume: bool) -> Iterator[list[Tracker]]:
+    """Make the run folder, own it, and yield what follows the run; worker 0 only.
 
     Raises CheckpointError where it cannot be written, or another run writes to it.
     """
@@ -45,13 +46,22 @@ def open_folder(trainer: Trainer, folder: Path, *, resume: bool) -> list[Tracker
         trackers.append(Wandb(folder, config))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trackers.insert(1, JsonLines(folder / LOG, resume=resume))
-        remove_leftovers(folder, folder / CHECKPOINTS)
-        (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
-        write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+        log = JsonLines(folder / LOG, resume=resume)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
-    return trackers
+        raise _unwritable(folder, error) from None
+    with closing(log):
+        try:
+            remove_leftovers(folder, folder / CHECKPOINTS)
+            (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
+            write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        trackers.insert(1, log)
+        yield trackers
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{folder}: cannot be written: {error.strerror}")
 
 
 def read_checkpoint(folder: Path, backend: Backend) -> Checkpoint | None:

@@ -5,7 +5,7 @@ charts and checkpoints/. It is made when everything that the user can get wrong 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -123,21 +123,21 @@ def record(
 
     `work` returns whether the run is complete. Only worker 0 touches the folder.
     """
-    if trainer.backend.rank == 0:
-        trainer.trackers.extend(open_folder(trainer, folder, resume=resume))
+    first = trainer.backend.rank == 0
+    with open_folder(trainer, folder, resume=resume) if first else nullcontext([]) as trackers:
+        trainer.trackers.extend(trackers)
         trainer.begin()
-    try:
-        complete = work()
-        trainer.finish_saving()
-    except BaseException as error:
-        with suppress(CheckpointError):  # the first error is the one to fix
-            _save_what_is_sound(trainer, error)
-        with suppress(CheckpointError):
-            _finish(
-                trainer, folder, "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            )
-        raise
-    return _finish(trainer, folder, "finished" if complete else "interrupted")
+        try:
+            complete = work()
+            trainer.finish_saving()
+        except BaseException as error:
+            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            with suppress(CheckpointError):  # the first error is the one to fix
+                _save_what_is_sound(trainer, error)
+            with suppress(CheckpointError):
+                _finish(trainer, folder, status)
+            raise
+        return _finish(trainer, folder, "finished" if complete else "interrupted")
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:

@@ -280,17 +280,11 @@ class JsonLines:
                     f"{path.parent}: another run began here; choose another --out"
                 )
             _drop_unfinished_line(path)
-            opened.pop_all()  # it stays open until the finish
+            opened.pop_all()  # it stays open until `close`
 
     def record(self, event: Event) -> None:
         """Write one line. Raises CheckpointError where it cannot be written whole."""
-        try:
-            self._append(EVENTS.dump_json(event) + b"\n")
-        finally:
-            if isinstance(event, Finish):
-                self._file.close()
-
-    def _append(self, line: bytes) -> None:
+        line = EVENTS.dump_json(event) + b"\n"
         before = os.fstat(self._file.fileno())
         if before.st_nlink == 0:
             raise CheckpointError(f"{self._path}: was removed while the run wrote to it")
@@ -301,6 +295,10 @@ class JsonLines:
         if not whole:
             os.ftruncate(self._file.fileno(), before.st_size)
             raise CheckpointError(f"{self._path}: cannot be written: {reason}")
+
+    def close(self) -> None:
+        """Let another process own the file."""
+        self._file.close()
 
 
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:

@@ -1,0 +1,396 @@
+"""Disks that fill, folders that vanish, two owners, other data, bad numbers: nothing is lost."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_workers import on_workers
+from short_runs import a_recipe, content, log, weights
+from torch import Tensor, nn
+
+from largebatch import run
+from largebatch.cli.main import DONE, USER, main
+from largebatch.data.datasets import digits
+from largebatch.data.pipeline import Pipeline
+from largebatch.data.types import Batch
+from largebatch.distributed.agreement import require_same_bits
+from largebatch.distributed.connection import connect
+from largebatch.errors import CheckpointError, DataError, DesynchronizedError, DivergedError
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs import build
+from largebatch.runs.build import Options, open_trainer
+from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
+from largebatch.training.loss import Criterion, cross_entropy
+from largebatch.training.trainer import Trainer
+
+STEPS = 8
+SMALL = ("model={name: lenet5}", "batch.bn_span=null", "polish=null", "data.image_size=28")
+
+
+def recipe(*changes: str) -> Recipe:
+    return a_recipe(changes=(*SMALL, *changes))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(recipe(), out=folder)
+    return folder
+
+
+def steps(folder: Path) -> list[tuple[int, float]]:
+    """Return what the record says of every update, those that were made again once."""
+    return sorted({each["step"]: each["loss"] for each in log(folder, "step")}.items())
+
+
+def assert_same_end(folder: Path, whole: Path) -> None:
+    ours, other = weights(folder), weights(whole)
+    assert all(torch.equal(ours[name], other[name]) for name in other)
+    assert steps(folder) == steps(whole)
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, whole)]
+    for key in ("status", "steps", "samples", "top1", "loss"):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+def saves(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:13]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def full_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Let the disk be full after so many more files have been written."""
+
+    def fill(files: int) -> None:
+        left = iter(range(files))
+        real = os.fsync
+
+        def fsync(number: int) -> None:
+            if next(left, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(number)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    yield fill
+    monkeypatch.undo()
+
+
+def test_a_full_disk_stops_the_run_and_room_lets_it_end_alike(
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_after: Callable[[int], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    often = "execution.checkpoints.every_steps=2"
+    full_after(4)  # recipe.yaml and one checkpoint, each with its folder
+    with pytest.raises(CheckpointError, match=r"step-0000000\d.*No space left .* --resume"):
+        run(recipe(often), out=out)
+    assert saves(out) == [2]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002.safetensors"]
+    monkeypatch.undo()
+    run(recipe(often), out=out, resume=True)
+    assert_same_end(out, whole)
+
+
+def test_a_run_may_go_on_without_a_checkpoint(
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_after: Callable[[int], None],
+) -> None:
+    out = tmp_path / "run"
+    full_after(4)
+    checkpoints = "execution.checkpoints={every_steps: 2, on_error: continue}"
+    with pytest.raises(CheckpointError, match="summary.json|cannot be written"):
+        run(recipe(checkpoints), out=out)  # it is as full at the end
+    assert [step for step, _ in steps(out)] == list(range(STEPS))
+    assert "No space left on device" in log(out, "note")[0]["text"]
+    assert saves(out) == [2]
+
+
+def test_a_folder_that_is_removed_is_the_error_that_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    real = Trainer.comparison_is_due
+
+    def remove(trainer: Trainer) -> bool:
+        if trainer.state.progress.step == 3:
+            shutil.rmtree(out)
+        return real(trainer)
+
+    monkeypatch.setattr(Trainer, "comparison_is_due", remove)
+    with pytest.raises(CheckpointError, match="was removed while the run wrote to it"):
+        run(recipe(), out=out)
+    assert not out.exists()
+
+
+def test_a_finished_run_keeps_its_record_when_it_is_resumed(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert run(recipe(), out=out, resume=True).status == "finished"
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+
+
+def test_the_summary_of_a_part_goes_when_the_next_part_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run(recipe(), out=out, max_steps=3).status == "interrupted"
+    (out / "checkpoints/.step-00000009.safetensors.0123.partial").write_bytes(b"killed")
+
+    def killed(*_: object, **__: object) -> bool:
+        assert not (out / "summary.json").exists()
+        assert saves(out) == [3]
+        raise SystemExit
+
+    monkeypatch.setattr("largebatch.runs.run.run_stages", killed)
+    with pytest.raises(SystemExit):
+        run(recipe(), out=out, resume=True)
+    assert json.loads((out / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_changed_index_or_recipe_is_refused_until_each_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(digits.write_digits(), data)
+    folder = ("data.source=folder", *SMALL)
+    assert run(a_recipe(changes=folder), out=out, data=data, max_steps=2).steps == 2
+    (data / "train/3").rename(data / "train/x")
+    (data / "train/5").rename(data / "train/3")
+    (data / "train/x").rename(data / "train/5")
+    shutil.rmtree(data / ".largebatch", ignore_errors=True)
+    for path in data.glob("*.largebatch*"):
+        path.unlink()
+    faster = a_recipe(changes=(*folder, "schedule.peak_lr=0.7"))
+    with pytest.raises(CheckpointError) as caught:
+        run(faster, out=out, data=data, resume=True)
+    for words in ("data.index.train", "schedule.peak_lr is", "--allow schedule.peak_lr"):
+        assert words in str(caught.value)
+    keys = [word for word in str(caught.value).split() if word.startswith("data.index")]
+    with pytest.raises(CheckpointError, match="differs from this one: data.index"):
+        run(faster, out=out, data=data, resume=True, allow=("schedule.peak_lr",))
+    with pytest.raises(CheckpointError, match="--allow optimizer.eta: that is the same"):
+        run(faster, out=out, data=data, resume=True, allow=("optimizer.eta",))
+    allowed = {key.strip(";") for key in keys}
+    allow = ("schedule.peak_lr", *sorted(allowed))
+    assert run(faster, out=out, data=data, resume=True, allow=allow).status == "finished"
+
+
+def test_checkpoints_come_by_steps_and_by_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    real = Trainer.save_own
+
+    def save(trainer: Trainer) -> None:
+        written.append(trainer.state.progress.step)
+        real(trainer)
+
+    monkeypatch.setattr(Trainer, "save_own", save)
+    run(recipe("execution.checkpoints={every_steps: 3, every_minutes: null}"), out=tmp_path / "a")
+    assert written == [3, 6, STEPS]
+    written.clear()
+    run(recipe("execution.checkpoints.every_minutes=1e-9"), out=tmp_path / "b")
+    assert written == [*range(1, STEPS + 1), STEPS]
+
+
+def test_a_run_stops_before_its_time_is_over_and_can_go_on(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "run"
+    assert run(recipe(), out=out, time_limit=1e-3).status == "interrupted"
+    assert saves(out) == [1]
+    assert run(recipe(), out=out, resume=True, time_limit=3600.0).status == "finished"
+    assert_same_end(out, whole)
+
+
+def test_an_image_that_cannot_be_read_stops_the_run_after_a_checkpoint(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    real = Pipeline.training
+
+    def training(pipeline: Pipeline, steps: range, *, clean: bool) -> Iterator[Batch]:
+        for number, batch in enumerate(real(pipeline, steps, clean=clean)):
+            if number == 5:
+                raise DataError("7.png: not an image")
+            yield batch
+
+    monkeypatch.setattr(Pipeline, "training", training)
+    with pytest.raises(DataError, match="7.png"):
+        run(recipe(), out=out)
+    monkeypatch.undo()
+    assert saves(out) == [5]
+    run(recipe(), out=out, resume=True)
+    assert_same_end(out, whole)
+
+
+class _BadOnce:
+    """A criterion whose value is no number at given calls in training."""
+
+    def __init__(self, calls: set[int], real: Criterion) -> None:
+        self.calls, self.number = calls, 0
+        self.real = real
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = self.real(logits, labels)
+        if logits.requires_grad:
+            self.number += 1
+            if self.number in self.calls:
+                loss = loss * torch.nan
+        return loss
+
+
+@pytest.fixture
+def bad_numbers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def plant(*calls: int) -> None:
+        monkeypatch.setattr(
+            build, "cross_entropy", lambda **how: _BadOnce(set(calls), cross_entropy(**how))
+        )
+
+    return plant
+
+
+def test_a_bad_number_stops_the_run_in_its_step_with_its_place(
+    tmp_path: Path, bad_numbers: Callable[..., None]
+) -> None:
+    out = tmp_path / "run"
+    bad_numbers(4)
+    place = r"at step 3 \(learning rate .*; worker 0, samples 288 to 383 of the order\)"
+    with pytest.raises(DivergedError, match=f"the training loss became nan {place}"):
+        run(recipe("execution.checkpoints.every_steps=2"), out=out)
+    assert [step for step, _ in steps(out)] == [0, 1, 2, 3]
+    assert saves(out) == [2]
+    found = newest_checkpoint(out / "checkpoints")
+    assert found is not None
+    assert all(torch.isfinite(each).all() for each in weights(out).values())
+
+
+def test_a_bad_number_is_skipped_where_the_recipe_says_so_a_few_times(
+    tmp_path: Path, bad_numbers: Callable[..., None]
+) -> None:
+    bad_numbers(4)
+    skip = "nonfinite={action: skip, most: 1}"
+    summary = run(recipe(skip), out=tmp_path / "once")
+    assert (summary.status, summary.skipped_steps, summary.steps) == ("finished", 1, STEPS)
+    assert (
+        "update skipped: the training loss became nan" in log(tmp_path / "once", "note")[0]["text"]
+    )
+    assert log(tmp_path / "once", "step")[3]["skipped"]
+    bad_numbers(4, 5)
+    with pytest.raises(DivergedError, match="step 4"):
+        run(recipe(skip), out=tmp_path / "twice")
+
+
+def test_a_bad_number_that_comes_once_is_computed_again(
+    tmp_path: Path, whole: Path, bad_numbers: Callable[..., None]
+) -> None:
+    out = tmp_path / "run"
+    bad_numbers(4)
+    back = ("nonfinite={action: roll_back}", "execution.checkpoints.every_steps=2")
+    assert run(recipe(*back), out=out).status == "finished"
+    assert "rolled back to step 2: the training loss became nan" in log(out, "note")[0]["text"]
+    assert_same_end(out, whole)
+    assert main(["report", str(out)]) == DONE
+
+
+def test_a_bad_number_that_comes_back_stops_the_run(
+    tmp_path: Path, bad_numbers: Callable[..., None]
+) -> None:
+    bad_numbers(4, 6)
+    back = ("nonfinite={action: roll_back}", "execution.checkpoints.every_steps=2")
+    with pytest.raises(DivergedError, match="step 3"):
+        run(recipe(*back), out=tmp_path / "run")
+
+
+def compare(case: str) -> str:
+    backend = connect("torch")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    state = model.state_dict()
+    if case == "one bit" and backend.rank == 1:
+        state["0.bias"].view(torch.int16)[2] ^= 1
+    if case == "a buffer" and backend.rank == 2:
+        state["1.num_batches_tracked"] += 1
+    found = "alike"
+    try:
+        require_same_bits(state.values(), backend, backend.device, when="step 9")
+    except DesynchronizedError as error:
+        found = str(error)
+    backend.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("", "alike"),
+        ("one bit", "the weights of worker 1 differ from those of the others at step 9"),
+        ("a buffer", "the weights of worker 2 differ from those of the others at step 9"),
+    ],
+)
+def test_a_difference_of_one_bit_between_workers_is_found_and_named(
+    case: str, message: str
+) -> None:
+    assert on_workers(compare, case, workers=3).startswith(message)
+
+
+def test_weights_are_compared_every_so_many_updates_and_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(
+        Trainer, "compare_weights", lambda trainer: compared.append(trainer.state.progress.step)
+    )
+    run(recipe("execution.compare_every=3"), out=tmp_path / "a")
+    assert compared == [3, 6, STEPS]
+    compared.clear()
+    run(recipe("execution.compare_every=null"), out=tmp_path / "b")
+    assert compared == []
+
+
+def test_the_measured_checkpoint_is_named_and_so_is_a_damaged_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    run(recipe("execution.checkpoints.every_steps=3"), out=out)
+    newest = max((out / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert main(["evaluate", str(out)]) == DONE
+    assert f"{out}/checkpoints/step-00000006.safetensors, after 6 updates" in capfd.readouterr().out
+    assert main(["evaluate", str(newest)]) == USER
+    assert f"{newest}: damaged" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    state = content(out)
+    checkpoint = load_checkpoint(max((out / "checkpoints").iterdir()))
+    name = next(iter(state["model"]))
+    cases: dict[str, Callable[[dict[str, Any]], object]] = {
+        "size mismatch": lambda state: state["model"].update({name: torch.ones(2)}),
+        "Missing key": lambda state: state["model"].pop(name),
+        "has shape": lambda state: state["optimizer"]["state"][0].update(
+            momentum_buffer=torch.ones(2)
+        ),
+        "there is no parameter 99": lambda state: state["optimizer"]["state"].update(
+            {99: state["optimizer"]["state"][0]}
+        ),
+    }
+    for message, change in cases.items():
+        changed = content(out)
+        change(changed)
+        refused = pytest.raises(CheckpointError, match=rf"it: does not fit this run: .*{message}")
+        with open_trainer(recipe(), Options(out=tmp_path), {}) as trainer, refused:
+            trainer.restore(Checkpoint.of(checkpoint.recipe, changed), source="it")
