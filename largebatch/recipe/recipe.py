@@ -165,8 +165,8 @@ class Recipe(Section):
 
     @property
     def mathematics(self) -> Self:
-        """The recipe without its execution: what a run and a resumed part of it have in common."""
-        return self.model_copy(update={"execution": Execution()})
+        """The recipe without execution and trackers: what all parts of a run have in common."""
+        return self.model_copy(update={"execution": Execution(), "tracking": ()})
 
     def with_execution(self, **changes: object) -> Self:
         """Return the recipe with other settings of `execution`, such as device_batch=64.

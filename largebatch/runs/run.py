@@ -5,7 +5,7 @@ charts and checkpoints/. It is made when everything that the user can get wrong 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -32,7 +32,7 @@ from largebatch.runs.folder import (
 )
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, now
+from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
 
@@ -123,8 +123,10 @@ def record(
 
     `work` returns whether the run is complete. Only worker 0 touches the folder.
     """
-    first = trainer.backend.rank == 0
-    with open_folder(trainer, folder, resume=resume) if first else nullcontext([]) as trackers:
+    opened: AbstractContextManager[list[Tracker]] = nullcontext([])
+    if trainer.backend.rank == 0:
+        opened = open_folder(trainer, folder, resume=resume)
+    with opened as trackers:
         trainer.trackers.extend(trackers)
         trainer.begin()
         try:
