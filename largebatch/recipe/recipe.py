@@ -61,9 +61,14 @@ class Model(Section):
     """Passed to the network's constructor in timm or torchvision as they are: numbers, true or
     false, words, and lists of them. What makes the libraries fetch or load weights is refused."""
 
+    weights: Annotated[str, Field(min_length=1)] | None = None
+    """File of weights that training begins with, .safetensors or .pth; null draws them from the
+    seed. The path is relative to the current directory. Only worker 0 reads the file, and only when
+    a run begins: what is resumed or evaluated has its weights in a checkpoint."""
+
     head_std: PositiveFloat | None = None
-    """Draw the classifier's weights from N(0, head_std) with zero bias; null keeps the model's
-    own. MLPerf's ResNet-50 uses 0.01."""
+    """Draw the classifier's weights from N(0, head_std) with zero bias, also where all else comes
+    from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
 
     @field_validator("arguments")
     @classmethod

@@ -45,6 +45,7 @@ def open_folder(trainer: Trainer, folder: Path) -> list[Tracker]:
         resume_step=trainer.state.progress.step,
         recipe=recipe.name,
         plan=plan,
+        weights_sha256=trainer.state.weights_sha256,
         unusable_images=len(index.train_index.bad) + len(index.val_index.bad),
     )
     for tracker in trackers:

@@ -18,6 +18,7 @@ from largebatch.report import write_report
 from largebatch.runs.build import Options, open_trainer
 from largebatch.runs.folder import check_folder, default_folder, open_folder, read_checkpoint
 from largebatch.runs.launch import start_workers
+from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary
 from largebatch.training.stages import require_resumable, run_stages
@@ -86,6 +87,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         if checkpoint is not None:
             require_resumable(checkpoint, trainer.plan, options.out)
             trainer.restore(checkpoint)
+        elif recipe.model.weights is not None:
+            begin_with(Path(recipe.model.weights), trainer)
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
 
         def train() -> bool:
@@ -143,6 +146,7 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         top1=last.top1 if last else None,
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
+        weights_sha256=state.weights_sha256,
         stages=tuple(state.stages),
         status=status,
     )

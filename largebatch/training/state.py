@@ -98,6 +98,9 @@ class TrainState:
     stages: list[StageResult] = field(default_factory=list)
     """The stages that have ended."""
 
+    weights_sha256: str | None = None
+    """Of the file that training began with; None: the weights were drawn from the seed."""
+
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The state in which the stage under way began, where it may be rolled back; else empty."""
 
@@ -158,6 +161,7 @@ class TrainState:
             "ema": self.ema.state_dict() if self.ema is not None else {},
             "progress": {**asdict(self.progress), "seconds": self.seconds},
             "stages": [asdict(stage) for stage in self.stages],
+            "weights_sha256": self.weights_sha256,
             "snapshot": self.snapshot,
         }
 
@@ -172,6 +176,7 @@ class TrainState:
             self.ema = None  # it has become the model
         self.progress = Progress(**state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
+        self.weights_sha256 = state.get("weights_sha256")  # older checkpoints have none
         self.snapshot = state["snapshot"]
         self._begun = time.perf_counter()
 
