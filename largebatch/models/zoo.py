@@ -13,15 +13,26 @@ from largebatch.optional import require_timm, require_torchvision
 TORCHVISION = "torchvision/"
 """What the name of one of torchvision's models begins with."""
 
+_FRESH: dict[str, dict[str, bool | None]] = {
+    "timm": dict.fromkeys(
+        ["pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"]
+    )
+    | {"pretrained": False},
+    "torchvision": {"weights": None},
+}
+"""What keeps each library from fetching or loading weights. It is given with every call, so that no
+argument can say otherwise: Python takes a keyword once."""
+
 
 def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """Build a known model with fresh weights; raise RecipeError where its library refuses."""
     own, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
+    library = "torchvision" if own else "timm"
     create = _torchvision().get_model if own else require_timm().create_model
+    fixed = {"num_classes": num_classes, **_FRESH[library]}
     try:
-        model: nn.Module = create(plain, num_classes=num_classes, **arguments)
+        model: nn.Module = create(plain, **fixed, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        library = "torchvision" if own else "timm"
         raise RecipeError(
             f"model.arguments: {library} cannot build {name} with them: {error}"
         ) from None

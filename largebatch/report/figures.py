@@ -216,9 +216,12 @@ def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
 
 
 def name_line(axes: "Axes", name: str, colour: str, *, after: "Text") -> "Text":
-    """Write the name of a line in its colour, behind another text in the title's line."""
+    """Write the name of a line in its colour, behind another text in the title's line.
+
+    The gap grows with that text: a browser may have another font, in which it is wider.
+    """
     return axes.annotate(
-        name, (1, 1), (9, 8), xycoords=(after, "axes fraction"), textcoords="offset points",
+        name, (1.3, 1), (3, 8), xycoords=(after, "axes fraction"), textcoords="offset points",
         color=colour, weight="bold",
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from largebatch.runs.folder import (
     require_same_run,
 )
 from largebatch.runs.launch import start_workers
+from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
 from largebatch.training.stages import require_resumable, run_stages
@@ -106,6 +107,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             finished = finished_summary(folder, trainer.backend)
             if finished is not None:  # its record stays as it is
                 return finished
+        elif recipe.model.weights is not None:
+            begin_with(Path(recipe.model.weights), trainer)
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
 
         def train() -> bool:
@@ -189,6 +192,7 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         top1=last.top1 if last else None,
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
+        weights_sha256=state.weights_sha256,
         stages=tuple(state.stages),
         status=status,
     )

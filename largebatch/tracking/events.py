@@ -54,6 +54,9 @@ class Start:
     unusable_images: int = 0
     """Images that `data index --drop-bad` left out."""
 
+    weights_sha256: str | None = None
+    """Of the file that training began with; null: the weights were drawn from the seed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -220,6 +223,9 @@ class Summary:
     top5: float | None
     loss: Measured | None
     """Accuracy and loss after the last stage that was kept."""
+
+    weights_sha256: str | None = None
+    """As in Start."""
 
     stages: tuple[StageResult, ...]
     status: Status

@@ -100,6 +100,9 @@ class TrainState:
     stages: list[StageResult] = field(default_factory=list)
     """The stages that have ended."""
 
+    weights_sha256: str | None = None
+    """Of the file that training began with; None: the weights were drawn from the seed."""
+
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The state in which the stage under way began, where it may be rolled back; else empty."""
 
@@ -164,6 +167,7 @@ class TrainState:
             "ema": self.ema.state_dict() if self.ema is not None else {},
             "progress": {**asdict(self.progress), "seconds": self.seconds},
             "stages": [asdict(stage) for stage in self.stages],
+            "weights_sha256": self.weights_sha256,
             "snapshot": self.snapshot,
         }
 
@@ -182,6 +186,7 @@ class TrainState:
         _load_scaler(self.scaler, state["scaler"])
         self.progress = Progress(**state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
+        self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
         if self.snapshot:
             _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")

@@ -93,6 +93,7 @@ class Trainer:
                 resume_step=self.state.progress.step,
                 recipe=self.recipe.name,
                 plan=self.plan,
+                weights_sha256=self.state.weights_sha256,
                 unusable_images=sum(len(index.bad) for index in indexes),
             )
         )

@@ -136,7 +136,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["polish=null", "batch.bn_span=null"], "batch.bn_span: resnet18 has BatchNorm; say how"),
+        (["polish=null", "batch.bn_span=null"], "batch.bn_span: resnet18 has BatchNorm; state how"),
         (["model={name: lenet5}"], "batch.bn_span: lenet5 has no BatchNorm; make it null"),
     ],
 )

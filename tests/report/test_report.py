@@ -1,5 +1,6 @@
 """The report of every kind of run folder: complete, self-contained, true to the log."""
 
+import itertools
 import math
 import re
 import subprocess
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from fake_runs import FakeRun
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from PIL import Image
 
 from largebatch.errors import MissingPackageError
@@ -268,6 +269,21 @@ def test_figures_show_what_the_log_holds(tmp_path: Path) -> None:
     drawn = [np.asarray(line.get_xydata()).tolist() for line in losses.lines]
     assert [[found.step, found.loss] for found in run.evaluations] in drawn
     assert rates.get_yticks().tolist() == [0, max(step.lr for step in run.steps)]
+
+
+def test_names_of_lines_stay_apart_in_a_font_that_is_a_quarter_wider(tmp_path: Path) -> None:
+    """A page is laid out with the fonts of the machine that trained and read on another."""
+    figure = Figure((9, 4))
+    draw_loss(figure, read_run(fake_runs.full_run(tmp_path / "run")))
+    figure.canvas.draw()
+    words = ("↑ Loss", "training", "validation")
+    boxes = {
+        text.get_text(): text.get_window_extent()
+        for text in figure.findobj(Text)
+        if text.get_text() in words
+    }
+    for left, right in itertools.pairwise(words):
+        assert boxes[right].x0 > boxes[left].x0 + 1.25 * boxes[left].width
 
 
 def test_thinning_keeps_every_extreme_and_passes_over_what_is_not_finite() -> None:

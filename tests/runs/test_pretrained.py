@@ -20,7 +20,8 @@ from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
 from largebatch.runs.build import Options
-from largebatch.runs.pretrained import Pretrained, _fit, read_weights
+from largebatch.runs.pretrained import Pretrained, _fit
+from largebatch.runs.weights import read_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from largebatch.errors import CheckpointError
 from largebatch.models import zoo
-from largebatch.runs.pretrained import check_format, read_weights
+from largebatch.runs.weights import check_format, read_weights
 
 State = dict[str, Tensor]
 

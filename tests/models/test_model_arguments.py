@@ -1,0 +1,143 @@
+"""Arguments of models from recipes and checkpoints that may come from anywhere."""
+
+import http.server
+import inspect
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from largebatch import load_recipe, run
+from largebatch.cli.main import main
+from largebatch.errors import RecipeError
+from largebatch.models import build
+from largebatch.optional import require_timm
+from largebatch.recipe.recipe import FACTORY_KEYS
+
+DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits_96.yaml")
+
+
+@pytest.fixture
+def fetched() -> Iterator[tuple[str, list[str]]]:
+    """The address of a server on this machine, and every path that was fetched from it."""
+    paths: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/weights.pth", paths
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_strangers_checkpoint_fetches_nothing_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fetched: tuple[str, list[str]]
+) -> None:
+    """Its recipe is rewritten here as a stranger's editor would, without our checks."""
+    url, paths = fetched
+    short = ["duration={steps: 1}", "schedule.warmup=null", "polish=null", "data.image_size=16"]
+    run(load_recipe(DIGITS, short), out=tmp_path / "run")
+    (path,) = (tmp_path / "run/checkpoints").iterdir()
+    content: dict[str, Any] = torch.load(path)
+    content["recipe"] = content["recipe"].replace(
+        "  arguments:\n",
+        "  arguments:\n    pretrained: true\n    pretrained_cfg: {hf_hub_id: null, url: '"
+        f"{url}'}}\n    cache_dir: '{tmp_path / 'theirs'}'\n",
+    )
+    torch.save(content, tmp_path / "strange.pt")
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "strange.pt")]) == 2
+    assert "model.arguments: pretrained: nothing is fetched" in capsys.readouterr().err
+    assert paths == []
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{pretrained: true}", "pretrained: nothing is fetched; weights to begin with are"),
+        ("{checkpoint_path: theirs.pth}", "checkpoint_path: nothing is fetched; weights to begin"),
+        ("{cache_dir: theirs, pretrained_strict: false}", "; pretrained_strict: nothing is"),
+        ("{weights: DEFAULT}", "model.arguments: weights: nothing is fetched"),
+        ("{weights_backbone: DEFAULT}", "weights_backbone: nothing is fetched"),
+        ("{features_only: true}", "features_only: leave it out"),
+        ("{num_classes: 3}", "num_classes: it is data.classes"),
+        ("{act_layer: 'http://127.0.0.1/x'}", "act_layer: a word may hold letters, digits and"),
+        ("{norm_layer: [batchnorm2d, hf-hub:a/b]}", "and _ . , + = -, got 'hf-hub:a/b'"),
+        ("{block: {file: ../../secret}}", "+ = -, got '../../secret'"),
+    ],
+)
+def test_what_could_fetch_or_load_is_refused_by_its_key(arguments: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(DIGITS, [f"model.arguments={arguments}"])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "{layers: [1, 1, 1, 1], channels: [16, 32, 64, 128], drop_rate: 0.1, zero_init_last: true}",
+        "{act_layer: silu, aa_layer: null, stem_type: deep_tiered, block_args: {rd_ratio: 0.25}}",
+    ],
+)
+def test_what_shapes_a_network_is_taken(arguments: str) -> None:
+    assert load_recipe(DIGITS, [f"model.arguments={arguments}"]).model.arguments
+
+
+def test_all_that_the_factories_take_for_themselves_is_refused() -> None:
+    """A new release of timm or torchvision may add to it."""
+    timm = require_timm()
+    from timm.models._builder import build_model_with_cfg
+    from torchvision.models import get_model, resnet18
+
+    for factory in (timm.create_model, build_model_with_cfg, get_model, inspect.unwrap(resnet18)):
+        named = {
+            name
+            for name, parameter in inspect.signature(factory).parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        assert named - FACTORY_KEYS.keys() == set(), factory
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("resnet18", {"pretrained": True}),
+        ("resnet18", {"checkpoint_path": "theirs.pth"}),
+        ("resnet18", {"pretrained_cfg": {"url": "http://127.0.0.1/"}}),
+        ("torchvision/resnet18", {"weights": "DEFAULT"}),
+        ("torchvision/resnet18", {"pretrained": True}),
+    ],
+)
+def test_a_model_built_from_python_has_fresh_weights_whatever_it_is_given(
+    name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    with pytest.raises(RecipeError, match="cannot build .*resnet18 with them: .*argument"):
+        build(name, num_classes=10, arguments=arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("a connection was opened")
+
+
+@pytest.mark.parametrize(
+    "name", ["hf-hub:timm/resnet18.a1_in1k", "hf_hub:x/y", "local-dir:/tmp", "../resnet18"]
+)
+def test_a_model_is_known_by_name_and_never_by_a_place(name: str) -> None:
+    with pytest.raises(RecipeError, match="model.name: timm has no model"):
+        build(name, num_classes=10)
