@@ -82,8 +82,9 @@ def _call(args: argparse.Namespace) -> int:
         else:
             print(f"largebatch: worker {rank}: {error}", file=sys.stderr)
         return USER
-    except KeyboardInterrupt:
-        print("largebatch: stopped at once", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        if rank == 0:
+            print("; ".join(["largebatch: stopped at once", *stop.args]), file=sys.stderr)
         return STOPPED
     except (PeerLostError, WorkerFailedError) as error:
         if rank == 0:
@@ -113,19 +114,23 @@ def _train(args: argparse.Namespace) -> int:
         make_plan(recipe, workers=args.workers)
         check_folder(folder, resume=args.resume)
         _become_horovodrun(args)
+    from largebatch.runs.interrupts import describe_saved
     from largebatch.runs.run import run
 
-    summary = run(
-        recipe,
-        workers=args.workers,
-        out=folder,
-        data=args.data,
-        backend=args.backend,
-        resume=args.resume,
-        max_steps=args.max_steps,
-        time_limit=args.time_limit,
-        allow=args.allow,
-    )
+    try:
+        summary = run(
+            recipe,
+            workers=args.workers,
+            out=folder,
+            data=args.data,
+            backend=args.backend,
+            resume=args.resume,
+            max_steps=args.max_steps,
+            time_limit=args.time_limit,
+            allow=args.allow,
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(describe_saved(folder)) from None
     asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     if own_rank() == 0:
         if summary.status == "interrupted":

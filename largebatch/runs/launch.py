@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -28,27 +29,28 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch.distributed.environment import LAUNCHER
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
-from largebatch.runs.interrupts import HEARD, STOPS, answering
+from largebatch.runs.interrupts import HEARD, STOPS, Requests, answering, show_cursor
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
 """How long the others have to leave after a worker failed."""
 
-CRASHED, USER, LOST = 1, 2, 3
-"""Exit codes of a worker that reported: an error, one the user can fix, the loss of a peer."""
+CRASHED, USER, LOST, STOPPED = 1, 2, 3, 130
+"""Exit codes of a worker that reported: an error, one the user can fix, the loss of a peer, Ctrl-C
+before it could save."""
 
-_ECHOES = {LOST: 1, -signal.SIGTERM: 2}
-"""Exit codes that another worker's failure causes, the telling one first."""
+_ECHOES = {LOST: 1, STOPPED: 2, **{-number: 2 for number in STOPS}}
+"""Exit codes that another worker's failure or a request to stop causes, the telling one first."""
 
 
 def start_workers(command: Sequence[str], *, workers: int) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
     They find their place in the variables torchrun sets and import what this process can import.
-    SIGINT and SIGTERM are passed on once, as SIGTERM; the second one ends them.
+    The first request to stop is passed on, as SIGTERM; the second one ends them.
 
     Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
-    the failing worker's traceback otherwise, KeyboardInterrupt after the second signal.
+    the failing worker's traceback otherwise, KeyboardInterrupt after the second request.
     """
     store = _open_store()
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
@@ -65,11 +67,11 @@ def start_workers(command: Sequence[str], *, workers: int) -> None:
                 result = group.wait(period=0.1)
         finally:
             group.close(signal.SIGKILL)
-        if group.signals > 1:
+        if group.requests.again:
             raise KeyboardInterrupt
         assert result is not None  # it waited without a limit
         if result.failures:
-            raise _cause(result.failures, stopping=group.signals == 1)
+            raise _cause(result.failures, stopping=group.requests.any)
 
 
 def _open_store() -> TCPStore:
@@ -87,7 +89,9 @@ def _open_store() -> TCPStore:
 class _Workers(SubprocessContext):
     """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
 
-    signals = 0
+    def __init__(self, **arguments: Any) -> None:  # noqa: ANN401 -- torch's own
+        super().__init__(**arguments)
+        self.requests = Requests()
 
     def start(self) -> None:
         """Start them, and leave this process's signal handlers as they are."""
@@ -96,16 +100,25 @@ class _Workers(SubprocessContext):
         self._start()  # type: ignore[no-untyped-call]  # torch's stubs
 
     def pass_on(self, *_: object) -> None:
-        """Let the workers save and leave; the second time, end them."""
-        self.signals += 1
-        if self.signals == 1:
+        """Let the workers save and leave; the second time, end them.
+
+        One that is suspended (SIGSTOP) goes on, for otherwise all would wait for it.
+        """
+        first = not self.requests.any
+        self.requests.add()
+        if first:
             os.write(2, HEARD)
         for handler in self.subprocess_handlers.values():
-            handler.proc.send_signal(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+            if self.requests.again:
+                handler.proc.send_signal(signal.SIGKILL)
+            elif first:
+                handler.proc.send_signal(signal.SIGCONT)  # first: it goes to the main thread then
+                handler.proc.send_signal(signal.SIGTERM)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = LEAVE_SECONDS) -> None:
         """End those that still run: ask them to (SIGTERM), and kill them after `timeout` s."""
         super().close(death_sig, timeout)
+        show_cursor()
 
 
 def _cause(failures: Mapping[int, ProcessFailure], *, stopping: bool) -> Exception:
@@ -150,6 +163,8 @@ def reporting_errors() -> Iterator[None]:
         code, message = USER, str(error)
     except PeerLostError as error:
         code, message = LOST, str(error)
+    except KeyboardInterrupt:
+        code, message = STOPPED, "stopped"
     except BaseException:  # the launcher raises it again
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:

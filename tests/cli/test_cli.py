@@ -227,7 +227,7 @@ def test_who_stops_at_once_gets_no_traceback(
 
     monkeypatch.setattr("largebatch.runs.run.run", stop)
     assert main(["train", DIGITS]) == STOPPED
-    assert capsys.readouterr().err == "largebatch: stopped at once\n"
+    assert capsys.readouterr().err == "largebatch: stopped at once; nothing is saved\n"
 
 
 def test_what_is_wrong_on_every_worker_is_said_by_worker_0(

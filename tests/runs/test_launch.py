@@ -23,13 +23,14 @@ from largebatch.errors import (
     PeerLostError,
     WorkerFailedError,
 )
+from largebatch.runs.interrupts import stop_requests
 
 pytestmark = pytest.mark.usefixtures("ends")
 
 PROGRAM = """
 import sys, on_workers, test_launch
 from pathlib import Path
-on_workers.on_workers(test_launch.sleep, Path(sys.argv[1]), workers=2)
+on_workers.on_workers(getattr(test_launch, sys.argv[2]), Path(sys.argv[1]), workers=2)
 """
 
 
@@ -73,10 +74,24 @@ def lose_peer() -> str:
 
 def sleep_until_asked(folder: Path) -> str:
     """Show that this worker is here, then wait for SIGTERM."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     (folder / str(os.getpid())).touch()
-    return "asked" if asked.wait(120) else "never asked"
+    for _ in range(1200):
+        if asked:
+            return "asked"
+        time.sleep(0.1)
+    return "never asked"
+
+
+def stop_when_asked(folder: Path) -> str:
+    """Answer as a run does, and take a while to save."""
+    with stop_requests(heard=False) as wants_stop:
+        (folder / str(os.getpid())).touch()
+        while not wants_stop():
+            time.sleep(0.05)
+        time.sleep(1.5)
+        return "saved"
 
 
 def sleep(folder: Path) -> None:
@@ -150,16 +165,47 @@ def test_a_second_request_ends_workers_that_do_not_answer(tmp_path: Path) -> Non
     def ask_twice() -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
+            time.sleep(1.2)  # sooner is the same request
 
     with once_here(tmp_path, ask_twice), pytest.raises(KeyboardInterrupt):
         on_workers(sleep, tmp_path, workers=2)
     assert not any(Path(f"/proc/{worker}").exists() for worker in here(tmp_path))
 
 
+def test_a_signal_to_every_process_is_one_request(tmp_path: Path) -> None:
+    """Schedulers send it to all, and the launcher passes it on besides."""
+
+    def signal_all() -> None:
+        for process in [*here(tmp_path), os.getpid()]:
+            os.kill(process, signal.SIGUSR1)
+
+    with once_here(tmp_path, signal_all):
+        assert on_workers(stop_when_asked, tmp_path, workers=2) == "saved"
+
+
+def test_a_request_to_stop_wakes_a_worker_that_is_suspended(tmp_path: Path) -> None:
+    def suspend_one() -> None:
+        os.kill(here(tmp_path)[0], signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with once_here(tmp_path, suspend_one):
+        assert on_workers(sleep_until_asked, tmp_path, workers=2) == "asked"
+
+
+def test_a_killed_worker_leaves_a_terminal_with_its_cursor(tmp_path: Path) -> None:
+    controller, terminal = os.openpty()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "sleep_until_asked"]
+    with subprocess.Popen(command, env=environment, stdout=terminal, stderr=terminal) as launcher:
+        os.kill(here(tmp_path)[0], signal.SIGKILL)
+        assert launcher.wait() == 1
+    os.close(terminal)
+    assert b"\x1b[?25h" in os.read(controller, 100_000)
+
+
 def test_workers_leave_when_what_started_them_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "sleep"]
     with subprocess.Popen(command, env=environment) as launcher:
         workers = here(tmp_path)
         launcher.kill()
