@@ -33,6 +33,8 @@ from largebatch.errors import (
     PlanError,
     RecipeError,
     WorkerFailedError,
+    clip,
+    printable,
 )
 from largebatch.optional import INSTALL_HOROVOD
 from largebatch.recipe.loading import load_recipe
@@ -43,6 +45,9 @@ DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
 _FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
 """What every worker finds and worker 0 says."""
+
+_LONGEST_LINE, _LONGEST_MESSAGE = 600, 1900
+"""Characters of a message that are printed: what it quotes may be of any length."""
 
 _HEAD_START = 1.0
 """Seconds that it has for that: launchers end all workers when the first one has ended."""
@@ -69,20 +74,32 @@ def _call(args: argparse.Namespace) -> int:
         code: int = args.call(args)
     except LargebatchError as error:
         if rank == 0:
-            print(f"largebatch: {error}", file=sys.stderr)
+            _show(str(error))
         elif isinstance(error, _FOUND_ALIKE):
             time.sleep(_HEAD_START)
         else:
-            print(f"largebatch: worker {rank}: {error}", file=sys.stderr)
+            _show(f"worker {rank}: {error}")
         return USER
     except KeyboardInterrupt:
-        print("largebatch: stopped at once", file=sys.stderr)
+        _show("stopped at once")
         return STOPPED
     except (PeerLostError, WorkerFailedError) as error:
         if rank == 0:
-            print(f"largebatch: {error}", file=sys.stderr)
+            print(f"largebatch: {printable(str(error))}", file=sys.stderr)
         return FAILED
     return code
+
+
+def _show(message: str) -> None:
+    """Print what the user can mend, however long or strange is what it quotes."""
+    lines = map(_cut, printable(message).splitlines())
+    print(f"largebatch: {clip(chr(10).join(lines), _LONGEST_MESSAGE)}", file=sys.stderr)
+
+
+def _cut(line: str) -> str:
+    """Return a line without its middle if it is long: what is wrong often stands at its end."""
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _reader_is_gone() -> bool:
@@ -123,8 +140,8 @@ def _train(args: argparse.Namespace) -> int:
             again = f"to go on: the same command with --resume --out {folder}"
             if asked_to_stop:
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
-            print(again)
-        print(f"report: {folder / REPORT}")
+            print(printable(again))
+        print(printable(f"report: {folder / REPORT}"))
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 
@@ -162,7 +179,7 @@ def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
     for folder in args.runs:
-        print(write_report(folder))
+        print(printable(str(write_report(folder))))
     return DONE
 
 
@@ -174,8 +191,14 @@ def _doctor(_: argparse.Namespace) -> int:
     return DONE
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End the program with what is wrong about its arguments, which it may quote."""
+        super().error(_cut(printable(message)))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )

@@ -8,11 +8,23 @@ What decides the result has no default, except where the literature agrees on on
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, model_validator
 
 from largebatch.recipe.choices import Convention, OffTarget, Precision
 from largebatch.recipe.schedule import Schedule
-from largebatch.recipe.sections import Data, Duration, Execution, Momentum, Polish, Section
+from largebatch.recipe.sections import (
+    MAX_BATCH,
+    MAX_EPOCHS,
+    Batch,
+    Data,
+    Duration,
+    Execution,
+    Momentum,
+    NonNegative,
+    Polish,
+    Positive,
+    Section,
+)
 
 
 class Model(Section):
@@ -44,13 +56,13 @@ class LARS(Section):
 
     momentum: Momentum = 0.9
 
-    weight_decay: NonNegativeFloat = 1e-4
+    weight_decay: NonNegative = 1e-4
     """Applied to the tensors that are adapted; biases and normalisation layers get neither."""
 
-    eta: PositiveFloat = 1e-3
+    eta: Positive = 1e-3
     """Trust coefficient: |step| / |weight| at rate 1, before momentum and decay."""
 
-    eps: NonNegativeFloat = 0.0
+    eps: NonNegative = 0.0
     """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
 
 
@@ -61,7 +73,7 @@ class SGD(Section):
 
     momentum: Momentum = 0.9
 
-    weight_decay: NonNegativeFloat = 1e-4
+    weight_decay: NonNegative = 1e-4
     """Applied to weights; biases and normalisation layers get none."""
 
     nesterov: bool = False
@@ -81,10 +93,10 @@ class Loss(Section):
 class BatchSizes(Section):
     """How many samples act together."""
 
-    global_batch: PositiveInt
+    global_batch: Batch
     """Samples in one optimizer update, over all workers and accumulation."""
 
-    bn_span: Annotated[int, Field(ge=2)] | None
+    bn_span: Annotated[int, Field(ge=2, le=MAX_BATCH)] | None
     """Samples that share BatchNorm statistics; null for a model without BatchNorm."""
 
     @model_validator(mode="after")
@@ -108,10 +120,10 @@ class Reduction(Section):
 class Evaluation(Section):
     """When validation accuracy is measured, besides at the end of every stage."""
 
-    every_epochs: PositiveFloat | None = None
+    every_epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
     """Passes over the training data between measurements; null: only at the end of a stage."""
 
-    offset_epochs: NonNegativeFloat = 0.0
+    offset_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0.0
     """Shifts the measurements; MLPerf allows every 4 epochs at an offset of 0 to 3."""
 
     @model_validator(mode="after")
@@ -124,8 +136,8 @@ class Evaluation(Section):
 class Recipe(Section):
     """One training run, complete: the file is the experiment."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names run folders and W&B runs."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Fixes the weights at the start, the order of the samples, crops, flips and dropout."""
