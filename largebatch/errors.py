@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 SHOWN = 10
 """How many names or lines a message lists."""
 
+LONGEST_NAME = 100
+"""How much of a name or value that was found stands in a message, in characters."""
+
 
 def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> str:
     """Return the first few words of a list that may be long, for a message.
@@ -22,13 +25,35 @@ def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> 
     return between.join([*words[:most], *["..."] * (len(words) > most)]) or "nothing"
 
 
+def clip(text: str, most: int) -> str:
+    """Return a text, or so much of it with its length: what was found may be of any size.
+
+    >>> clip("conv" * 5_000, 16)
+    'convconvconvconv... (20,000 characters)'
+    """
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    r"""Escape what a terminal obeys or cannot show; lines stay lines.
+
+    >>> print(printable("\x1b[31mred\n\u202egnp"))
+    \x1b[31mred
+    \u202egnp
+    """
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii")
+        for one in text
+    )
+
+
 def nearest(name: str, known: Iterable[str], *, otherwise: str, most: int = 3) -> str:
     """Return the question which known names may have been meant, `otherwise` if none is near.
 
     >>> nearest("momentun", ["eta", "momentum"], otherwise="`largebatch explain` lists them")
     "did you mean 'momentum'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=most)
+    close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), n=most)
     return f"did you mean {', '.join(map(repr, close))}?" if close else otherwise
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import add_command, add_set, count
-from largebatch.errors import DataError
+from largebatch.errors import DataError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
 
@@ -73,10 +73,10 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
             with _progress(split) as progress:
                 content = refresh(folder, split, drop_bad=drop_bad, progress=progress)
         except BadImagesError as error:
-            print("\n".join(f"{path}: {reason}" for path, reason, *_ in error.bad))
+            print(printable("\n".join(f"{path}: {reason}" for path, reason, *_ in error.bad)))
             bad += len(error.bad)
         else:
-            print(_describe(content))
+            print(printable(_describe(content)))
             contents.append(content)
     if bad:
         raise DataError(
@@ -87,8 +87,9 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
     check_same_classes(train, val)
     left_out = len(train.bad) + len(val.bad)
     print(
-        f"{folder}: {len(train.classes)} classes, {len(train)} training and {len(val)} "
-        f"validation images, {f'{left_out} bad ones left out' if left_out else 'all readable'}"
+        f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
+        f"{len(val)} validation images, "
+        f"{f'{left_out} bad ones left out' if left_out else 'all readable'}"
     )
 
 
@@ -132,7 +133,7 @@ def _show(args: argparse.Namespace) -> int:
     from largebatch.report.contact_sheet import write_sheet
 
     write_sheet(path, recipe, folder=args.data)
-    print(f"sheet: {path}")
+    print(printable(f"sheet: {path}"))
     return 0
 
 

@@ -40,6 +40,8 @@ from largebatch.errors import (
     PlanError,
     RecipeError,
     WorkerFailedError,
+    clip,
+    printable,
 )
 from largebatch.optional import INSTALL_HOROVOD
 from largebatch.recipe.loading import load_recipe
@@ -50,6 +52,9 @@ DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
 _FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
 """What every worker finds and worker 0 says."""
+
+_LONGEST_LINE, _LONGEST_MESSAGE = 600, 1900
+"""Characters of a message that are printed: what it quotes may be of any length."""
 
 _HEAD_START = 1.0
 """Seconds that it has for that: launchers end all workers when the first one has ended."""
@@ -76,21 +81,33 @@ def _call(args: argparse.Namespace) -> int:
         code: int = args.call(args)
     except LargebatchError as error:
         if rank == 0:
-            print(f"largebatch: {error}", file=sys.stderr)
+            _show(str(error))
         elif isinstance(error, _FOUND_ALIKE):
             time.sleep(_HEAD_START)
         else:
-            print(f"largebatch: worker {rank}: {error}", file=sys.stderr)
+            _show(f"worker {rank}: {error}")
         return USER
     except KeyboardInterrupt as stop:
         if rank == 0:
-            print("; ".join(["largebatch: stopped at once", *stop.args]), file=sys.stderr)
+            _show("; ".join(["stopped at once", *stop.args]))
         return STOPPED
     except (PeerLostError, WorkerFailedError) as error:
         if rank == 0:
-            print(f"largebatch: {error}", file=sys.stderr)
+            print(f"largebatch: {printable(str(error))}", file=sys.stderr)
         return FAILED
     return code
+
+
+def _show(message: str) -> None:
+    """Print what the user can mend, however long or strange is what it quotes."""
+    lines = map(_cut, printable(message).splitlines())
+    print(f"largebatch: {clip(chr(10).join(lines), _LONGEST_MESSAGE)}", file=sys.stderr)
+
+
+def _cut(line: str) -> str:
+    """Return a line without its middle if it is long: what is wrong often stands at its end."""
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _reader_is_gone() -> bool:
@@ -137,9 +154,10 @@ def _train(args: argparse.Namespace) -> int:
             again = f"to go on: the same command with --resume --out {folder}"
             if asked_to_stop:
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
-            print(again)
-        report = folder / REPORT
-        print(f"report: {report}" if report.exists() else f"to draw it: largebatch report {folder}")
+            print(printable(again))
+        page = folder / REPORT
+        drawn = f"report: {page}" if page.exists() else f"to draw it: largebatch report {folder}"
+        print(printable(drawn))
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 
@@ -177,7 +195,7 @@ def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
     for folder in args.runs:
-        print(write_report(folder))
+        print(printable(str(write_report(folder))))
     return DONE
 
 
@@ -189,8 +207,14 @@ def _doctor(_: argparse.Namespace) -> int:
     return DONE
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End the program with what is wrong about its arguments, which it may quote."""
+        super().error(_cut(printable(message)))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )

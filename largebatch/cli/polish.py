@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from largebatch.cli.arguments import Call, add_execution, add_machine, add_set, count
 from largebatch.distributed.environment import own_rank
-from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _polish(args: argparse.Namespace) -> int:
             ("loss", "loss", ".4f"),
         ):
             print(f"{name:>5}: {before[key]:{form}} -> {after[key]:{form}}")
-        print(done)
+        print(printable(done))
     return 0
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from largebatch.cli.arguments import Call, add_command, add_execution, add_set, count
-from largebatch.errors import LargebatchError
+from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
 from largebatch.recipe.installed import installed, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace) -> int:
         except LargebatchError as error:
             problems.append(str(error))
         else:
-            print(f"{path}: ok")
+            print(printable(f"{path}: ok"))
     if problems:
         raise LargebatchError("\n".join(problems))
     return 0
@@ -118,7 +118,7 @@ def _explain(args: argparse.Namespace) -> int:
     figure = args.out or Path(f"{recipe.name}-schedule.png")
     write_rates(figure, course, name=recipe.name)
     for name, value in {**course.facts(), "drawn": figure}.items():
-        print(f"{name:>9}  {value}")
+        print(printable(f"{name:>9}  {value}"))
     return 0
 
 
@@ -142,5 +142,5 @@ def _copy(args: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
-    print(f"recipe: {out}")
+    print(printable(f"recipe: {out}"))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from largebatch.errors import RecipeError, nearest
+from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
 from largebatch.recipe.loading import kinds_of, sections_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
@@ -26,7 +26,7 @@ def explain(key: str) -> str:
     Raises RecipeError for a key that no recipe has, with the nearest one.
 
     >>> print(explain("optimizer.eta"))
-    optimizer.eta (kind: lars): number > 0, default 0.001
+    optimizer.eta (kind: lars): number > 0 and <= 1,000,000, default 0.001
         Trust coefficient: |step| / |weight| at rate 1, before momentum and decay.
     """
     if not key:
@@ -35,7 +35,7 @@ def explain(key: str) -> str:
     if not found:
         known = dict.fromkeys(name for name, _, _ in _every_field(Recipe, ""))
         hint = nearest(key, known, otherwise="`largebatch explain` lists them")
-        raise RecipeError(f"no recipe has the key {key!r}; {hint}")
+        raise RecipeError(f"no recipe has the key {clip(repr(key), LONGEST_NAME)}; {hint}")
     below = dict.fromkeys(one for _, field in found for one in sections_of(field.annotation))
     lists = [_list_fields(f"{key}.", section) for section in below]
     return "\n\n".join([*_describe(key, found), *lists])
@@ -122,5 +122,11 @@ def _in_words(schema: dict[str, Any]) -> str:
         return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
     if "items" in schema:
         return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
-    bounds = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
+    bounds = [
+        f"{sign} {_number(schema[bound])}" for bound, sign in _BOUNDS.items() if bound in schema
+    ]
     return f"{schema.get('type', 'any value')} {' and '.join(bounds)}".rstrip()
+
+
+def _number(bound: float) -> str:
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"

@@ -2,21 +2,28 @@
 
 The file is YAML 1.2: `1e-4` is a number, `on` a word, and a key given twice an error. Overrides are
 merged before validation, so they are validated like the file.
+
+A recipe may come from anyone, so its size is bounded before it is read, and again with all aliases
+written out: ten levels of them are a gigabyte of a file of a few lines.
 """
 
 import io
 import json
-from collections.abc import Sequence
+import os
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML, MappingNode
+from ruamel.yaml import YAML, MappingNode, Node, ScalarNode
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.scanner import Scanner
+from ruamel.yaml.tokens import Token
 
-from largebatch.errors import RecipeError, nearest
+from largebatch.errors import LONGEST_NAME, SHOWN, RecipeError, clip, nearest, shorten
 from largebatch.recipe.installed import read_installed
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
@@ -33,8 +40,35 @@ _MOVED = {
 """Keys that recipes had, and what stands in their place."""
 
 
+MAX_LENGTH = 2**16
+"""Of a recipe, in bytes: twenty times the longest we know. YAML of this length takes seconds."""
+
+MAX_DEPTH = 32
+"""Sections within sections; the deepest key that we know lies eight below the recipe."""
+
+LONGEST_NUMBER = 64
+"""Characters of a number. Longer ones are no settings, and Python refuses some thousands."""
+
+
+class _Scanner(Scanner):
+    def fetch_flow_collection_start(self, kind: type[Token], to_push: str) -> None:
+        """Raise RecursionError early: the time grows with the square of the brackets in a row."""
+        if len(self.flow_context) > MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(kind, to_push)
+
+
 class _Constructor(SafeConstructor):
-    """Keys are words, written where they belong."""
+    """Keys are words, written where they belong; values are those of JSON."""
+
+    def construct_object(self, node: Node, deep: bool = False) -> object:  # noqa: FBT001, FBT002 -- ruamel's
+        """Raise MarkedYAMLError for what is tagged as something that it is not."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            kind, found = str(node.tag).rpartition(":")[2], clip(repr(node.value), LONGEST_NAME)
+            problem = f"{found} is no {kind}"
+            raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
     def flatten_mapping(self, node: MappingNode) -> None:
         """Raise MarkedYAMLError for a key that is no word; a merge key hides what a recipe says."""
@@ -42,10 +76,38 @@ class _Constructor(SafeConstructor):
             if key.tag == "tag:yaml.org,2002:merge":
                 raise MarkedYAMLError(problem="write << out", problem_mark=key.start_mark)
             if key.tag != "tag:yaml.org,2002:str":
-                found = repr(self.construct_object(key, deep=True))
+                found = clip(repr(self.construct_object(key, deep=True)), LONGEST_NAME)
                 raise MarkedYAMLError(
                     problem=f"key {found} is not a word", problem_mark=key.start_mark
                 )
+
+    def construct_word(self, node: ScalarNode) -> str:
+        """Return a text; ValueError if it has control characters, which no setting needs."""
+        text: str = self.construct_scalar(node)
+        if not text.isprintable():
+            raise ValueError
+        return text
+
+    def construct_number(self, node: ScalarNode) -> float:
+        """Return an int or a float; ValueError if it is none, or long."""
+        if len(node.value) > LONGEST_NUMBER:
+            raise ValueError
+        whole = str(node.tag).endswith(":int")
+        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+
+
+_TAG = "tag:yaml.org,2002:"
+_Constructor.yaml_constructors = {
+    f"{_TAG}null": SafeConstructor.construct_yaml_null,
+    f"{_TAG}bool": SafeConstructor.construct_yaml_bool,
+    f"{_TAG}int": _Constructor.construct_number,
+    f"{_TAG}float": _Constructor.construct_number,
+    f"{_TAG}str": _Constructor.construct_word,
+    f"{_TAG}timestamp": _Constructor.construct_word,  # JSON has none
+    f"{_TAG}seq": SafeConstructor.construct_yaml_seq,
+    f"{_TAG}map": SafeConstructor.construct_yaml_map,
+    None: SafeConstructor.construct_undefined,
+}
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -55,19 +117,37 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     file of this name. Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path = Path(path)
-    if path.name == str(path) and not path.suffix and not path.is_file():
+    if path.name == str(path) and not path.suffix and not os.path.isfile(path):  # noqa: PTH113 -- of any name
         return parse_recipe(read_installed(path.name), overrides, source=path.name)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot read the recipe: {error.strerror}") from None
+        text = _read(path).decode("utf-8")
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: a recipe is UTF-8 text, this file is not") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{path}: cannot read the recipe: {reason}") from None
     return parse_recipe(text, overrides, source=str(path))
+
+
+def _read(path: Path) -> bytes:
+    """Return the bytes of a file; refuse pipes and devices, which may never end, and long ones."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise RecipeError(f"{path}: a recipe is a file, this is a pipe or a device")
+        content = file.read(MAX_LENGTH + 1)
+    if len(content) > MAX_LENGTH:
+        raise RecipeError(f"{path}: too long for a recipe, which has at most {MAX_LENGTH:,} bytes")
+    return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that nothing writes to, too
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
     """Validate the text of a recipe; `source` begins every message."""
+    if sum(map(len, overrides)) > MAX_LENGTH:
+        raise RecipeError(f"--set: more than {MAX_LENGTH:,} characters; write them into a recipe")
     tree = _parse_yaml(text, source=source)
     if not isinstance(tree, dict):
         raise RecipeError(
@@ -76,13 +156,12 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
     for override in overrides:
         _override(tree, override)
     try:
-        return Recipe.model_validate_json(json.dumps(tree, default=str))
-    except (ValueError, RecursionError) as error:
-        if not isinstance(error, ValidationError):  # an alias inside its own anchor
-            raise RecipeError(f"{source}: a section contains itself") from None
-        problems = [_explain(problem) for problem in error.errors()]
+        return Recipe.model_validate_json(_as_json(tree, source=source))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise RecipeError("\n  ".join([f"{source}: {count}", *problems]))
+    lines = [_explain(problem) for problem in problems[: SHOWN + 1]]
+    raise RecipeError("\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")]))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -115,38 +194,79 @@ def kinds_of(section: type[Section]) -> tuple[str, ...]:
 
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)  # libyaml knows YAML 1.1 only
+    yaml.Scanner = _Scanner
     yaml.Constructor = _Constructor
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
     return yaml
 
 
-def _parse_yaml(text: str, *, source: str) -> object:
+def _parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
+    """Return the values of a text, each a copy of its own where the text has aliases."""
     try:
-        return _yaml().load(text)
+        return json.loads(_as_json(_yaml().load(text), source=source))
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise RecipeError(f"{source}{line}: {error.problem or error.context}") from None
+        problem = clip(str(error.problem or error.context), 2 * LONGEST_NAME)
+        raise RecipeError(f"{source}{line}: {problem}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: not YAML: {error}") from None
+    except RecursionError:
+        raise _too_deep(source) from None
+
+
+def _as_json(tree: object, *, source: str) -> str:
+    """Return a tree as JSON, unless with all aliases written out it is deep or long."""
+    length = 0
+    for each in _lengths(tree, depth=0, source=source):
+        length += each
+        if length > MAX_LENGTH:
+            raise RecipeError(
+                f"{source}: too long for a recipe, which has at most {MAX_LENGTH:,} characters "
+                "when its aliases are written out"
+            )
+    return json.dumps(tree)
+
+
+def _lengths(value: object, *, depth: int, source: str) -> Iterator[int]:
+    """Give the length of every value in a tree, which may hold itself, as it is written."""
+    if depth > MAX_DEPTH:
+        raise _too_deep(source)
+    below: list[Any] = []
+    match value:
+        case dict():
+            yield 2 + sum(map(len, value))
+            below = list(value.values())
+        case list():
+            yield 2
+            below = value
+        case _:
+            yield 1 + len(str(value))
+    for each in below:
+        yield from _lengths(each, depth=depth + 1, source=source)
+
+
+def _too_deep(source: str) -> RecipeError:
+    return RecipeError(
+        f"{source}: more than {MAX_DEPTH} sections lie in each other, or a section contains itself"
+    )
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
     """Set one dotted key of the tree, making sections on the way."""
     dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
+    keys, shown = dotted.strip().split("."), f"--set {clip(override, LONGEST_NAME)}"
     if not equals or not all(keys):
-        raise RecipeError(f"--set {override}: expected KEY=VALUE, such as optimizer.eta=0.002")
-    value = _parse_yaml(text, source=f"--set {override}")
+        raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")
+    value = _parse_yaml(text, source=shown)
     section = tree
     for key in keys[:-1]:
         below = section.setdefault(key, {})
         if below is None:
             below = section[key] = {}
         if not isinstance(below, dict):
-            raise RecipeError(
-                f"--set {override}: {key} is {below!r}, not a section with keys of its own"
-            )
+            found = clip(repr(below), LONGEST_NAME)
+            raise RecipeError(f"{shown}: {key} is {found}, not a section with keys of its own")
         section = below
     section[keys[-1]] = value
 
@@ -154,7 +274,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _explain(problem: ErrorDetails) -> str:
     """Say one of pydantic's findings the way a recipe's author thinks of it."""
     keys, known = _locate(problem["loc"])
-    where = ".".join(keys)
+    where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
     match problem["type"]:
         case "missing":
@@ -167,12 +287,12 @@ def _explain(problem: ErrorDetails) -> str:
         case "union_tag_not_found":
             return f"{where}.kind: missing"
         case "union_tag_invalid":
-            return (
-                f"{where}.kind: expected one of {context['expected_tags']}, got {context['tag']!r}"
-            )
+            found = clip(repr(context["tag"]), LONGEST_NAME)
+            return f"{where}.kind: expected one of {context['expected_tags']}, got {found}"
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
-            return f"{where}: {message}, got {json.dumps(problem['input'])}"
+            found = clip(json.dumps(problem["input"]), LONGEST_NAME)
+            return f"{where}: {message}, got {found}"
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Duration
+from largebatch.recipe.sections import MAX_UPDATES, Duration
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""
@@ -122,6 +122,11 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     steps = steps_in(recipe.duration, math.ceil)
     warmup = recipe.schedule.warmup
     clean, affine = (recipe.polish.clean, recipe.polish.affine) if recipe.polish else (None, None)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
+            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
+        )
     plan = Plan(
         workers=workers,
         global_batch=batch.global_batch,
@@ -202,19 +207,25 @@ def converter(recipe: Recipe) -> Callable[..., int]:
         if duration.steps is not None:
             return duration.steps
         assert duration.epochs is not None
-        return max(1, rounding(round(duration.epochs * steps_per_epoch, 9)))
+        return _whole(duration.epochs * steps_per_epoch, rounding)
 
     return steps_in
+
+
+def _whole(steps: float, rounding: Callable[[float], int] = round) -> int:
+    return max(1, rounding(round(steps, 9)))
 
 
 def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
     every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
     if every is None:
         return ()
-    steps_in = converter(recipe)
+    steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
+    if every * steps_per_epoch <= 1:  # as often as it can be, or more often
+        return tuple(range(_whole(offset * steps_per_epoch), steps + 1))
     last_epoch = steps * recipe.batch.global_batch / recipe.train_samples
-    epochs = [offset + k * every for k in range(math.ceil(last_epoch / every) + 1)]
-    points = {steps_in(Duration(epochs=epoch)) for epoch in epochs if epoch > 0}
+    epochs = (offset + k * every for k in range(math.ceil(last_epoch / every) + 1))
+    points = {_whole(epoch * steps_per_epoch) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
 
 

@@ -12,16 +12,26 @@ from typing import Annotated, Literal, Self
 from pydantic import (
     Field,
     JsonValue,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
 
 from largebatch.recipe.choices import Convention, OffTarget, Precision
 from largebatch.recipe.schedule import Schedule
-from largebatch.recipe.sections import Data, Duration, Execution, Momentum, Polish, Section
+from largebatch.recipe.sections import (
+    MAX_BATCH,
+    MAX_EPOCHS,
+    Batch,
+    Data,
+    Duration,
+    Execution,
+    Momentum,
+    NonNegative,
+    Polish,
+    Positive,
+    Section,
+    Updates,
+)
 
 FACTORY_KEYS = {
     **dict.fromkeys(
@@ -66,7 +76,7 @@ class Model(Section):
     seed. The path is relative to the current directory. Only worker 0 reads the file, and only when
     a run begins: what is resumed or evaluated has its weights in a checkpoint."""
 
-    head_std: PositiveFloat | None = None
+    head_std: Positive | None = None
     """Draw the classifier's weights from N(0, head_std) with zero bias, also where all else comes
     from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
 
@@ -109,13 +119,13 @@ class LARS(Section):
 
     momentum: Momentum = 0.9
 
-    weight_decay: NonNegativeFloat = 1e-4
+    weight_decay: NonNegative = 1e-4
     """Applied to the tensors that are adapted; biases and normalisation layers get neither."""
 
-    eta: PositiveFloat = 1e-3
+    eta: Positive = 1e-3
     """Trust coefficient: |step| / |weight| at rate 1, before momentum and decay."""
 
-    eps: NonNegativeFloat = 0.0
+    eps: NonNegative = 0.0
     """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
 
 
@@ -126,7 +136,7 @@ class SGD(Section):
 
     momentum: Momentum = 0.9
 
-    weight_decay: NonNegativeFloat = 1e-4
+    weight_decay: NonNegative = 1e-4
     """Applied to weights; biases and normalisation layers get none."""
 
     nesterov: bool = False
@@ -146,10 +156,10 @@ class Loss(Section):
 class BatchSizes(Section):
     """How many samples act together."""
 
-    global_batch: PositiveInt
+    global_batch: Batch
     """Samples in one optimizer update, over all workers and accumulation."""
 
-    bn_span: Annotated[int, Field(ge=2)] | None
+    bn_span: Annotated[int, Field(ge=2, le=MAX_BATCH)] | None
     """Samples that share BatchNorm statistics; null for a model without BatchNorm."""
 
     @model_validator(mode="after")
@@ -178,17 +188,17 @@ class NonFinite(Section):
     GPU a wait for every update. `roll_back`: the updates since the last checkpoint are computed
     again, in case a machine failed; the run stops if that ends in the same step."""
 
-    most: PositiveInt = 10
+    most: Updates = 10
     """Updates in a row that may be skipped, or times that a run may roll back, before it stops."""
 
 
 class Evaluation(Section):
     """When validation accuracy is measured, besides at the end of every stage."""
 
-    every_epochs: PositiveFloat | None = None
+    every_epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
     """Passes over the training data between measurements; null: only at the end of a stage."""
 
-    offset_epochs: NonNegativeFloat = 0.0
+    offset_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0.0
     """Shifts the measurements; MLPerf allows every 4 epochs at an offset of 0 to 3."""
 
     @model_validator(mode="after")
@@ -201,8 +211,8 @@ class Evaluation(Section):
 class Recipe(Section):
     """One training run, complete: the file is the experiment."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names run folders and W&B runs."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Fixes the weights at the start, the order of the samples, crops, flips and dropout."""

@@ -7,9 +7,12 @@ optimizer steps from the end of the warm-up.
 
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
-from largebatch.recipe.sections import Duration, Fraction, Section
+from largebatch.recipe.sections import Duration, Fraction, NonNegative, Positive, Section
+
+Power = Annotated[float, Field(gt=0, le=1000)]
+"""Beyond the bound a policy is one step long, whatever its length."""
 
 
 class Constant(Section):
@@ -35,7 +38,7 @@ class MultiStepDecay(Section):
 
     kind: Literal["steps", "nstep"]
 
-    at: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    at: Annotated[tuple[Duration, ...], Field(min_length=1, max_length=1000)]
     """The points, counted from the start of the run, warm-up included; in a piece, from its
     start."""
 
@@ -57,17 +60,17 @@ class Inverse(Section):
 
     kind: Literal["inv"]
 
-    gamma: PositiveFloat
+    gamma: Positive
     """How fast it falls: 1 / gamma steps after the peak the rate has lost a factor 2**power."""
 
-    power: PositiveFloat
+    power: Power
     """How steep it is in the long run."""
 
 
 class Fall(Section):
     """Base of the decays that end at a rate."""
 
-    end_lr: NonNegativeFloat = 0.0
+    end_lr: NonNegative = 0.0
     """The rate that the fall reaches, and stays at; below peak_lr."""
 
     over: Duration | None = None
@@ -79,7 +82,7 @@ class Polynomial(Fall):
 
     kind: Literal["polynomial", "poly"]
 
-    power: PositiveFloat = 2.0
+    power: Power = 2.0
     """1 is a straight line; MLPerf's rule is 2."""
 
 
@@ -92,7 +95,7 @@ class Cosine(Fall):
 class Cycle(Section):
     """Base of the policies that move between two rates."""
 
-    low_lr: NonNegativeFloat
+    low_lr: NonNegative
     """The lower of the two rates, below peak_lr, which is the upper."""
 
 
@@ -179,7 +182,7 @@ class Piece(Section):
     length: Duration | None
     """How long it lasts; null for the last piece, and only there: until the run ends."""
 
-    peak_lr: PositiveFloat
+    peak_lr: Positive
     """The highest rate of this piece."""
 
     decay: Annotated[Simple, Field(discriminator="kind")]
@@ -218,14 +221,14 @@ class Piecewise(Section):
 class Schedule(Section):
     """The learning rate: a linear warm-up, then a policy."""
 
-    peak_lr: PositiveFloat
+    peak_lr: Positive
     """The highest rate of the run."""
 
     warmup: Duration | None
     """How long the rate rises in a straight line to where the policy begins, which is peak_lr, but
     low_lr for tri, sin and their like; null: no warm-up."""
 
-    start_lr: NonNegativeFloat = 0.0
+    start_lr: NonNegative = 0.0
     """The rate at which the warm-up starts."""
 
     decay: Annotated[Simple | Piecewise, Field(discriminator="kind")]

@@ -2,14 +2,40 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from largebatch.recipe.choices import Kernels
 
+MAX_UPDATES = 2_000_000
+"""Of a run: four times those of ResNet-50's 90 epochs in batches of 256. Every rate of a run is
+computed when it is planned, which takes some seconds for these."""
+
+MAX_EPOCHS = 1_000_000
+"""Of a run; a few images may be trained on for long. The updates that they make are bounded too."""
+
+MAX_SAMPLES = 2**25
+"""Of a split: twice ImageNet-21k's. Every worker draws their order, in a gigabyte for these."""
+
+MAX_BATCH = 2**24
+"""Samples in one update: more than ImageNet-21k has. Their divisors are tried one by one."""
+
+LARGEST = 1e6
+"""Bounds rates and coefficients: none that trains comes near, and their squares are numbers in
+fp32."""
+
+MAX_SIDE = 4096
+"""Of what the model sees, in pixels: one such image, in fp32, takes 200 MB on its way."""
+
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+Samples = Annotated[int, Field(gt=0, le=MAX_SAMPLES)]
+Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
+Updates = Annotated[int, Field(gt=0, le=MAX_UPDATES)]
+Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Triple = tuple[float, float, float]
-PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+PositiveTriple = tuple[Positive, Positive, Positive]
 
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -29,8 +55,8 @@ class Section(BaseModel):
 class Duration(Section):
     """A stretch of training, in epochs or in steps."""
 
-    epochs: PositiveFloat | None = None
-    steps: PositiveInt | None = None
+    epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
+    steps: Annotated[int, Field(gt=0, le=MAX_UPDATES)] | None = None
 
     @model_validator(mode="after")
     def _one_unit(self) -> Self:
@@ -46,16 +72,16 @@ class Data(Section):
     """`folder`: images or tar shards under --data. `digits`: scikit-learn's 1,797 handwritten
     digits, embedded. `synthetic`: made up, for trying a recipe without its data."""
 
-    classes: Annotated[int, Field(ge=2)]
-    """Number of classes; the folder must have exactly these."""
+    classes: Annotated[int, Field(ge=2, le=100_000)]
+    """Number of classes; the folder must have exactly these. ImageNet-21k has 21,841."""
 
-    train_samples: PositiveInt
+    train_samples: Samples
     """Number of training images; the folder must have exactly these."""
 
-    val_samples: PositiveInt
+    val_samples: Samples
     """Number of validation images; the folder must have exactly these."""
 
-    image_size: PositiveInt
+    image_size: Annotated[int, Field(gt=0, le=MAX_SIDE)]
     """Side of the square the model sees, in pixels."""
 
     mean: Triple = (0.485, 0.456, 0.406)
@@ -68,13 +94,13 @@ class Data(Section):
     """Random crop while training: smallest and largest part of the image's area
     (Inception crop, arXiv:1409.4842); null shows the whole image."""
 
-    crop_aspect: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
+    crop_aspect: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
     """Random crop while training: narrowest and widest shape, width over height."""
 
     flip: bool
     """Mirror half of the training images left to right."""
 
-    eval_resize: PositiveInt | None
+    eval_resize: Annotated[int, Field(gt=0, le=2 * MAX_SIDE)] | None
     """Clean images (validation, polishing): the short side is resized to this, then the centre
     of image_size is cut out; null shows the whole image."""
 
@@ -97,14 +123,14 @@ class Data(Section):
 class Affine(Duration):
     """More updates after the schedule, of BatchNorm's scales and shifts and of the classifier."""
 
-    lr: PositiveFloat
+    lr: Positive
     """The rate of the first of them; it falls to zero along half a cosine."""
 
 
 class Statistics(Section):
     """The forward-only pass that measures BatchNorm's means and variances exactly."""
 
-    samples: PositiveInt
+    samples: Samples
     """How many clean training images are measured."""
 
     sequential: bool = False
@@ -141,7 +167,7 @@ class Polish(Section):
     than before it, and one whose loss stops being a number. `always`: keep what every stage did;
     such a loss then ends the run."""
 
-    held_out: PositiveInt | None = None
+    held_out: Samples | None = None
     """For keep: better, how many training images, chosen by the seed, no stage is trained or
     measured on. Validation images never decide."""
 
@@ -186,7 +212,7 @@ class ConstantGroups(Groups):
 
     kind: Literal["constant"]
 
-    tensors: PositiveInt
+    tensors: Annotated[int, Field(gt=0, le=1_000_000)]
     """How many."""
 
 
@@ -195,7 +221,7 @@ class GroupsByBytes(Groups):
 
     kind: Literal["bytes"]
 
-    megabytes: PositiveFloat
+    megabytes: Positive
     """A group is complete when it has at least this many million bytes of fp32 gradients, whatever
     they are sent as."""
 
@@ -203,14 +229,14 @@ class GroupsByBytes(Groups):
 class Checkpoints(Section):
     """When a run saves, besides after every evaluation and stage, and what it keeps."""
 
-    every_steps: PositiveInt | None = None
-    every_minutes: PositiveFloat | None = 10.0
+    every_steps: Updates | None = None
+    every_minutes: Positive | None = 10.0
     """Optimizer updates, and time, after which another checkpoint is due; null: none for that."""
 
-    keep_last: PositiveInt = 2
+    keep_last: Updates = 2
     """The newest ones that stay on the disk; the one of the best evaluation stays besides."""
 
-    keep_every: PositiveInt | None = None
+    keep_every: Updates | None = None
     """Those after a multiple of so many updates stay too."""
 
     on_error: Literal["stop", "continue"] = "stop"
@@ -220,7 +246,7 @@ class Checkpoints(Section):
 class Execution(Section):
     """The machine: what changes no number of a run. A resumed run may change it."""
 
-    device_batch: PositiveInt | None = None
+    device_batch: Batch | None = None
     """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides
     its share of the global batch."""
 
@@ -240,7 +266,7 @@ class Execution(Section):
 
     checkpoints: Checkpoints = Checkpoints()
 
-    compare_every: PositiveInt | None = 100
+    compare_every: Updates | None = 100
     """Updates between comparisons of the workers' weights, which must be the same bits; null: they
     are never compared."""
 

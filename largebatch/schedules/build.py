@@ -154,7 +154,9 @@ def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[i
         assert piece.length is not None
         epochs += piece.length.epochs or 0.0
         steps += piece.length.steps or 0
-        boundaries.append(steps + (stretch.steps_in(Duration(epochs=epochs)) if epochs else 0))
+        boundaries.append(
+            steps + (stretch.steps_in(Duration.model_construct(epochs=epochs)) if epochs else 0)
+        )
     return boundaries
 
 

@@ -76,7 +76,7 @@ def test_the_sections_are_listed_each_with_a_description() -> None:
     ("key", "shown"),
     [
         ("optimizer.convention", "scaled-momentum"),
-        ("polish.statistics.samples", "integer > 0, required"),
+        ("polish.statistics.samples", "integer > 0 and <= 33,554,432, required"),
         ("data.mean", "data.mean: [number, number, number], default [0.485"),
         ("tracking", "tracking: list of wandb, default []"),
         ("optimizer.momentum", "(kind: lars, sgd): number >= 0 and < 1, default 0.9"),

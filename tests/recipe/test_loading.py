@@ -116,7 +116,7 @@ def test_the_message_says_what_is_wrong(overrides: list[str], message: str) -> N
         ("a: [1\n", "recipe:2: expected ',' or ']'"),
         ("? [1]\n: 2\n", "recipe:1: key [1] is not a word"),
         ("a: &a {b: 1}\nc: {<<: *a}\n", "recipe:2: write << out"),
-        ("a: &a [*a]\n", "recipe: a section contains itself"),
+        ("a: &a [*a]\n", "or a section contains itself"),
         ("1: 2\n", "recipe:1: key 1 is not a word"),
         ("a: !!python/object:os.system 1\n", "could not determine a constructor"),
     ],
