@@ -1,0 +1,361 @@
+"""Runs that are disturbed at random until they end: what is lost, and what it costs.
+
+    python benchmarks/soak.py [--faults 200] [--seed 0] [--only serial torch horovod]
+
+A run of 40 updates on the digits, polished at its end, on 1 to 4 workers, is started by one command
+with `--resume auto`, again and again, until it has finished. Meanwhile faults come at random times:
+
+    kill      SIGKILL of any one of its processes
+    suspend   SIGSTOP of any one of them for two seconds
+    signal    SIGTERM, SIGINT, SIGUSR1 or SIGHUP to the first process or to all of them
+    no room   no file can grow any more (a limit on the size of files)
+    tracker   Weights & Biases is asked for, with a key, and cannot be reached
+    damage    one bit of the newest checkpoint is flipped, or its end is missing
+    vanished  the newest checkpoint is gone
+
+At the end weights, statistics and every record of an update must be those of a run with as many
+workers that nothing disturbed, bit by bit. The result holds the faults by kind, the updates that
+were computed again, and the effective training time ratio (arXiv:2410.21680): the time of the
+updates that counted over all the time. Starting a process takes seconds here and an update a tenth
+of one, so that ratio is far below that of a real run; what it is good for is comparison.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measuring import circumstances, today, write
+
+from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.training.checkpoint import load_checkpoint
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
+CHANGES = (
+    *("model={name: cifar_resnet8}", "data.image_size=32", "duration={steps: 40}"),
+    *(
+        "schedule.warmup={steps: 5}",
+        "evaluation.every_epochs=1",
+        "execution.checkpoints.every_steps=4",
+    ),
+    "polish={clean: {steps: 5}, ema: 0.5, statistics: {samples: 480}}",
+)
+KINDS = ("kill", "suspend", "signal", "no room", "tracker", "damage", "vanished")
+BETWEEN = ("damage", "vanished")
+"""These come while no process runs."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+HANG_SECONDS = 300
+LEAVE_SECONDS = 20
+"""How long processes have to leave after the first one has ended."""
+
+
+class Setting(NamedTuple):
+    """How a run is started."""
+
+    backend: str
+    workers: int
+
+
+SETTINGS = (
+    *[Setting("serial", 1)] * 5,
+    *[Setting("torch", workers) for workers in (2, 3, 4)],
+    Setting("horovod", 2),
+)
+
+
+@dataclass
+class Round:
+    """One run from its first start to its end."""
+
+    setting: Setting
+    faults: list[tuple[str, float]] = field(default_factory=list)
+    """Each with the seconds since the run began."""
+
+    attempts: list[tuple[float, float, int]] = field(default_factory=list)
+    """Begin, end and exit code of each start."""
+
+    recomputed: int = 0
+    productive_seconds: float = 0.0
+    orphans: int = 0
+    problem: str | None = None
+
+
+def main() -> None:
+    """Disturb runs until so many faults have happened; write the result and its figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=["serial", "torch", "horovod"])
+    parser.add_argument("--out", type=Path, help="write the result to this file alone")
+    args = parser.parse_args()
+    settings = [setting for setting in SETTINGS if setting.backend in args.only]
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        rounds = soak(settings, args.faults, random.Random(args.seed), Path(name))
+    result = summarize(rounds)
+    command = f"python benchmarks/soak.py --faults {args.faults} --seed {args.seed}"
+    if args.out is not None:
+        args.out.write_text(json.dumps({**circumstances(command), **result}), encoding="utf-8")
+    else:
+        path = write("soak", command, result)
+        save_png(
+            path.with_suffix(".png"),
+            lambda figure: draw(figure, result),
+            size=(640, 60 + 11 * len(rounds)),
+            pixels=1600,
+        )
+    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=2))
+    sys.exit(any(each.problem for each in rounds))
+
+
+def soak(
+    settings: list[Setting], num_faults: int, draw_from: random.Random, folder: Path
+) -> list[Round]:
+    """Disturb one run after another."""
+    expected = {}
+    for setting in dict.fromkeys(settings):
+        own = folder / f"{setting.backend}-{setting.workers}"
+        begun = time.monotonic()
+        code = start(own, setting, tracker=False).wait(HANG_SECONDS)
+        assert code == 0, f"the undisturbed run on {setting} ended with {code}"
+        expected[setting] = (own, time.monotonic() - begun)
+    rounds: list[Round] = []
+    done = 0
+    while done < num_faults:
+        setting = draw_from.choice(settings)
+        most = min(num_faults - done, 12 if setting.workers == 1 else 4)
+        kinds = draw_from.choices(KINDS, k=most)
+        out = folder / f"round-{len(rounds)}"
+        rounds.append(disturb(out, setting, kinds, draw_from, seconds=expected[setting][1]))
+        rounds[-1].problem = rounds[-1].problem or difference(out, expected[setting][0])
+        rounds[-1].recomputed, rounds[-1].productive_seconds = cost(out)
+        done += len(rounds[-1].faults)
+        shutil.rmtree(out)
+        print(f"{done} of {num_faults} faults: {rounds[-1]}", flush=True)
+    return rounds
+
+
+def disturb(
+    out: Path, setting: Setting, kinds: list[str], draw_from: random.Random, *, seconds: float
+) -> Round:
+    """Start a run again and again, with a fault each time, until it has finished."""
+    found = Round(setting)
+    begun = time.monotonic()
+    left = list(kinds)
+    while len(found.attempts) < 3 * len(kinds) + 3:
+        while left and left[0] in BETWEEN:
+            if spoil(out, left.pop(0), draw_from) and found.attempts:
+                found.faults.append((kinds[len(kinds) - len(left) - 1], time.monotonic() - begun))
+        kind = left.pop(0) if left else None
+        started = time.monotonic()
+        process = start(out, setting, tracker=kind == "tracker")
+        delay = draw_from.uniform(0.2, 1.0) * seconds
+        if kind is not None and inject_later(kind, process, draw_from, delay=delay):
+            found.faults.append((kind, time.monotonic() - begun))
+        try:
+            code = process.wait(HANG_SECONDS)
+        except subprocess.TimeoutExpired:
+            found.problem = f"hung after {kind}"
+            code = -signal.SIGKILL
+        found.orphans += end_session(process.pid, hung=found.problem is not None)
+        found.attempts.append((started - begun, time.monotonic() - begun, code))
+        if code == 0 or found.problem:
+            return found
+    found.problem = "never finished"
+    return found
+
+
+def start(out: Path, setting: Setting, *, tracker: bool) -> "subprocess.Popen[bytes]":
+    """Start the one command of a run in a session of its own."""
+    words = [*("--workers", str(setting.workers)), *("--timeout", "60")]
+    if setting.workers > 1:
+        words += ["--backend", setting.backend]
+    changes = [*CHANGES, *["tracking=[wandb]"] * tracker]
+    sets = [word for change in changes for word in ("--set", change)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    if tracker:
+        environment |= {
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_BASE_URL": "http://127.0.0.1:9",
+            "WANDB_INIT_TIMEOUT": "5",
+        }
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "largebatch", "train", str(RECIPE), *sets, *words),
+            *("--out", str(out), "--resume", "auto"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def members(session: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def inject_later(
+    kind: str, process: "subprocess.Popen[bytes]", draw_from: random.Random, *, delay: float
+) -> bool:
+    """Do a fault to a run after a while, unless it has ended; return whether it was done."""
+    if kind == "tracker":
+        return True  # it is there from the start
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(delay)
+    return process.poll() is None and inject(kind, process.pid, draw_from)
+
+
+def inject(kind: str, session: int, draw_from: random.Random) -> bool:
+    """Do a fault to a run; return whether there was anything to do it to."""
+    processes = members(session)
+    if not processes:
+        return False
+    victim = draw_from.choice(processes)
+    number = draw_from.choice(SIGNALS)
+    everyone = draw_from.random() < 0.5
+    with suppress(ProcessLookupError):
+        match kind:
+            case "kill":
+                os.kill(victim, signal.SIGKILL)
+            case "suspend":
+                os.kill(victim, signal.SIGSTOP)
+                time.sleep(2)
+                os.kill(victim, signal.SIGCONT)
+            case "signal":
+                os.killpg(session, number) if everyone else os.kill(session, number)
+            case "no room":
+                for process in processes:
+                    with suppress(ProcessLookupError):
+                        resource.prlimit(process, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    return True
+
+
+def spoil(out: Path, kind: str, draw_from: random.Random) -> bool:
+    """Damage or remove the newest checkpoint; return whether there was one."""
+    newest = max((out / "checkpoints").glob("step-*"), default=None)
+    if newest is None:
+        return False
+    if kind == "vanished":
+        newest.unlink()
+        return True
+    content = bytearray(newest.read_bytes())
+    if draw_from.random() < 0.5:
+        content[draw_from.randrange(len(content))] ^= 1 << draw_from.randrange(8)
+    else:
+        del content[draw_from.randrange(len(content)) :]
+    newest.write_bytes(content)
+    return True
+
+
+def end_session(session: int, *, hung: bool) -> int:
+    """Wait until all processes of a run have left; kill and count those that have not."""
+    deadline = time.monotonic() + (0 if hung else LEAVE_SECONDS)
+    while members(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = members(session)
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return 0 if hung else len(left)
+
+
+def difference(ours: Path, expected: Path) -> str | None:
+    """Return what differs from the undisturbed run, None if nothing does."""
+    states = [load_checkpoint(max((f / "checkpoints").iterdir())).state for f in (ours, expected)]
+    for name, tensor in states[1]["model"].items():
+        if not torch.equal(states[0]["model"][name], tensor):
+            return f"{name} differs"
+    if updates(ours)[0] != updates(expected)[0]:
+        return "the record of the updates differs"
+    summaries = [json.loads((f / "summary.json").read_text()) for f in (ours, expected)]
+    for key in ("status", "steps", "samples", "top1", "top5", "loss"):
+        if summaries[0][key] != summaries[1][key]:
+            return f"summary.json: {key} differs"
+    return None
+
+
+def updates(out: Path) -> tuple[dict[int, float], list[dict[str, Any]]]:
+    """Return the loss of each update by its step, and all records of updates."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "step"]
+    return {record["step"]: record["loss"] for record in steps}, steps
+
+
+def cost(out: Path) -> tuple[int, float]:
+    """Return how many updates were computed again, and the seconds of those that counted."""
+    losses, steps = updates(out)
+    seconds = {record["step"]: record["step_seconds"] for record in steps}
+    return len(steps) - len(losses), sum(seconds.values())
+
+
+def summarize(rounds: list[Round]) -> dict[str, Any]:
+    """Return the result in numbers."""
+    total = sum(each.attempts[-1][1] for each in rounds)
+    return {
+        "date": today(),
+        "faults": sum(len(each.faults) for each in rounds),
+        "by_kind": dict(Counter(kind for each in rounds for kind, _ in each.faults)),
+        "runs": len(rounds),
+        "starts": sum(len(each.attempts) for each in rounds),
+        "exit_codes": dict(Counter(str(code) for each in rounds for *_, code in each.attempts)),
+        "lost": [each.problem for each in rounds if each.problem],
+        "orphans": sum(each.orphans for each in rounds),
+        "updates_computed_again": sum(each.recomputed for each in rounds),
+        "effective_training_time_ratio": sum(r.productive_seconds for r in rounds) / total,
+        "seconds": total,
+        "rounds": [asdict(each) for each in rounds],
+    }
+
+
+def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplotlib's
+    """Draw every run as a line of its starts, with its faults."""
+    axes = figure.subplots()
+    colours = dict(zip(KINDS, [*COLOURS.values(), "#7b4ab5", INK], strict=True))
+    for row, each in enumerate(result["rounds"]):
+        for begin, end, code in each["attempts"]:
+            shade = COLOURS["statistics"] if code == 0 else MUTED
+            axes.barh(row, end - begin, left=begin, height=0.5, color=shade, alpha=0.35)
+        for kind, at in each["faults"]:
+            axes.plot(at, row, "o", color=colours[kind], markersize=3.5)
+    for kind, number in result["by_kind"].items():
+        axes.plot([], [], "o", color=colours[kind], markersize=3.5, label=f"{kind}: {number}")
+    axes.set_yticks(
+        range(len(result["rounds"])),
+        [f"{each['setting'][0]} x {each['setting'][1]}" for each in result["rounds"]],
+        fontsize=6,
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the run began; green: the start that finished")
+    axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=7, frameon=False)
+    axes.set_title(
+        f"{result['faults']} faults in {result['runs']} runs, {len(result['lost'])} lost; "
+        f"effective training time ratio {result['effective_training_time_ratio']:.2f}",
+        loc="left",
+        pad=34,
+        fontsize=9,
+    )
+
+
+if __name__ == "__main__":
+    main()
