@@ -270,12 +270,14 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
 
 
 def _require_finite(state: Mapping[str, Any]) -> None:
-    bad: list[str] = []
+    """Raise ValueError for what would spoil the run; a stage with a snapshot may be rolled back."""
     tensors: dict[str, Tensor] = {}
-    _plain(state, tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            bad.append(name.lstrip("/"))
+    _plain(state["snapshot"] or state, tensors)
+    bad = [
+        name.lstrip("/")
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
     if bad:
         raise ValueError(f"{bad[0]} holds values that are not finite ({len(bad)} tensors in all)")
 
