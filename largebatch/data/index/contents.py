@@ -69,8 +69,9 @@ def _has_shape(value: object, shape: object) -> bool:
     if isinstance(shape, list):
         return isinstance(value, list) and all(_has_shape(each, shape[0]) for each in value)
     if isinstance(shape, tuple):
-        whole = isinstance(value, list) and len(value) == len(shape)
-        return whole and all(map(_has_shape, value, shape))  # type: ignore[arg-type]  # a list
+        if not isinstance(value, list) or len(value) != len(shape):
+            return False
+        return all(map(_has_shape, value, shape))
     if type(value) is int:
         return shape is int and abs(value) < 2**63
     # Half a character is a ValueError.

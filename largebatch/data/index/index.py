@@ -153,7 +153,7 @@ def find_stored(root: Path, split: str) -> Iterator[Content]:
 
     One beside the images may be: where nothing can be written there, a newer one is elsewhere.
     """
-    for place in _places(root, split):
+    for place in places(root, split):
         try:
             content = load_file(place)
         except (OSError, ValueError):
@@ -193,7 +193,7 @@ def make(
     nowhere if that cannot be written to either.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
-    for place in _places(root, split):
+    for place in places(root, split):
         with contextlib.suppress(OSError, ValueError):
             write_whole(place, pack(content.header, content.arrays))
             return load_file(place)
@@ -266,6 +266,6 @@ def _read(
     return content
 
 
-def _places(root: Path, split: str) -> tuple[Path, Path]:
+def places(root: Path, split: str) -> tuple[Path, Path]:
     """Return where the index of a split may be stored, the best first."""
     return root / f".largebatch-{split}.index", cached_at(root, split)
