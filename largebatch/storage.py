@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self, TypeVar
 
 import platformdirs
 
@@ -116,6 +116,38 @@ def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
         sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
         found = checksum(chain([begin], map(file.read, sizes)))
         return found == file.read()
+
+
+class Mapped(NamedTuple):
+    """A file that is mapped into memory, as it was then.
+
+    Who touches what was cut off is killed by the system without a word, so this is asked before.
+    """
+
+    path: Path
+    inode: tuple[int, int]
+    length: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """Note what a file is now; None: it is gone, and stays mapped whole."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls(path, (found.st_dev, found.st_ino), found.st_size)
+
+    def require_whole(self) -> None:
+        """Raise DataError if the file is shorter now; one that was replaced stays mapped whole."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return
+        if (found.st_dev, found.st_ino) == self.inode and found.st_size < self.length:
+            raise DataError(
+                f"{self.path}: it has {found.st_size:,} of its {self.length:,} bytes: it was cut "
+                "off while it was used; start again, and it is made anew"
+            )
 
 
 def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:

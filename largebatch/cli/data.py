@@ -35,6 +35,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     index.add_argument("folder", type=Path, metavar="DIR")
     index.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
 
+    verified = command("verify", _verify, "read every image of DIR and compare it with a checksum")
+    verified.add_argument("folder", type=Path, metavar="DIR")
+    verified.add_argument("--write", action="store_true", help="note the checksums first")
+
     pack = command("pack", _pack, "copy the images of DIR into WebDataset tar shards")
     pack.add_argument("folder", type=Path, metavar="DIR")
     _add_output(pack)
@@ -91,6 +95,29 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
         f"{len(val)} validation images, "
         f"{f'{left_out} bad ones left out' if left_out else 'all readable'}"
     )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from largebatch.data.index.index import index_of, open_content
+    from largebatch.data.index.verify import differing, note
+
+    wrong, total = 0, 0
+    for split in SPLITS:
+        index = index_of(open_content(args.folder, split, every_file=True), args.folder)
+        with _progress(split) as progress:
+            if args.write:
+                where = note(index, split, progress=progress)
+                print(printable(f"{split}: the checksums of {len(index)} images ({where})"))
+                continue
+            lines = differing(index, split, progress=progress)
+        print(printable("\n".join([*lines, f"{split}: {len(lines)} of {len(index)} differ"])))
+        wrong, total = wrong + len(lines), total + len(index)
+    if wrong:
+        raise DataError(
+            f"{args.folder}: {wrong} of {total} images, listed above, are not what they were when "
+            "their checksums were noted; restore them"
+        )
+    return 0
 
 
 def _describe(content: "Content") -> str:

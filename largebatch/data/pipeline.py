@@ -75,6 +75,7 @@ class Pipeline:
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Ask for what training shows at these positions of the run."""
+        self.train_index.require_whole()
         data, seed = self.recipe.data, self.recipe.seed
         if clean:
             return self.clean_request(self.train_index, self._samples(positions))
@@ -89,6 +90,7 @@ class Pipeline:
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
         """Ask for these samples as validation shows them."""
+        index.require_whole()
         data = self.recipe.data
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
 

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 
+from largebatch.data.index.build import MAX_BYTES
 from largebatch.data.index.folder import is_image, visible
 from largebatch.data.index.shards import CHUNK, has_bytes, kind_of, members
 from largebatch.errors import DataError
@@ -32,15 +33,24 @@ from largebatch.errors import DataError
 ZIP = b"PK"
 """What a zip begins with."""
 
-MAX_BYTES = 2**29
-"""That a file of a zip may have unpacked: twice those of the most pixels that Pillow takes."""
-
 COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
 """What unpacks a file that begins so."""
+
+MAX_PATH = 4096
+"""Bytes of the path that a link leads to, as in Linux."""
+
+MAX_RATIO = 100
+"""Of the bytes of an archive unpacked over those packed; images hardly get shorter."""
+
+ALWAYS = 2**28
+"""Bytes that any archive may unpack to, however short it is."""
+
+MAX_TARS = 4
+"""Tars that may lie in each other; ImageNet's are two."""
 
 P = TypeVar("P")
 
@@ -151,6 +161,12 @@ class _Listing(Generic[P]):
         return self._places
 
     def _new(self, path: str) -> str:
+        if "\0" in path:
+            shown = repr(path.lstrip("/"))
+            raise DataError(
+                f"{self._archive}: {shown} is no name for a file, which ends at a NUL; "
+                f"{self._unpack('rename it')}"
+            )
         name = _clean(path)
         if is_image(_last(name)) and (name in self._places or name in self._links):
             raise DataError(
@@ -177,13 +193,26 @@ def _beside(path: str, target: str) -> str:
     return posixpath.join(posixpath.dirname(path), target)
 
 
+def _require_no_bomb(archive: Path, unpacked: int) -> None:
+    """Raise DataError if an archive gets far longer unpacked than images do."""
+    packed = archive.stat().st_size
+    if unpacked > max(ALWAYS, MAX_RATIO * packed):
+        raise DataError(
+            f"{archive}: {packed:,} bytes would be more than {unpacked - 1:,} unpacked, and images "
+            "hardly get shorter when they are packed: this looks like an attack (a decompression "
+            "bomb); if it is none, unpack the archive and import the folder"
+        )
+
+
 def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
+    _require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
     listing = _Listing[zipfile.ZipInfo](archive)
     for info in file.infolist():
+        name = info.orig_filename if "\0" in info.orig_filename else info.filename
         if stat.S_ISLNK(info.external_attr >> 16):  # where Unix keeps the kind of file
-            listing.add_link(info.filename, _beside(info.filename, os.fsdecode(file.read(info))))
-        elif not info.filename.endswith("/"):
-            listing.add(info.filename, info)
+            listing.add_link(name, _beside(name, _target(file, info)))
+        elif not name.endswith("/"):
+            listing.add(name, info)
     places = listing.places()
 
     def read(name: str) -> bytes:
@@ -193,6 +222,12 @@ def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
         return file.read(places[name])
 
     return Files(archive, list(places), read)
+
+
+def _target(file: zipfile.ZipFile, link: zipfile.ZipInfo) -> str:
+    if link.file_size > MAX_PATH:
+        raise ValueError(f"{link.filename} is a link of {link.file_size:,} bytes")
+    return os.fsdecode(file.read(link))
 
 
 def _of_tar(archive: Path, file: IO[bytes]) -> Files:
@@ -209,7 +244,9 @@ def _of_tar(archive: Path, file: IO[bytes]) -> Files:
     return Files(archive, list(places), read)
 
 
-def _add_tar(listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, folder: str) -> None:
+def _add_tar(
+    listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, folder: str, *, depth: int = 1
+) -> None:
     """List the tar that lies from where `file` stands up to `end`, as what is in a folder."""
     for member in members(file, end):
         path = f"{folder}/{member.name}"
@@ -222,13 +259,26 @@ def _add_tar(listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, fold
         elif not has_bytes(member):
             listing.refuse(path.lstrip("/"), kind_of(member))
         elif path.endswith(".tar"):
-            file.seek(member.offset_data)
-            try:
-                _add_tar(listing, file, member.offset_data + member.size, path[:-4])
-            except tarfile.ReadError as error:
-                raise tarfile.ReadError(f"{path.lstrip('/')} in it: {error}") from None
+            _add_tar_in_tar(listing, file, member, path, depth=depth + 1)
         else:
             listing.add(path, (member.offset_data, member.size))
+
+
+def _add_tar_in_tar(
+    listing: _Listing[tuple[int, int]],
+    file: IO[bytes],
+    member: tarfile.TarInfo,
+    path: str,
+    *,
+    depth: int,
+) -> None:
+    if depth > MAX_TARS:
+        raise tarfile.ReadError(f"more than {MAX_TARS} tars lie in each other")
+    file.seek(member.offset_data)
+    try:
+        _add_tar(listing, file, member.offset_data + member.size, path[:-4], depth=depth)
+    except tarfile.ReadError as error:
+        raise tarfile.ReadError(f"{path.lstrip('/')} in it: {error}") from None
 
 
 @contextmanager
@@ -239,6 +289,7 @@ def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[by
         raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
     with raw:  # nothing is kept back, which closing would fail to write once more
         while chunk := packed.read(CHUNK):
+            _require_no_bomb(archive, raw.tell() + len(chunk))
             with unpacking(archive, scratch):
                 while chunk:
                     chunk = chunk[raw.write(chunk) :]

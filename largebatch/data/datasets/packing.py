@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 from largebatch.data.decoders.reader import read
-from largebatch.data.index.folder import CLASSES
+from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.index import Index, check_same_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL
 from largebatch.errors import DataError
@@ -66,7 +66,7 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
 
 def write_shards(data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress) -> None:
     """Write a data set into a new folder, which is there whole in the end or not at all."""
-    broken = [name for name in data_set.classes if not name or name.splitlines() != [name]]
+    broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
         raise DataError(
             f"{broken[0]!r} is no name for a class: {CLASSES} has one a line; rename it"

@@ -41,6 +41,7 @@ def decode(
     """Return one batch for each request, in order; the threads end when it ends or is closed."""
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
+        cache.require_whole()
         rows = (slice(first, first + EACH) for first in range(0, len(request.samples), EACH))
         parts = [Part(r, partial(_fill, cache, request, r, view.interpolation)) for r in rows]
         return cache.index.labels[request.samples], parts
@@ -75,6 +76,7 @@ def _fill(
 
 def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tensor]:
     """Copy the pixels to a device; raise DataError if they do not fit."""
+    on_host.require_whole()
     try:
         pixels = torch.from_numpy(on_host.pixels).to(device)
     except torch.OutOfMemoryError:

@@ -30,7 +30,14 @@ from largebatch.data.index.index import Index
 from largebatch.data.types import Bytes, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError
-from largebatch.storage import CHECKSUM_BYTES, checksum, is_undamaged, user_cache, whole_file
+from largebatch.storage import (
+    CHECKSUM_BYTES,
+    Mapped,
+    checksum,
+    is_undamaged,
+    user_cache,
+    whole_file,
+)
 
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 
@@ -59,6 +66,14 @@ class PixelCache(Generic[Pixels]):
     alike: Pixels | None
     """The same bytes as N x H x W x 3 where all images have one size."""
 
+    mapped: Mapped | None = None
+    """The file that the pixels are mapped from; None: they are on a device."""
+
+    def require_whole(self) -> None:
+        """Raise DataError if the file that the pixels are mapped from was cut off."""
+        if self.mapped is not None:
+            self.mapped.require_whole()
+
     def part(self, sample: int, box: list[int]) -> Pixels:
         """Return the box of an image, H x W x 3, without copying."""
         top, left, height, width = box
@@ -70,13 +85,14 @@ class PixelCache(Generic[Pixels]):
         return whole[top : top + height, left : left + width]
 
 
-def make_cache(index: Index, pixels: Pixels, starts: IntArray) -> PixelCache[Pixels]:
+def make_cache(
+    index: Index, pixels: Pixels, starts: IntArray, *, mapped: Mapped | None = None
+) -> PixelCache[Pixels]:
     """Put together what a `PixelCache` holds."""
     high, wide = int(index.heights[0]), int(index.widths[0])
     one_size = bool((index.heights == high).all() and (index.widths == wide).all())
-    return PixelCache(
-        index, pixels, starts, pixels.reshape(-1, high, wide, 3) if one_size else None
-    )
+    alike = pixels.reshape(-1, high, wide, 3) if one_size else None
+    return PixelCache(index, pixels, starts, alike, mapped)
 
 
 def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[Bytes]:
@@ -101,9 +117,16 @@ def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[By
             _remove_unused(path.parent)
             _write(path, index, threads)
         backend.barrier()
-    # Mapped as private, since torch warns of bytes that are read-only; nothing writes to them.
-    pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
-    return make_cache(index, pixels, starts)
+    try:
+        mapped = Mapped.of(path)
+        # Mapped as private, since torch warns of bytes that are read-only; nothing writes to them.
+        pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
+    except (OSError, ValueError) as error:  # it is gone, or shorter
+        raise DataError(
+            f"{path}: {total:,} bytes of decoded images cannot be mapped from it ({error}); start "
+            "again, and it is made anew"
+        ) from None
+    return make_cache(index, pixels, starts, mapped=mapped)
 
 
 def _place(index: Index) -> Path:

@@ -46,6 +46,9 @@ OTHER_FORMATS = ("BMP", "PPM", "TIFF", "WEBP")
 MAX_SIDE = 32_768
 """Wider or higher images are refused: hardware decoders have limits of this order."""
 
+MAX_BYTES = 2**29
+"""Of an encoded image: twice those of the most pixels that Pillow takes."""
+
 HEAD, TAIL = 4096, 64
 """How many bytes are read from either end; of longer headers, MAX_HEADER."""
 
@@ -76,6 +79,8 @@ def measure(read: Read, num_bytes: int) -> Size:
     """Return the size of an encoded image of this length, or raise BadImageError."""
     if num_bytes == 0:
         raise BadImageError("the file is empty")
+    if num_bytes > MAX_BYTES:
+        raise BadImageError(f"it has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}")
     start = read(0, len(PNG))
     if start.startswith(JPEG):
         return _jpeg(read, num_bytes)

@@ -26,6 +26,9 @@ FORMAT = 4
 """Of an index file; one of another format is not used."""
 
 HEADER = "header"
+MAX_HEADER = 2**27
+"""Bytes of a header: it lists the images that cannot be used, of which a million are that many."""
+
 CHECKSUM = "~crc32"
 """Of all that comes before it in the file: safetensors puts bytes last, in the order of names."""
 
@@ -57,6 +60,8 @@ def open_mapped(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
             return _divide({name: file.get_tensor(name).numpy() for name in file.keys()})  # noqa: SIM118 -- no dict
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path}: no index ({error})") from None
+    except (TypeError, RecursionError, RuntimeError) as error:  # types that NumPy lacks, brackets
+        raise ValueError(f"{path}: no index ({error})") from None
 
 
 def _divide(
@@ -64,7 +69,12 @@ def _divide(
 ) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Separate header and arrays."""
     del tensors[CHECKSUM]
-    header = json.loads(tensors.pop(HEADER).tobytes())
+    text = tensors.pop(HEADER)
+    if text.nbytes > MAX_HEADER:
+        raise ValueError(f"its header has {text.nbytes:,} bytes, expected at most {MAX_HEADER:,}")
+    header = json.loads(text.tobytes())
+    if not isinstance(header, dict):
+        raise ValueError("its header is no mapping")  # noqa: TRY004 -- of a file
     for array in tensors.values():
         array.flags.writeable = False
     return header, tensors

@@ -136,18 +136,28 @@ def read_classes(root: Path) -> tuple[str, ...]:
     """Return the names of the classes of shards."""
     path = root / CLASSES
     try:
-        names = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines())
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; beside shards it gives the names of the classes, one a "
             f"line, in the order of their labels"
         ) from None
-    if not names or len(set(names)) < len(names) or "" in names:
+    names = tuple(text.removesuffix("\n").split("\n"))
+    if len(set(names)) < len(names) or not all(map(is_class_name, names)):
         raise DataError(
             f"{path}: expected one different name a line, in the order of the labels; found "
             f"{shorten(names)}"
         )
     return names
+
+
+def is_class_name(name: str) -> bool:
+    r"""Return whether a line of CLASSES can hold this name, and every reader sees where it ends.
+
+    >>> [is_class_name(name) for name in ("cat", "", "c\0at", "c\nat", "c\x0bat")]
+    [True, False, False, False, False]
+    """
+    return name.splitlines() == [name] and "\0" not in name
 
 
 def is_image(name: str) -> bool:

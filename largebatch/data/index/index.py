@@ -16,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.data.index.build import build
+from largebatch.data.index.contents import fault_in
 from largebatch.data.index.file import FORMAT, Bad, Content, open_mapped, pack, paths
 from largebatch.data.index.folder import difference, scan
 from largebatch.data.types import IntArray
 from largebatch.errors import DataError, shorten
-from largebatch.storage import Progress, user_cache, write_whole
+from largebatch.storage import Mapped, Progress, user_cache, write_whole
 
 
 class Location(NamedTuple):
@@ -69,6 +70,9 @@ class Index:
     trained: IntArray | None = None
     """The samples that a run may train on, rising; None: all of them."""
 
+    mapped: Mapped | None = None
+    """The file that the columns are mapped from; None: they are in this process's memory."""
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -76,6 +80,11 @@ class Index:
     def identity(self) -> dict[str, object]:
         """How many images there are, and the digest, as in a record; None: they are made up."""
         return {"samples": len(self), "digest": self.digest or None}
+
+    def require_whole(self) -> None:
+        """Raise DataError if the file that the columns are mapped from was cut off."""
+        if self.mapped is not None:
+            self.mapped.require_whole()
 
     def locate(self, sample: int) -> Location:
         """Return the file that holds a sample, and which bytes of it are the encoded image."""
@@ -144,20 +153,35 @@ def find_stored(root: Path, split: str) -> Iterator[Content]:
 
     One beside the images may be: where nothing can be written there, a newer one is elsewhere.
     """
-    for place in _places(root, split):
+    for place in places(root, split):
         try:
             content = load_file(place)
         except (OSError, ValueError):
             continue
+        if content.header["split"] != split:
+            raise _foreign(place, f"it is of {content.header['split']}, expected {split}")
         yield content
 
 
 def load_file(file: Path) -> Content:
-    """Map a stored index; raise OSError or ValueError where no whole one of this format is."""
+    """Map a stored index; raise OSError or ValueError where no whole one of this format is.
+
+    Raises DataError where there is one that this program cannot have written.
+    """
     content = Content(*open_mapped(file), file)
-    if content.header["format"] != FORMAT:
-        raise ValueError(f"index format {content.header['format']}, expected {FORMAT}")
+    if content.header.get("format") != FORMAT:
+        raise ValueError(f"index format {content.header.get('format')}, expected {FORMAT}")
+    fault = fault_in(content.header, content.arrays)
+    if fault is not None:
+        raise _foreign(file, fault)
     return content
+
+
+def _foreign(file: Path, fault: str) -> DataError:
+    return DataError(
+        f"{file}: its checksum is right and its contents are not those of an index ({fault}); it "
+        "was not written by this program: remove it, and it is made anew"
+    )
 
 
 def make(
@@ -169,7 +193,7 @@ def make(
     nowhere if that cannot be written to either.
     """
     content = _read(root, split, drop_bad=drop_bad, progress=progress)
-    for place in _places(root, split):
+    for place in places(root, split):
         with contextlib.suppress(OSError, ValueError):
             write_whole(place, pack(content.header, content.arrays))
             return load_file(place)
@@ -199,6 +223,7 @@ def index_of(content: Content, root: Path) -> Index:
         mtimes=arrays.get("mtimes"),
         bad=content.bad,
         digest=header["digest"],
+        mapped=None if content.file is None else Mapped.of(content.file),
     )
 
 
@@ -241,6 +266,6 @@ def _read(
     return content
 
 
-def _places(root: Path, split: str) -> tuple[Path, Path]:
+def places(root: Path, split: str) -> tuple[Path, Path]:
     """Return where the index of a split may be stored, the best first."""
     return root / f".largebatch-{split}.index", cached_at(root, split)

@@ -18,6 +18,7 @@ from largebatch.data.index.file import Content, pack, unpack
 from largebatch.data.index.index import Index, cached_at, index_of, load_file
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
+from largebatch.errors import DataError
 from largebatch.storage import write_whole
 
 
@@ -68,7 +69,7 @@ def _identity(file: Path | None) -> list[int] | None:
 
 
 def _find(file: Path, digest: str) -> Content | None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, DataError):
         content = load_file(file)
         if content.header["digest"] == digest:
             return content

@@ -1,0 +1,105 @@
+"""Files that are mapped and become shorter: an error in words, not a process killed by SIGBUS."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from class_folders import write_folder
+
+from largebatch.cli.main import USER
+from largebatch.data.decoders import pixel_cache
+from largebatch.data.index.file import open_mapped
+from largebatch.data.index.index import load_or_read, make
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DataError
+from largebatch.storage import Mapped
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DataError
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+
+recipe = load_recipe("digits_96", sys.argv[2:])
+pipeline = open_pipeline(recipe, make_plan(recipe, workers=1), Serial(), folder=None)
+opened = {"train": pipeline.training(range(200), clean=False), "val": pipeline.validation()}
+for batches in opened.values():
+    next(batches)
+for path in Path(os.environ["XDG_CACHE_HOME"]).rglob(sys.argv[1]):
+    os.truncate(path, 0)
+try:
+    for batch in opened["train"]:
+        pass
+except DataError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        pytest.param(".largebatch-train.index", [], id="index"),
+        pytest.param("*.pixels", ["execution.cache=memory"], id="pixels"),
+    ],
+)
+def test_a_file_that_is_cut_off_while_it_is_used_is_named(
+    tmp_path: Path, file: str, changes: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, file, *changes],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == USER, done.stderr
+    assert "it has 0 of its " in done.stdout
+    assert file.strip("*") in done.stdout
+
+
+def test_an_index_cut_off_anywhere_is_made_anew(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    place = tmp_path / ".largebatch-train.index"
+    make(tmp_path, "train")
+    content = place.read_bytes()
+    for length in (*range(0, len(content), 41), len(content) - 1):
+        place.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="no index"):
+            open_mapped(place)
+    assert len(load_or_read(tmp_path, "train")) == 4
+
+
+def test_pixels_that_are_cut_off_between_check_and_use_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    index = load_or_read(write_folder(tmp_path / "data"), "train")
+    pixel_cache.open_cache(index, backend=Serial(), threads=1)
+    (path,) = (tmp_path / "cache").rglob("*.pixels")
+    os.truncate(path, 8)
+    monkeypatch.setattr(pixel_cache, "_is_whole", lambda *_: True)
+    with pytest.raises(DataError, match="decoded images cannot be mapped from it"):
+        pixel_cache.open_cache(index, backend=Serial(), threads=1)
+
+
+def test_a_file_that_is_replaced_or_removed_stays_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    mapped, content = Mapped.of(path), np.memmap(path, mode="r")
+    assert mapped is not None
+    mapped.require_whole()
+    (tmp_path / "other").write_bytes(b"short")
+    (tmp_path / "other").replace(path)
+    mapped.require_whole()
+    path.unlink()
+    mapped.require_whole()
+    assert Mapped.of(path) is None
+    assert not content.any()

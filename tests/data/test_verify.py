@@ -1,0 +1,149 @@
+"""`largebatch data verify`: bytes that changed behind the same length and time of a file."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from class_folders import write_folder
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.data.datasets.packing import pack_folder
+from largebatch.data.index.file import pack
+from largebatch.data.index.index import load_or_read, make
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        write_folder(tmp_path / "data", split)
+        make(tmp_path / "data", split)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def shards(root: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "shards"
+    pack_folder(root, out, shard_bytes=10**6, progress=lambda _done, _total: None)
+    return out
+
+
+def spoil(path: Path, place: int) -> None:
+    """Change a bit as a disk does that fails: length and time stay."""
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_changed_bytes_of_a_file_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "verify", str(root), "--write"]) == DONE
+    assert "train: the checksums of 4 images" in capsys.readouterr().out
+    assert main(["data", "verify", str(root)]) == DONE
+    assert "train: 0 of 4 differ\nval: 0 of 4 differ\n" in capsys.readouterr().out
+    spoil(root / "train/dog/b.png", 60)
+    spoil(root / "val/cat/x.jpg", -5)
+    assert len(load_or_read(root, "train")) == 4  # a run would notice nothing
+    assert main(["data", "verify", str(root)]) == USER
+    shown = capsys.readouterr()
+    assert shown.out == (
+        "train/dog/b.png: its bytes are not the ones that were noted\ntrain: 1 of 4 differ\n"
+        "val/cat/x.jpg: its bytes are not the ones that were noted\nval: 1 of 4 differ\n"
+    )
+    assert shown.err.startswith(f"largebatch: {root}: 2 of 8 images, listed above, are not what")
+
+
+def test_changed_bytes_of_a_shard_are_named_by_their_place(
+    shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = load_or_read(shards, "train")
+    assert index.offsets is not None
+    assert main(["data", "verify", str(shards), "--write"]) == DONE
+    spoil(shards / "train/000000.tar", int(index.offsets[2]) + 20)
+    capsys.readouterr()
+    assert main(["data", "verify", str(shards)]) == USER
+    place = f"train/000000.tar (byte {int(index.offsets[2])})"
+    assert f"{place}: its bytes are not the ones" in capsys.readouterr().out
+
+
+def test_an_image_that_cannot_be_read_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["data", "verify", str(root), "--write"]) == DONE
+    whole, inode = os.pread, (root / "val/dog/b.png").stat().st_ino
+
+    def fail(file: int, length: int, start: int) -> bytes:
+        if os.fstat(file).st_ino == inode:
+            raise OSError(5, "Input/output error")
+        return whole(file, length, start)
+
+    monkeypatch.setattr(os, "pread", fail)
+    assert main(["data", "verify", str(root)]) == USER
+    assert "val/dog/b.png: Input/output error\n" in capsys.readouterr().out
+    assert main(["data", "verify", str(root), "--write"]) == USER
+    assert "val/dog/b.png: cannot be read (Input/output error)" in capsys.readouterr().err
+
+
+def test_without_checksums_the_way_to_note_them_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "verify", str(root)]) == USER
+    shown = capsys.readouterr().err
+    assert "there are no checksums of train" in shown
+    assert f"largebatch data verify {root} --write" in shown
+
+
+def test_a_folder_that_is_another_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "verify", str(root), "--write"]) == DONE
+    (root / "train/cat/x.jpg").write_bytes(b"short")
+    assert main(["data", "verify", str(root)]) == USER
+    assert "train/cat/x.jpg has 5 bytes" in capsys.readouterr().err
+
+
+def test_checksums_of_another_index_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "verify", str(root), "--write"]) == DONE
+    (root / "train/cat/x.jpg").write_bytes((root / "train/dog/a.JPEG").read_bytes())
+    make(root, "train")
+    assert main(["data", "verify", str(root)]) == USER
+    assert "these checksums are of another index" in capsys.readouterr().err
+
+
+def test_checksums_of_other_images_under_the_same_digest_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, kind in ((3, np.uint8), (4, np.float32)):
+        noted = np.zeros((number, 16), dtype=kind)
+        digest = {"digest": load_or_read(root, "train").digest}
+        (root / ".largebatch-train.checksums").write_bytes(pack(digest, {"checksums": noted}))
+        assert main(["data", "verify", str(root)]) == USER
+        assert "these are not the checksums of 4 images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, -1])
+def test_damaged_checksums_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    assert main(["data", "verify", str(root), "--write"]) == DONE
+    place = root / ".largebatch-train.checksums"
+    place.write_bytes(place.read_bytes()[:length])
+    assert main(["data", "verify", str(root)]) == USER
+    assert "these checksums are damaged" in capsys.readouterr().err
+
+
+def test_where_the_folder_cannot_be_written_to_the_users_cache_keeps_the_checksums(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for split in ("train", "val"):
+        (root / f".largebatch-{split}.checksums").mkdir()
+    assert main(["data", "verify", str(root), "--write"]) == DONE
+    assert str(tmp_path / "cache") in capsys.readouterr().out
+    assert main(["data", "verify", str(root)]) == DONE
