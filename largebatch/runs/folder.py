@@ -19,8 +19,10 @@ from largebatch.tracking.events import (
     LOG,
     RECIPE,
     JsonLines,
+    Note,
     Start,
     Tracker,
+    record,
 )
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.state import Checkpoint, newest_checkpoint, parse_checkpoint
@@ -31,9 +33,14 @@ def open_folder(trainer: Trainer, folder: Path) -> list[Tracker]:
     """Make the run folder and return what follows the run; worker 0 only."""
     recipe, plan, index = trainer.recipe, trainer.plan, trainer.pipeline
     trackers: list[Tracker] = [Console()]
+    step = trainer.state.progress.step
+
+    def note(text: str) -> None:
+        record(trackers, Note(stage="train", step=step, text=text))
+
     if "wandb" in recipe.tracking:
         config = {**recipe.model_dump(mode="json"), "plan": asdict(plan)}
-        trackers.append(Wandb(folder, config))
+        trackers.append(Wandb(folder, config, note=note))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / RECIPE, dump_recipe(recipe).encode())
@@ -42,14 +49,13 @@ def open_folder(trainer: Trainer, folder: Path) -> list[Tracker]:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
     start = Start(
         time=datetime.now(UTC).replace(microsecond=0),
-        resume_step=trainer.state.progress.step,
+        resume_step=step,
         recipe=recipe.name,
         plan=plan,
         weights_sha256=trainer.state.weights_sha256,
         unusable_images=len(index.train_index.bad) + len(index.val_index.bad),
     )
-    for tracker in trackers:
-        tracker.record(start)
+    record(trackers, start)
     return trackers
 
 
