@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, the cache folder, and how reads are tried again."""
 
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -180,14 +181,31 @@ def require_new(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to fill that becomes `out` if all goes well and disappears if not."""
     require_new(out)
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
+    partial = out.with_name(f".{out.name}{_PARTIAL}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial):
+            for left in partial.iterdir():  # by a process that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            try:
+                yield partial
+                partial.rename(out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise DataError(
             f"{out}: cannot be written ({error.strerror}); make room or choose another place"
         ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Own a folder; a process that ends, however it does, owns it no more."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise DataError(f"{folder}: another process is at work there; wait for its end") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(opened)

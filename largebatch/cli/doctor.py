@@ -15,7 +15,7 @@ from largebatch.data.index import index
 from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
-from largebatch.tracking.wandb import Wandb
+from largebatch.optional import require_wandb
 
 
 def examine() -> Iterator[str]:
@@ -26,7 +26,7 @@ def examine() -> Iterator[str]:
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
-        "W&B": ("wandb", lambda: Wandb(Path(), {})),
+        "W&B": ("wandb", require_wandb),
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():

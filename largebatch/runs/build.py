@@ -40,7 +40,7 @@ from largebatch.runs.interrupts import stop_requests
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import CHECKPOINTS, Event, Tracker
+from largebatch.tracking.events import CHECKPOINTS, Tracker, record
 from largebatch.training.checkpoint import Retention, Writer
 from largebatch.training.ema import EMA
 from largebatch.training.loss import cross_entropy
@@ -345,7 +345,7 @@ def build_trainer(
         require_trainable(model, recipe)
     state = _build_state(here, plan, model, backend)
     trackers: list[Tracker] = []
-    emit = partial(_emit, trackers)
+    emit = partial(record, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
     heard = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher answers
     with stop_requests(heard=heard, limit=options.time_limit) as wants_stop:
@@ -372,11 +372,6 @@ def build_trainer(
 def _retention(recipe: Recipe) -> Retention:
     section = recipe.execution.checkpoints
     return Retention(last=section.keep_last, every=section.keep_every)
-
-
-def _emit(trackers: list[Tracker], event: Event) -> None:
-    for tracker in trackers:
-        tracker.record(event)
 
 
 def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def open_folder(trainer: Trainer, folder: Path, *, resume: bool) -> Iterator[lis
     trackers: list[Tracker] = [Console()]
     if "wandb" in recipe.tracking:
         config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
-        trackers.append(Wandb(folder, config))
+        trackers.append(Wandb(folder, config, note=partial(trainer.note, "train")))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)

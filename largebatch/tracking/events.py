@@ -307,6 +307,40 @@ class JsonLines:
         self._file.close()
 
 
+def record(trackers: list[Tracker], event: Event) -> None:
+    """Hand an event to every tracker; one that fails is taken out of the list, with a note.
+
+    A run does not end because who follows it does. Its own record is no such follower: without
+    log.jsonl there is no report. At a finish that record comes last, to hold such notes too.
+    """
+    last = isinstance(event, Finish)
+    for tracker in sorted(trackers, key=lambda each: last and isinstance(each, JsonLines)):
+        if tracker not in trackers:  # a note before this was too much for it
+            continue
+        try:
+            tracker.record(event)
+        except Exception as error:
+            if isinstance(tracker, JsonLines):
+                raise
+            trackers.remove(tracker)
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            text = f"{type(tracker).__name__} failed and follows the run no more: {reason}"
+            record(trackers, _note_at(event, text))
+
+
+def _note_at(event: Event, text: str) -> Note:
+    """Return a note for the stage and the step of an event."""
+    match event:
+        case Start():
+            return Note(stage="train", step=event.resume_step, text=text)
+        case Finish():
+            stages = event.summary.stages
+            last = stages[-1].name if stages else "train"
+            return Note(stage=last, step=event.summary.steps, text=text)
+        case _:
+            return Note(stage=event.stage, step=event.step, text=text)
+
+
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
     """Write JSON for a person; a number that is not finite becomes null."""
     write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")

@@ -1,12 +1,12 @@
 """Weights & Biases: metrics by step, the recipe as configuration, the report's image.
 
-Works without an account: where no API key is known, the run is recorded offline in the run folder
-and can be uploaded later with `wandb sync`.
+Works without an account: where no API key is known, or W&B cannot be reached, the run is recorded
+offline in the run folder and can be uploaded later with `wandb sync`.
 """
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,32 +25,58 @@ from largebatch.tracking.events import (
     Summary,
 )
 
+WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
+"""Seconds that a run waits for W&B when it begins and when it ends, unless the environment has
+WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. What was not sent by then is on the disk."""
+
 
 class Wandb:
-    """A Tracker for one W&B run, which belongs to one run folder."""
+    """A Tracker for one W&B run, which belongs to one run folder.
 
-    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
+    `note` takes a remark on the run.
+    """
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, object], *, note: Callable[[str], None]
+    ) -> None:
         self._wandb = require_wandb()
-        self._folder, self._config = folder, dict(config)
+        self._folder, self._config, self._note = folder, dict(config), note
         self._run: Any = None
 
     def _open(self, start: Start) -> None:
-        """Open the run; a resumed one goes on under the same id."""
-        wandb = self._wandb
+        """Open the run, offline where W&B is not reached; a resumed one goes on under its id."""
         chosen = os.environ.get("WANDB_MODE")
-        offline = chosen is None and not wandb.login(prompt=False, verify=False)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "largebatch"),
-            name=self._folder.name,
-            id=self._identity(),
-            resume="allow" if start.resume_step else None,
-            dir=str(self._folder),
-            config=self._config,
-            mode="offline" if offline else None,
-            settings=wandb.Settings(silent=True),
-        )
+        offline = chosen is None and not self._wandb.login(prompt=False, verify=False)
+        resume = "allow" if start.resume_step else None
+        try:
+            self._run = self._init("offline" if offline else None, self._identity(), resume)
+        except Exception as error:  # W&B's service holds on to that id
+            self._run = self._init("offline", f"{self._identity()}-offline", None)
+            reason = str(error).strip().split("\n")[0]
+            self._note(
+                f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
+                f"wandb sync {self._folder}/wandb/offline-run-*"
+            )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+
+    def _init(self, mode: str | None, identity: str, resume: str | None) -> Any:  # noqa: ANN401 -- W&B's
+        known = self._wandb.Settings.model_fields  # finish_timeout came after 0.30
+        waits = {
+            name: float(os.environ.get(f"WANDB_{name.upper()}", seconds))
+            for name, seconds in WAITS.items()
+            if name in known
+        }
+        return self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "largebatch"),
+            name=self._folder.name,
+            id=identity,
+            resume=resume,
+            dir=str(self._folder),
+            config=self._config,
+            mode=mode,
+            settings=self._wandb.Settings(silent=True, **waits),
+        )
 
     def record(self, event: Event) -> None:
         """Log numbers under `train/`, `val/`, `held_out/` and `drift/`, by optimizer step."""

@@ -265,7 +265,7 @@ def test_wandb_records_offline_without_a_key(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     folder = tmp_path / "digits-1"
     folder.mkdir()
-    tracker = Wandb(folder, CONFIG)
+    tracker = Wandb(folder, CONFIG, note=print)
     tracker.record(START)
     for event in EVENTS_OF_A_RUN:
         tracker.record(event)
@@ -345,4 +345,4 @@ def test_a_missing_wandb_is_an_error_with_the_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingPackageError, match="install it with: pip install wandb"):
-        Wandb(tmp_path, {})
+        Wandb(tmp_path, {}, note=print)

@@ -1,0 +1,48 @@
+"""A stand-in for the wandb package that notes what it is given and can fail at any of its calls."""
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class FakeWandb:
+    """`wandb` and the run that its init returns in one; the call `fails` raises ConnectionError."""
+
+    def __init__(self, fails: str = "", *, at_key: str = "") -> None:
+        self.fails, self.at_key = fails, at_key
+        self.calls: list[str] = []
+        self.summary = SimpleNamespace(update=self._summary)
+        self.Settings = Settings
+
+    def _call(self, name: str, keys: object = "") -> None:
+        self.calls.append(name)
+        if name == self.fails and self.at_key in str(keys):
+            raise ConnectionError(f"{name} of the fake\nand more lines")
+
+    def login(self, **_: object) -> bool:
+        self._call("login")
+        return True
+
+    def init(self, **words: Any) -> "FakeWandb":  # noqa: ANN401 -- whatever init takes
+        self._call("init", words["mode"])
+        return self
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        self._call("define_metric")
+
+    def log(self, values: dict[str, object]) -> None:
+        self._call("log", list(values))
+
+    def _summary(self, _: object) -> None:
+        self._call("summary")
+
+    def finish(self, **_: object) -> None:
+        self._call("finish")
+
+
+class Settings:
+    """Takes any setting."""
+
+    model_fields = ("init_timeout",)
+
+    def __init__(self, **_: object) -> None:
+        pass

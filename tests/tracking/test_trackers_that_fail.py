@@ -1,0 +1,200 @@
+"""A run goes on whatever becomes of who follows it; and no log holds a secret."""
+
+import io
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_wandb import FakeWandb
+from short_runs import DIGITS, log, weights
+from test_tracking import (
+    CONFIG,
+    DECISION,
+    DRIFT,
+    EVALUATION,
+    FINISH,
+    START,
+    STEPS,
+    SUMMARY,
+    read,
+)
+
+from largebatch import load_recipe, run
+from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.console import Console
+from largebatch.tracking.events import (
+    Decision,
+    Drift,
+    Evaluation,
+    Event,
+    Finish,
+    JsonLines,
+    Note,
+    Step,
+    Tracker,
+    record,
+)
+from largebatch.tracking.wandb import Wandb
+
+ALL: list[Event] = [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH]
+KEY = "0123456789abcdef" * 2 + "5ec2e700"
+
+
+def fake(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str, at_key: str = ""
+) -> tuple[FakeWandb, list[str], Wandb]:
+    """Return a fake wandb, the notes of the tracker on it, and that tracker."""
+    there = FakeWandb(fails, at_key=at_key)
+    monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", lambda: there)
+    notes: list[str] = []
+    return there, notes, Wandb(folder, CONFIG, note=notes.append)
+
+
+@pytest.mark.parametrize(
+    ("fails", "at_key", "event"),
+    [
+        pytest.param("login", "", START, id="login"),
+        pytest.param("define_metric", "", START, id="start"),
+        pytest.param("log", "train/loss", STEPS[0], id="step"),
+        pytest.param("log", "val/top1", EVALUATION, id="evaluation"),
+        pytest.param("log", "held_out/top1", DECISION, id="decision"),
+        pytest.param("log", "drift/", DRIFT, id="drift"),
+        pytest.param("summary", "", FINISH, id="summary"),
+        pytest.param("finish", "", FINISH, id="finish"),
+    ],
+)
+def test_a_tracker_that_fails_is_left_out_from_then_on(
+    fails: str, at_key: str, event: Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it failed it is called no more, and one note stands in the log and on the console."""
+    there, _, wandb = fake(tmp_path, monkeypatch, fails, at_key)
+    shown = io.StringIO()
+    trackers: list[Tracker] = [Console(shown), JsonLines(tmp_path / "log.jsonl"), wandb]
+    for each in ALL:
+        record(trackers, each)
+    text = f"Wandb failed and follows the run no more: {fails} of the fake"
+    found = read(tmp_path / "log.jsonl")
+    (note,) = [each for each in found if isinstance(each, Note)]
+    assert note.text == text
+    assert (note.stage, note.step) == _place(event)
+    assert [each for each in found if not isinstance(each, Note)] == ALL
+    assert shown.getvalue().count(f"{text}\n") == 1
+    assert there.calls[-1] == fails
+    assert wandb not in trackers
+
+
+def _place(event: Event) -> tuple[str, int]:
+    """Return the stage and the step of an event."""
+    known = {START.event: ("train", 0), FINISH.event: ("train", 2)}
+    if event.event in known:
+        return known[event.event]
+    assert isinstance(event, Step | Evaluation | Decision | Drift)
+    return event.stage, event.step
+
+
+def test_a_note_at_the_end_stands_before_the_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, wandb = fake(tmp_path, monkeypatch, "finish")
+    trackers: list[Tracker] = [JsonLines(tmp_path / "log.jsonl"), wandb]
+    short = Finish(time=FINISH.time, summary=replace(SUMMARY, stages=()))
+    for each in (START, short):
+        record(trackers, each)
+    assert [each.event for each in read(tmp_path / "log.jsonl")] == ["start", "note", "finish"]
+
+
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    """Without it there is no report."""
+    tracker = JsonLines(tmp_path / "log.jsonl")
+    tracker.record(FINISH)
+    with pytest.raises(ValueError, match="closed file"):
+        record([tracker], STEPS[0])
+
+
+class Broken:
+    """A tracker whose pipe is closed."""
+
+    def record(self, _: Event) -> None:
+        raise BrokenPipeError("Broken pipe")
+
+
+def test_two_trackers_that_fail_at_once_are_both_left_out(tmp_path: Path) -> None:
+    trackers: list[Tracker] = [Broken(), JsonLines(tmp_path / "log.jsonl"), Broken()]
+    for each in (STEPS[0], FINISH):
+        record(trackers, each)
+    assert [each.event for each in read(tmp_path / "log.jsonl")] == ["note"] * 2 + [
+        "step",
+        "finish",
+    ]
+    assert len(trackers) == 1
+
+
+def test_a_server_that_is_not_reached_leaves_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, notes, wandb = fake(tmp_path, monkeypatch, "init", "None")
+    wandb.record(START)
+    wandb.record(STEPS[0])
+    reason = "W&B cannot be reached (init of the fake)"
+    command = f"wandb sync {tmp_path}/wandb/offline-run-*"
+    assert there.calls[:3] == ["login", "init", "init"]
+    assert there.calls[-1] == "log"
+    assert notes == [f"{reason}; the run is recorded offline, to be sent with: {command}"]
+
+
+def a_recipe(*changes: str) -> Recipe:
+    """Return the digits' recipe with a short schedule and every kind of event but decisions."""
+    short = ("duration={steps: 3}", "schedule.warmup=null", "polish={clean: {steps: 1}}")
+    return load_recipe(DIGITS, [*short, "evaluation={}", "data.image_size=16", *changes])
+
+
+def test_a_run_whose_tracker_fails_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = FakeWandb("log")
+    monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", lambda: there)
+    assert run(a_recipe("tracking=[wandb]"), out=tmp_path / "with").status == "finished"
+    assert run(a_recipe(), out=tmp_path / "without").status == "finished"
+    one, two = weights(tmp_path / "with"), weights(tmp_path / "without")
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    assert len(log(tmp_path / "with", "step")) == 3
+    assert [each["text"] for each in log(tmp_path / "with", "note")] == [
+        "Wandb failed and follows the run no more: log of the fake"
+    ]
+
+
+def test_a_refused_connection_is_one_line_and_no_file_holds_the_key(tmp_path: Path) -> None:
+    """The real library, with a key, and a port where nothing listens; as a command of its own."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
+    environment |= {
+        "HOME": str(tmp_path / "home"),
+        "WANDB_API_KEY": KEY,
+        "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+        "WANDB_INIT_TIMEOUT": "2",
+    }
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(a_recipe("tracking=[wandb]")))
+    words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "largebatch", *words],
+        env=environment, check=False, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("W&B cannot be reached (") == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert len(log(tmp_path / "run", "note")) == 1
+    assert list((tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb"))
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"log.jsonl", "summary.json", "report.html"} <= {path.name for path in files}
+    holders = [path for path in files if KEY.encode() in path.read_bytes()]
+    assert holders == []
+    assert KEY not in done.stdout + done.stderr
