@@ -203,9 +203,14 @@ def _locked(folder: Path) -> Iterator[None]:
     """Own a folder; a process that ends, however it does, owns it no more."""
     opened = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{folder}: another process is at work there; wait for its end"
+            ) from None
+        except OSError as error:
+            _LOG.warning("%s: this file system keeps no locks (%s)", folder, error.strerror)
         yield
-    except BlockingIOError:
-        raise DataError(f"{folder}: another process is at work there; wait for its end") from None
     finally:
         os.close(opened)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from test_tracking import (
 )
 
 from largebatch import load_recipe, run
+from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.console import Console
@@ -75,9 +77,10 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
     """Once it failed it is called no more, and one note stands in the log and on the console."""
     there, _, wandb = fake(tmp_path, monkeypatch, fails, at_key)
     shown = io.StringIO()
-    trackers: list[Tracker] = [Console(shown), JsonLines(tmp_path / "log.jsonl"), wandb]
-    for each in ALL:
-        record(trackers, each)
+    with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as file:
+        trackers: list[Tracker] = [Console(shown), file, wandb]
+        for each in ALL:
+            record(trackers, each)
     text = f"Wandb failed and follows the run no more: {fails} of the fake"
     found = read(tmp_path / "log.jsonl")
     (note,) = [each for each in found if isinstance(each, Note)]
@@ -102,19 +105,20 @@ def test_a_note_at_the_end_stands_before_the_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, wandb = fake(tmp_path, monkeypatch, "finish")
-    trackers: list[Tracker] = [JsonLines(tmp_path / "log.jsonl"), wandb]
     short = Finish(time=FINISH.time, summary=replace(SUMMARY, stages=()))
-    for each in (START, short):
-        record(trackers, each)
+    with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as file:
+        trackers: list[Tracker] = [file, wandb]
+        for each in (START, short):
+            record(trackers, each)
     assert [each.event for each in read(tmp_path / "log.jsonl")] == ["start", "note", "finish"]
 
 
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     """Without it there is no report."""
-    tracker = JsonLines(tmp_path / "log.jsonl")
-    tracker.record(FINISH)
-    with pytest.raises(ValueError, match="closed file"):
-        record([tracker], STEPS[0])
+    with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as tracker:
+        (tmp_path / "log.jsonl").unlink()
+        with pytest.raises(CheckpointError, match="was removed while the run wrote to it"):
+            record([tracker], STEPS[0])
 
 
 class Broken:
@@ -125,9 +129,10 @@ class Broken:
 
 
 def test_two_trackers_that_fail_at_once_are_both_left_out(tmp_path: Path) -> None:
-    trackers: list[Tracker] = [Broken(), JsonLines(tmp_path / "log.jsonl"), Broken()]
-    for each in (STEPS[0], FINISH):
-        record(trackers, each)
+    with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as file:
+        trackers: list[Tracker] = [Broken(), file, Broken()]
+        for each in (STEPS[0], FINISH):
+            record(trackers, each)
     assert [each.event for each in read(tmp_path / "log.jsonl")] == ["note"] * 2 + [
         "step",
         "finish",

@@ -1,0 +1,57 @@
+"""Files and folders that are there whole or not at all, and what killed writers leave."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from largebatch.errors import DataError
+from largebatch.storage import new_folder, remove_leftovers, whole_file
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "a").write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left = tmp_path / ".out.partial"
+    (left / "train").mkdir(parents=True)
+    (left / "train/000000.tar").write_bytes(b"half")
+    (left / "classes.txt").write_text("cat")
+    with new_folder(tmp_path / "out") as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "new").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+def test_a_folder_that_another_process_fills_is_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / ".out.partial"
+    theirs.mkdir()
+    (theirs / "half").write_text("theirs")
+    opened = os.open(theirs, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        refused = pytest.raises(DataError, match="another process is at work there")
+        with refused, new_folder(tmp_path / "out"):
+            pass
+    finally:
+        os.close(opened)
+    assert (theirs / "half").read_text() == "theirs"
+
+
+def test_only_what_is_half_written_is_a_leftover(tmp_path: Path) -> None:
+    (tmp_path / "notes.partial").write_text("a name that is not ours")
+    with whole_file(tmp_path / "summary.json") as file:
+        file.write(b"{}")
+    (tmp_path / ".summary.json.0123.partial").write_bytes(b"{")
+    remove_leftovers(tmp_path, tmp_path / "absent")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.partial", "summary.json"]
