@@ -68,7 +68,7 @@ def members(file: IO[bytes], end: int) -> Iterator[tarfile.TarInfo]:
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # else every member is kept in memory
-            if tar.offset <= member.offset:
+            if member.size < 0 or tar.offset <= member.offset:
                 raise tarfile.ReadError(f"the length of {member.name} is below zero")
             if tar.offset > end:
                 raise tarfile.ReadError(f"it is cut off in {member.name}")
