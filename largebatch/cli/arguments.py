@@ -1,11 +1,12 @@
 """What several commands share: how one is added, and the arguments that mean the same in each."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from largebatch.distributed.environment import BackendName
+from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 
 Call = Callable[[argparse.Namespace], int]
 
@@ -27,6 +28,22 @@ def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Read a time: a number of seconds, or of minutes with an m.
+
+    >>> [seconds(text) for text in ("90", "90s", "5m")]
+    [90.0, 90.0, 300.0]
+    """
+    unit = 60.0 if text.endswith("m") else 1.0
+    try:
+        number = float(text.removesuffix("m").removesuffix("s")) * unit
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a time, such as 90s or 5m, got {text!r}")
     return number
 
 
@@ -60,6 +77,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         choices=get_args(BackendName),
         default="auto",
         help="library that sums gradients (auto: the launcher's)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=TIMEOUT_SECONDS,
+        metavar="TIME",
+        help="how long to wait for a worker that does nothing (5m)",
     )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"

@@ -57,7 +57,8 @@ def read_checkpoint(recipe: Recipe, folder: Path, backend: Backend) -> Checkpoin
 
     Worker 0 reads it for all. Raises CheckpointError if it belongs to another recipe.
     """
-    content = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
+    with backend.busy():
+        content = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
     content = broadcast_bytes(content, backend)
     if not content:
         return None

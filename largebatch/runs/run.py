@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from largebatch.distributed.environment import BackendName, launched_rank
+from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, launched_rank
 from largebatch.errors import BackendError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -39,6 +39,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     out: Path | str | None = None,
     data: Path | str | None = None,
     backend: BackendName = "auto",
+    timeout: float = TIMEOUT_SECONDS,
     resume: bool = False,
     max_steps: int | None = None,
 ) -> Summary:
@@ -52,6 +53,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
         backend=backend,
+        timeout=timeout,
         resume=resume,
         max_steps=max_steps,
     )
@@ -67,13 +69,13 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     make_plan(recipe, workers=workers)
     if workers == 1:
         return run_worker(recipe, chosen)
-    if chosen.backend not in {"auto", "torch"}:
+    if backend == "serial":
         raise BackendError(
-            f"{workers} local workers use the torch backend; for horovod start them with "
-            f"horovodrun -np {workers} largebatch train ..."
+            f"--backend serial is for a single process; leave it or --workers {workers} out"
         )
     job = JOB.dump_json((recipe, chosen)).decode()
-    start_workers(["-m", "largebatch.runs.worker", job], workers=workers)
+    command = ["-m", "largebatch.runs.worker", job]
+    start_workers(command, workers=workers, horovod=backend == "horovod")
     return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
 
 
@@ -102,7 +104,8 @@ def record(trainer: Trainer, folder: Path, work: Callable[[], bool]) -> Summary:
     `work` returns whether the run is complete. Only worker 0 touches the folder.
     """
     if trainer.backend.rank == 0:
-        trainer.trackers.extend(open_folder(trainer, folder))
+        with trainer.backend.busy():
+            trainer.trackers.extend(open_folder(trainer, folder))
     try:
         complete = work()
     except BaseException as error:
@@ -115,7 +118,8 @@ def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
     summary = summarize(trainer, status)
     if trainer.backend.rank == 0:
         summary.write(folder / SUMMARY)
-        write_report(folder)
+        with trainer.backend.busy():
+            write_report(folder)
         trainer.emit(Finish(time=datetime.now(UTC).replace(microsecond=0), summary=summary))
     return summary
 

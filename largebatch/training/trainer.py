@@ -93,7 +93,8 @@ class Trainer:
         """Write a checkpoint; worker 0 only."""
         if self.backend.rank == 0:
             state = self.state.state_dict()
-            save_checkpoint(self.checkpoints, Checkpoint.of(self.recipe, state))
+            with self.backend.busy():
+                save_checkpoint(self.checkpoints, Checkpoint.of(self.recipe, state))
 
     def begin_stage(self) -> None:
         """Take a snapshot where the stage that begins, or goes on, may be rolled back."""
