@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from largebatch.distributed.environment import BackendName
+from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 
 Call = Callable[[argparse.Namespace], int]
 
@@ -31,17 +31,20 @@ def count(text: str) -> int:
     return number
 
 
-def duration(text: str) -> float:
+def seconds(text: str) -> float:
     """Read a time in seconds, or with s, m or h behind it, such as 90m.
 
-    >>> duration("1.5h")
-    5400.0
+    >>> [seconds(text) for text in ("90", "90s", "1.5h")]
+    [90.0, 90.0, 5400.0]
     """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in "smh" else (text, "s")
-    seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a time above 0, got {text}")
-    return seconds
+    number, unit = (text[:-1], text[-1]) if text[-1:] in {"s", "m", "h"} else (text, "s")
+    try:
+        found = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a time, such as 90s or 5m, got {text!r}")
+    return found
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +77,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         choices=get_args(BackendName),
         default="auto",
         help="library that sums gradients (auto: the launcher's)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=TIMEOUT_SECONDS,
+        metavar="TIME",
+        help="how long to wait for a worker that does nothing (5m)",
     )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"

@@ -11,7 +11,6 @@ terminated; 1 anything else.
 import argparse
 import os
 import select
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -28,14 +27,13 @@ from largebatch.cli.arguments import (
     add_machine,
     add_set,
     count,
-    duration,
+    seconds,
 )
-from largebatch.distributed.environment import launched_rank, own_rank
+from largebatch.distributed.environment import own_rank
 from largebatch.errors import (
     CheckpointError,
     LargebatchError,
     MismatchError,
-    MissingPackageError,
     PeerLostError,
     PlanError,
     RecipeError,
@@ -43,9 +41,7 @@ from largebatch.errors import (
     clip,
     printable,
 )
-from largebatch.optional import INSTALL_HOROVOD
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import REPORT
 
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
@@ -124,16 +120,11 @@ def _train(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     if args.resume and args.out is None:
         raise CheckpointError("--resume continues the run in --out DIR; pass --out")
-    from largebatch.runs.folder import check_folder, default_folder
-
-    folder = args.out or default_folder(recipe)
-    if args.backend == "horovod" and args.workers > 1 and launched_rank() is None:
-        make_plan(recipe, workers=args.workers)
-        check_folder(folder, resume=args.resume)
-        _become_horovodrun(args)
+    from largebatch.runs.folder import default_folder
     from largebatch.runs.interrupts import describe_saved
     from largebatch.runs.run import run
 
+    folder = args.out or default_folder(recipe)
     try:
         summary = run(
             recipe,
@@ -141,6 +132,7 @@ def _train(args: argparse.Namespace) -> int:
             out=folder,
             data=args.data,
             backend=args.backend,
+            timeout=args.timeout,
             resume=args.resume,
             max_steps=args.max_steps,
             time_limit=args.time_limit,
@@ -161,17 +153,6 @@ def _train(args: argparse.Namespace) -> int:
     return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
 
 
-def _become_horovodrun(args: argparse.Namespace) -> NoReturn:
-    """Replace this process by the same command as several workers under horovodrun."""
-    beside = Path(sys.executable).parent
-    program = shutil.which("horovodrun", path=str(beside)) or shutil.which("horovodrun")
-    if program is None:
-        raise MissingPackageError("horovod", purpose="--backend horovod", install=INSTALL_HOROVOD)
-    command = [program, "-np", str(args.workers), "--gloo", sys.executable, "-m", "largebatch"]
-    words = [*args.words, "--workers", "1"]  # the last one counts
-    os.execv(program, [*command, *words])  # noqa: S606 -- signals then reach horovodrun itself
-
-
 def _evaluate(args: argparse.Namespace) -> int:
     from largebatch.runs.build import Options
     from largebatch.runs.checkpoints import evaluate_checkpoint
@@ -180,6 +161,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         out=Path(),
         data=args.data,
         backend=args.backend,
+        timeout=args.timeout,
         overrides=tuple(args.set),
     )
     path, step, metrics = evaluate_checkpoint(args.checkpoint, options)
@@ -231,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on with the run in --out")
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
     train.add_argument(
-        "--time-limit", type=duration, metavar="T", help="stop before: 90m, 8h or seconds"
+        "--time-limit", type=seconds, metavar="T", help="stop before: 90m, 8h or seconds"
     )
     train.add_argument(
         "--allow",

@@ -163,5 +163,6 @@ def _options(args: argparse.Namespace) -> "Options":
         out=args.out or Path(),
         data=args.data,
         backend=args.backend,
+        timeout=args.timeout,
         overrides=tuple(args.set),
     )

@@ -5,6 +5,7 @@ put together.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -66,6 +67,9 @@ class Backend(Group, Protocol):
         Every worker is in exactly one part, in rising order; a worker's rank in its group is its
         place there. A group belongs to the thread that uses it; another thread asks for its own.
         """
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Let the others wait in this block for what this worker does, longer than --timeout."""
 
     def barrier(self) -> None:
         """Wait until every worker is here."""

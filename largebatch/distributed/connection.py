@@ -7,15 +7,25 @@ import torch
 import torch.distributed as dist
 
 from largebatch.distributed.backend import Backend
-from largebatch.distributed.environment import BackendName, launched_rank, launched_size
+from largebatch.distributed.environment import (
+    LAUNCHER,
+    TIMEOUT_SECONDS,
+    BackendName,
+    launched_rank,
+    launched_size,
+)
 from largebatch.distributed.horovod import RunningHorovod, open_horovod
 from largebatch.distributed.serial import Serial
 from largebatch.distributed.torch_distributed import RunningTorch, TorchDistributed
+from largebatch.distributed.watch import leave_with
 from largebatch.errors import BackendError
 
 
-def connect(name: BackendName) -> Backend:
+def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool = True) -> Backend:
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
+
+    A worker that waits for another one for `timeout` s ends, and so it does soon after what
+    started it. `splits`: the workers may be divided into groups.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.
     """
@@ -24,11 +34,13 @@ def connect(name: BackendName) -> Backend:
             name = "torch"
         else:
             name = "serial" if launched_rank() is None else "horovod"
+    if launched_rank() is not None and LAUNCHER not in os.environ:
+        leave_with(os.getppid())
     match name:
         case "torch":
-            return TorchDistributed()
+            return TorchDistributed(timeout)
         case "horovod":
-            return open_horovod()
+            return open_horovod(timeout, splits=splits)
         case _:
             if launched_rank() is not None:
                 raise BackendError(

@@ -1,12 +1,19 @@
 """What the launcher and the machine set for this process; read without PyTorch."""
 
 import os
+import socket
 from typing import Literal
 
 BackendName = Literal["auto", "serial", "torch", "horovod"]
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """The variable in which a local worker finds the process that started it."""
+
+LOST, ABSENT = 3, 4
+"""Exit codes of a worker that lost another one, and of one that waited for an absent one."""
+
+TIMEOUT_SECONDS = 300.0
+"""How long an operation waits for a worker that is there and silent, unless --timeout is given."""
 
 GRACE_SECONDS = 5.0
 """How long workers have to explain a lost connection, or to leave after a crash."""
@@ -31,6 +38,20 @@ def launched_size() -> int:
         if name in os.environ:
             return int(os.environ[name])
     return 1
+
+
+def loopback() -> str:
+    """Return the name of the interface that only this machine reaches."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def use_loopback() -> None:
+    """Let libraries whose workers are all on this machine listen to nothing else.
+
+    By itself Gloo takes the address of the host's name. An interface that the user chose stays.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, loopback())
 
 
 def available_cores() -> int:

@@ -8,20 +8,68 @@ it makes up never come back. Ours are the type and shape of the tensor and the l
 free: all workers count alike, and a step repeats the names of the step before.
 """
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from types import ModuleType
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
 from torch import Tensor
 
-from largebatch.distributed.agreement import require_agreement
+from largebatch.distributed.agreement import require_agreement, shape
 from largebatch.distributed.backend import own_part, pick_device
+from largebatch.distributed.environment import (
+    GRACE_SECONDS,
+    TIMEOUT_SECONDS,
+    launched_size,
+    own_rank,
+)
+from largebatch.distributed.watch import Notes, Watch
 from largebatch.errors import BackendError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
+
+_SETTINGS = {
+    "HOROVOD_FUSION_THRESHOLD": "0",  # which sums it puts together depends on when they come
+    "HOROVOD_STALL_CHECK_DISABLE": "1",  # the watch does that, and ends
+}
+"""What is set when the backend is opened, unless the user has set it."""
+
+
+_LATER_SECONDS = 20
+"""How much longer than the watch Horovod waits."""
+
+
+class _ServerNotes:
+    """Notes in the server through which horovodrun's workers, those with Gloo, find each other."""
+
+    def __init__(self, address: str, port: str) -> None:
+        self._url = f"http://{address}:{port}/watch/"
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+        self._call(key, value.encode(), "PUT")
+
+    def get(self, key: str) -> str:
+        """Return a note, or nothing."""
+        try:
+            return self._call(key, None, "GET").decode()
+        except HTTPError as error:
+            if error.code == 404:
+                return ""
+            raise
+
+    def _call(self, key: str, data: bytes | None, method: str) -> bytes:
+        url = self._url + key.replace("/", ".")
+        request = Request(url, data, method=method)  # noqa: S310 -- a constant scheme
+        with urlopen(request, timeout=GRACE_SECONDS) as answer:  # noqa: S310
+            content: bytes = answer.read()
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +88,16 @@ class HorovodGroup:
     """
 
     def __init__(
-        self, hvd: ModuleType, *, members: Sequence[int], process_set: object, prefix: str
+        self,
+        hvd: ModuleType,
+        *,
+        members: Sequence[int],
+        process_set: object,
+        prefix: str,
+        watch: Watch | None = None,
     ) -> None:
         self._hvd, self._set, self._prefix = hvd, process_set, prefix
+        self._members, self._watch = members, watch
         self._under_way: set[str] = set()
         self._worker: int = hvd.rank()  # its number among all, which error messages use
         self.rank = list(members).index(self._worker)
@@ -54,13 +109,16 @@ class HorovodGroup:
         sent = _sendable(target)
         numbered = (f"{self._name(sent)}.{number}" for number in count())
         name = next(name for name in numbered if name not in self._under_way)
-        with self._lost_peers_named():
-            handle = hvd.allreduce_async_(sent, name=name, op=hvd.Sum, process_set=self._set)
+        handles: list[int] = []
+        number = self._begin("all_reduce", target, lambda: bool(handles and hvd.poll(handles[0])))
+        with self._lost_peers_named():  # which may wait for the others already
+            handles.append(hvd.allreduce_async_(sent, name=name, op=hvd.Sum, process_set=self._set))
         self._under_way.add(name)
 
         def wait() -> None:
             with self._lost_peers_named():
-                hvd.synchronize(handle)
+                hvd.synchronize(handles[0])
+            self._end(number)
             self._under_way.remove(name)
             if sent is not target:
                 target.copy_(sent)
@@ -70,11 +128,30 @@ class HorovodGroup:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
         sent = _sendable(tensor.detach().unsqueeze(0))
-        with self._lost_peers_named():
+        with self._lost_peers_named(), self._watched("all_gather", tensor):
             gathered: Tensor = self._hvd.allgather(
                 sent, name=self._name(sent), process_set=self._set
             )
         return gathered.to(tensor.dtype)
+
+    def _begin(self, name: str, tensor: Tensor, is_done: Callable[[], bool]) -> int | None:
+        if self._watch is None:
+            return None
+        return self._watch.begin(f"{name} {shape(tensor)}", self._members, is_done)
+
+    def _end(self, number: int | None) -> None:
+        if self._watch is not None and number is not None:
+            self._watch.end(number)
+
+    @contextmanager
+    def _watched(self, name: str, tensor: Tensor | None = None) -> Iterator[None]:
+        """Let the watch follow an operation that blocks."""
+        if self._watch is None:
+            yield
+            return
+        words = name if tensor is None else f"{name} {shape(tensor)}"
+        with self._watch.during(words, self._members):
+            yield
 
     def _name(self, sent: Tensor) -> str:
         return f"{self._prefix}{sent.dtype}{list(sent.shape)}"
@@ -101,9 +178,10 @@ class RunningHorovod(HorovodGroup):
 
     name = "horovod"
 
-    def __init__(self, hvd: ModuleType, device: torch.device) -> None:
+    def __init__(self, hvd: ModuleType, device: torch.device, watch: Watch | None = None) -> None:
         everyone = range(hvd.size())
-        super().__init__(hvd, members=everyone, process_set=hvd.global_process_set, prefix="")
+        process_set = hvd.global_process_set
+        super().__init__(hvd, members=everyone, process_set=process_set, prefix="", watch=watch)
         self._sets = {tuple(everyone): hvd.global_process_set}
         self._num_splits = 0
         self.local_rank: int = hvd.local_rank()
@@ -114,7 +192,7 @@ class RunningHorovod(HorovodGroup):
         """Replace `tensor` by worker 0's, in place."""
         target = tensor.detach()
         sent = _sendable(target)
-        with self._lost_peers_named():
+        with self._lost_peers_named(), self._watched("broadcast", tensor):
             self._hvd.broadcast_(sent, root_rank=0, name=self._name(sent))
         if sent is not target:
             target.copy_(sent)
@@ -124,7 +202,7 @@ class RunningHorovod(HorovodGroup):
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         for part in map(tuple, parts):  # every worker makes all of them, in this order
             if part not in self._sets:
-                with self._lost_peers_named():
+                with self._lost_peers_named(), self._watched("add_process_set"):
                     self._sets[part] = self._hvd.add_process_set(list(part))
         self._num_splits += 1
         return HorovodGroup(
@@ -132,11 +210,16 @@ class RunningHorovod(HorovodGroup):
             members=own,
             process_set=self._sets[tuple(own)],
             prefix=f"split {self._num_splits} ",
+            watch=self._watch,
         )
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Let the others wait for this worker; without a watch they wait for ever."""
+        return self._watch.busy() if self._watch else nullcontext()
 
     def barrier(self) -> None:
         """Wait for every worker."""
-        with self._lost_peers_named():
+        with self._lost_peers_named(), self._watched("barrier"):
             self._hvd.barrier()
 
     def close(self) -> None:
@@ -149,7 +232,7 @@ class Horovod(RunningHorovod):
     Raises BackendError where torch sees a GPU and Horovod was built without GPU support.
     """
 
-    def __init__(self, hvd: ModuleType) -> None:
+    def __init__(self, hvd: ModuleType, watch: Watch | None = None) -> None:
         device = pick_device(hvd.local_rank(), hvd.local_size())
         if device.type == "cuda" and not _supports_gpus(hvd):
             raise BackendError(
@@ -157,18 +240,33 @@ class Horovod(RunningHorovod):
                 f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
                 "CUDA_VISIBLE_DEVICES= in the environment"
             )
-        super().__init__(hvd, device)
+        super().__init__(hvd, device, watch)
 
     def close(self) -> None:
         """Shut Horovod down; operations under way on other workers fail there."""
-        self._hvd.shutdown()
+        with self._watched("shutdown"):
+            self._hvd.shutdown()
+        if self._watch is not None:
+            self._watch.close()
 
 
-def open_horovod() -> Horovod:
-    """Join the group this process was started in, and take this worker's GPU if there are any."""
+def open_horovod(timeout: float = TIMEOUT_SECONDS, *, splits: bool = True) -> Horovod:
+    """Join the group this process was started in, and take this worker's GPU if there are any.
+
+    An operation that another worker has not joined after `timeout` s ends this one. `splits`: the
+    workers may be divided. Horovod then lets no operation begin while it waits for a worker, and no
+    thread of this process run, so it ends it itself, later, and does not know for whom.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(timeout) + _LATER_SECONDS))
     try:
         hvd = require_horovod()
-        hvd.init(process_sets="dynamic")  # none yet: `split` adds them
+        watch = None
+        if launched_size() > 1:
+            watch = Watch(_notes(), rank=own_rank(), timeout=timeout)
+        with watch.during("init", range(launched_size())) if watch else nullcontext():
+            hvd.init(process_sets="dynamic" if splits else None)  # none yet: `split` adds them
     except ModuleNotFoundError:  # of what Horovod needs
         raise
     except (ImportError, AttributeError) as error:  # built for another torch, or for none
@@ -177,10 +275,18 @@ def open_horovod() -> Horovod:
         ) from error
     except ValueError as error:
         raise BackendError(f"Horovod could not connect the workers: {error}") from error
-    backend = Horovod(hvd)
+    backend = Horovod(hvd, watch)
     # From the CPU, for Horovod sends no tensor that is on a GPU here and on the CPU there.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))
     return backend
+
+
+def _notes() -> Notes | None:
+    """Return where the workers can leave notes; mpirun gives them no such place."""
+    address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if address is None:
+        return None
+    return _ServerNotes(address, os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
 
 
 def _supports_gpus(hvd: ModuleType) -> bool:

@@ -1,6 +1,7 @@
 """One worker: every collective operation is the identity."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -43,6 +44,10 @@ class Serial:
         """Return the group of the only worker: this one."""
         own_part(parts, rank=self.rank, world_size=self.world_size)
         return self
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Do nothing: there is no other worker."""
+        return nullcontext()
 
     def barrier(self) -> None:
         """Return at once."""

@@ -6,28 +6,46 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from largebatch.distributed.agreement import require_same
+from largebatch.distributed.agreement import require_same, shape
 from largebatch.distributed.backend import own_part, pick_device
-from largebatch.distributed.environment import GRACE_SECONDS
+from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
+from largebatch.distributed.watch import Watch
 from largebatch.errors import BackendError, MismatchError, PeerLostError
-
-TIMEOUT = timedelta(minutes=30)
-"""How long an operation waits for a worker that is alive and silent."""
 
 _CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
 """How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_LATER = timedelta(minutes=1)
+"""How much longer than the watch the libraries wait, which do not know for whom."""
+
+
+class _StoreNotes:
+    """Notes in torch's store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("watch", store)
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """Return a note, or nothing."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 class _Pending:
@@ -44,27 +62,45 @@ class _Pending:
 
 
 class TorchGroup:
-    """Some of the workers, over a process group of torch.distributed; None is the default one."""
+    """Some of the workers, over a process group of torch.distributed; None is the default one.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    `watch` follows its operations, if there is one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, watch: Watch | None = None) -> None:
+        self._group, self._watch = group, watch
+        self._members = dist.get_process_group_ranks(group)
         self._worker = dist.get_rank()  # its number among all, which error messages use
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""
-        with _lost_peers_named(self._worker):
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
-        return _Pending(work, self._worker)
+        return self._start(
+            f"all_reduce {shape(tensor)}",
+            lambda: dist.all_reduce(tensor, group=self._group, async_op=True),
+        )
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        with _lost_peers_named(self._worker):
-            dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group)
+        parts, sent = list(gathered.unbind()), tensor.contiguous()
+        self._start(
+            f"all_gather {shape(tensor)}",
+            lambda: dist.all_gather(parts, sent, group=self._group, async_op=True),
+        ).wait()
         return gathered
+
+    def _start(self, name: str, begin: Callable[[], dist.Work | None]) -> _Pending:
+        """Begin an operation, and let the watch follow it until it is complete."""
+        works: list[dist.Work] = []
+        if self._watch is not None:  # from here on: to begin may be to wait
+            self._watch.begin(name, self._members, lambda: bool(works and works[0].is_completed()))
+        with _lost_peers_named(self._worker):
+            work = begin()
+        assert work is not None
+        works.append(work)
+        return _Pending(work, self._worker)
 
 
 class RunningTorch(TorchGroup):
@@ -75,9 +111,11 @@ class RunningTorch(TorchGroup):
     """
 
     name = "torch"
+    _limit: timedelta | None = None
+    """How long the library waits; None is its own limit."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(None)
+    def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
+        super().__init__(None, watch)
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         libraries = dist.get_backend_config().split(",")  # as in cpu:gloo,cuda:nccl
@@ -86,17 +124,21 @@ class RunningTorch(TorchGroup):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by worker 0's, in place."""
-        with _lost_peers_named(self._worker):
-            dist.broadcast(tensor, src=0)
+        name = f"broadcast {shape(tensor)}"
+        self._start(name, lambda: dist.broadcast(tensor, src=0, async_op=True)).wait()
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
         """Make a process group of every part; return the one this worker is in."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         with _lost_peers_named(self._worker):  # every worker makes all of them, in this order
-            groups = [dist.new_group(list(part), timeout=TIMEOUT) for part in parts]
+            groups = [dist.new_group(list(part), timeout=self._limit) for part in parts]
         group = groups[[list(part) for part in parts].index(own)]
         assert isinstance(group, dist.ProcessGroup)
-        return TorchGroup(group)
+        return TorchGroup(group, self._watch)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Let the others wait for this worker; without a watch their library has its own limit."""
+        return self._watch.busy() if self._watch else nullcontext()
 
     def barrier(self) -> None:
         """Wait for every worker."""
@@ -107,9 +149,12 @@ class RunningTorch(TorchGroup):
 
 
 class TorchDistributed(RunningTorch):
-    """A Backend over the default process group, which it opens and closes."""
+    """A Backend over the default process group, which it opens and closes.
 
-    def __init__(self) -> None:
+    An operation that another worker has not joined after `timeout` s ends this one.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
         missing = [name for name in _NEEDED if name not in os.environ]
         if missing:
             raise BackendError(
@@ -119,16 +164,25 @@ class TorchDistributed(RunningTorch):
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         device = pick_device(local_rank, local_size)
+        if local_size == int(os.environ["WORLD_SIZE"]):
+            use_loopback()
         kind = "nccl" if device.type == "cuda" else "gloo"
-        store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-        _require_one_type(store, device.type, rank=rank, world_size=world_size)
-        dist.init_process_group(
-            kind, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
-        )
-        super().__init__(device)
+        self._limit = timedelta(seconds=timeout) + _LATER
+        with _lost_peers_named(int(os.environ["RANK"])):
+            store, rank, world_size = next(rendezvous("env://", timeout=self._limit))
+            notes = _StoreNotes(store.clone())
+            watch = Watch(notes, rank=rank, timeout=timeout)
+            with watch.during("the group of all workers", range(world_size)):
+                _require_one_type(store, device.type, rank=rank, world_size=world_size)
+                dist.init_process_group(
+                    kind, store=store, rank=rank, world_size=world_size, timeout=self._limit
+                )
+        super().__init__(device, watch)
 
     def close(self) -> None:
         """Destroy the process groups."""
+        assert self._watch is not None
+        self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

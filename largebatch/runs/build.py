@@ -18,7 +18,13 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
-from largebatch.distributed.environment import LAUNCHER, BackendName, available_cores
+from largebatch.distributed.environment import (
+    LAUNCHER,
+    TIMEOUT_SECONDS,
+    BackendName,
+    available_cores,
+    launched_size,
+)
 from largebatch.distributed.reducer import (
     Grouping,
     Reducer,
@@ -28,7 +34,7 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
-from largebatch.errors import RecipeError
+from largebatch.errors import PlanError, RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.optim.lars import LARS
@@ -287,6 +293,9 @@ class Options:
     allow: tuple[str, ...] = ()
     """What may differ from the run that is resumed: keys of the recipe, and `data.index`."""
 
+    timeout: float = TIMEOUT_SECONDS
+    """How many seconds a worker waits for another one that does nothing."""
+
     @property
     def shared(self) -> Facts:
         """What every worker must be given alike; only worker 0 uses the run folder."""
@@ -297,13 +306,13 @@ class Options:
 
 
 @contextmanager
-def join(options: Options, facts: Facts) -> Iterator[Backend]:
+def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Backend]:
     """Join the other workers, once in a process: the address where they meet serves one meeting.
 
     They are left when all went well, for else they may be gone. Raises MismatchError on every
     worker unless they have the same options and packages and state the same `facts`.
     """
-    backend = connect(options.backend)
+    backend = connect(options.backend, timeout=options.timeout, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // backend.local_size))
@@ -317,11 +326,20 @@ def open_trainer(
     recipe: Recipe, options: Options, facts: Facts, *, measuring: bool = False
 ) -> Iterator[Trainer]:
     """Join the other workers and build every object of a run; see join and build_trainer."""
+    facts = {**facts, **recipe.model_dump(mode="json")}
     with (
-        join(options, {**facts, **recipe.model_dump(mode="json")}) as backend,
+        join(options, facts, splits=_shares_spans(recipe)) as backend,
         build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
         yield trainer
+
+
+def _shares_spans(recipe: Recipe) -> bool:
+    """Return whether several workers may have to normalise together."""
+    try:
+        return make_plan(recipe, workers=launched_size()).sync_workers > 1
+    except PlanError:  # raised again where all workers are there
+        return True
 
 
 @contextmanager
@@ -335,7 +353,8 @@ def build_trainer(
     """
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
-    pipeline = open_pipeline(recipe, plan, backend, folder=options.data)
+    with backend.busy():  # the first worker that reads a folder may take long for all of them
+        pipeline = open_pipeline(recipe, plan, backend, folder=options.data)
     model = build_model(recipe, backend)
     share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
     here = recipe

@@ -70,7 +70,8 @@ def read_checkpoint(folder: Path, backend: Backend) -> Checkpoint | None:
 
     Worker 0 reads it for all, and logs a warning for each newer one that is damaged.
     """
-    found = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
+    with backend.busy():
+        found = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
     if found is not None:
         found.warn()
     content = broadcast_bytes(found.content if found else None, backend)

@@ -7,7 +7,6 @@ exit codes after a signal, takes SIGHUP from a run under nohup, and listens on a
 Workers meet at a store in this process, which listens on the loopback interface only.
 """
 
-import json
 import logging
 import os
 import signal
@@ -15,10 +14,9 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +25,47 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch.distributed.environment import LAUNCHER
+from largebatch.distributed.environment import ABSENT, LAUNCHER, LOST, loopback
+from largebatch.distributed.watch import leave_with, report
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
+from largebatch.optional import require_horovod
 from largebatch.runs.interrupts import HEARD, STOPS, Requests, answering, show_cursor
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
 """How long the others have to leave after a worker failed."""
 
-CRASHED, USER, LOST, STOPPED = 1, 2, 3, 130
-"""Exit codes of a worker that reported: an error, one the user can fix, the loss of a peer, Ctrl-C
-before it could save."""
+CRASHED, USER, STOPPED = 1, 2, 130
+"""Exit codes of a worker that reported: an error, one the user can fix, Ctrl-C before it could
+save; and LOST and ABSENT."""
 
-_ECHOES = {LOST: 1, STOPPED: 2, **{-number: 2 for number in STOPS}}
+_ECHOES = {ABSENT: 1, LOST: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
 """Exit codes that another worker's failure or a request to stop causes, the telling one first."""
 
 
-def start_workers(command: Sequence[str], *, workers: int) -> None:
+def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
-    They find their place in the variables torchrun sets and import what this process can import.
+    They find their place in the variables torchrun sets, and with `horovod` in those of horovodrun
+    as well, and import what this process can import.
     The first request to stop is passed on, as SIGTERM; the second one ends them.
 
     Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
     the failing worker's traceback otherwise, KeyboardInterrupt after the second request.
     """
     store = _open_store()
-    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder:
+    server: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if horovod:
+        server = _horovods_server(workers)
+    with tempfile.TemporaryDirectory(prefix="largebatch-") as folder, server as shared:
         group = _Workers(
             name="workers",
             entrypoint=sys.executable,
             args=dict.fromkeys(range(workers), tuple(command)),
-            envs={rank: _environment(rank, workers, store.port) for rank in range(workers)},
+            envs={
+                rank: shared | _environment(rank, workers, store.port, horovod=horovod)
+                for rank in range(workers)
+            },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -71,7 +78,7 @@ def start_workers(command: Sequence[str], *, workers: int) -> None:
             raise KeyboardInterrupt
         assert result is not None  # it waited without a limit
         if result.failures:
-            raise _cause(result.failures, stopping=group.requests.any)
+            raise _cause(result.failures, stopping=group.requests.any, ended=group.ended)
 
 
 def _open_store() -> TCPStore:
@@ -86,12 +93,39 @@ def _open_store() -> TCPStore:
     )
 
 
+@contextmanager
+def _horovods_server(workers: int) -> Iterator[dict[str, str]]:
+    """Serve what workers of Horovod find each other through; yield where, as variables.
+
+    horovodrun's own server takes all interfaces, and so it is not used.
+    """
+    require_horovod()
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    with RendezvousHTTPServer((HOST, 0), RendezvousHandler, 0) as server:
+        server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": HOST,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": loopback(),
+            "HOROVOD_HOSTNAME": "localhost",
+            "NCCL_SOCKET_IFNAME": loopback(),
+        }
+        server.shutdown()
+
+
 class _Workers(SubprocessContext):
     """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
 
     def __init__(self, **arguments: Any) -> None:  # noqa: ANN401 -- torch's own
         super().__init__(**arguments)
         self.requests = Requests()
+        self.ended: set[int] | None = None
+        """Those that ended by themselves, once one has failed."""
 
     def start(self) -> None:
         """Start them, and leave this process's signal handlers as they are."""
@@ -117,13 +151,27 @@ class _Workers(SubprocessContext):
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = LEAVE_SECONDS) -> None:
         """End those that still run: ask them to (SIGTERM), and kill them after `timeout` s."""
+        if self.ended is None:
+            self.ended = set(self._failures)
         super().close(death_sig, timeout)
         show_cursor()
 
 
-def _cause(failures: Mapping[int, ProcessFailure], *, stopping: bool) -> Exception:
-    """Return the first failure that another one did not cause, or its echo if there is no more."""
-    rank = min(failures, key=lambda rank: _ECHOES.get(failures[rank].exitcode, 0))
+def _cause(
+    failures: Mapping[int, ProcessFailure], *, stopping: bool, ended: Collection[int] | None
+) -> Exception:
+    """Return the first failure that another one did not cause, or its echo if there is no more.
+
+    A worker that was killed and is not among the `ended` did not leave when it was asked to.
+    """
+
+    def echo(rank: int) -> int:
+        code = failures[rank].exitcode
+        if code == -signal.SIGKILL and ended is not None and rank not in ended:
+            return len(_ECHOES)
+        return _ECHOES.get(code, 0)
+
+    rank = min(failures, key=echo)
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
         return LargebatchError("stopped before the workers could save")
@@ -135,8 +183,17 @@ def _cause(failures: Mapping[int, ProcessFailure], *, stopping: bool) -> Excepti
     return kind(failure.message)
 
 
-def _environment(rank: int, workers: int, port: int) -> dict[str, str]:
+def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[str, str]:
+    own = {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(workers),
+        "HOROVOD_LOCAL_RANK": str(rank),
+        "HOROVOD_LOCAL_SIZE": str(workers),
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+    }
     return {
+        **(own if horovod else {}),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(workers),
@@ -156,7 +213,7 @@ def reporting_errors() -> Iterator[None]:
 
     An error ends the process at once, since threads of libraries may be in the middle of something.
     """
-    threading.Thread(target=_leave_with_launcher, daemon=True).start()
+    leave_with(int(os.environ[LAUNCHER]))
     try:
         yield
     except LargebatchError as error:
@@ -169,16 +226,7 @@ def reporting_errors() -> Iterator[None]:
         code, message = CRASHED, f"worker {os.environ['RANK']} failed:\n{traceback.format_exc()}"
     else:
         return
-    report = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    part = report.with_suffix(".part")
-    part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
-    part.replace(report)
+    report(message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _leave_with_launcher() -> None:
-    while os.getppid() == int(os.environ[LAUNCHER]):
-        time.sleep(1)
-    os._exit(CRASHED)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from largebatch.distributed.environment import BackendName, launched_rank
+from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, launched_rank
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -53,6 +53,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     out: Path | str | None = None,
     data: Path | str | None = None,
     backend: BackendName = "auto",
+    timeout: float = TIMEOUT_SECONDS,
     resume: bool = False,
     max_steps: int | None = None,
     time_limit: float | None = None,
@@ -68,6 +69,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
         backend=backend,
+        timeout=timeout,
         resume=resume,
         max_steps=max_steps,
         time_limit=time_limit,
@@ -85,13 +87,13 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     make_plan(recipe, workers=workers)
     if workers == 1:
         return run_worker(recipe, chosen)
-    if chosen.backend not in {"auto", "torch"}:
+    if backend == "serial":
         raise BackendError(
-            f"{workers} local workers use the torch backend; for horovod start them with "
-            f"horovodrun -np {workers} largebatch train ..."
+            f"--backend serial is for a single process; leave it or --workers {workers} out"
         )
     job = JOB.dump_json((recipe, chosen)).decode()
-    start_workers(["-m", "largebatch.runs.worker", job], workers=workers)
+    command = ["-m", "largebatch.runs.worker", job]
+    start_workers(command, workers=workers, horovod=backend == "horovod")
     return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
 
 
@@ -131,7 +133,8 @@ def record(
         opened = open_folder(trainer, folder, resume=resume)
     with opened as trackers:
         trainer.trackers.extend(trackers)
-        trainer.begin()
+        with trainer.backend.busy():
+            trainer.begin()
         try:
             complete = work()
             trainer.finish_saving()
@@ -162,7 +165,8 @@ def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
         try:
             summary.write(folder / SUMMARY)
             if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
-                write_report(folder)
+                with trainer.backend.busy():
+                    write_report(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
         trainer.emit(Finish(time=now(), summary=summary))

@@ -175,11 +175,13 @@ class Trainer:
                 data=self.pipeline.splits,
                 versions=versions(),
             )
-            self._on_disk(lambda: self.writer.write(checkpoint))
+            with self.backend.busy():
+                self._on_disk(lambda: self.writer.write(checkpoint))
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on the disk; raises as `save` does."""
-        self._on_disk(self.writer.wait)
+        with self.backend.busy():
+            self._on_disk(self.writer.wait)
 
     def _on_disk(self, write: Callable[[], None]) -> None:
         try:

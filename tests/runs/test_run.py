@@ -375,9 +375,9 @@ def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> Non
         run(load_recipe(DIGITS), workers=2)
 
 
-def test_local_workers_do_not_use_horovod_silently() -> None:
-    with pytest.raises(BackendError, match="horovodrun -np 2 largebatch train"):
-        run(load_recipe(DIGITS), workers=2, backend="horovod")
+def test_several_local_workers_need_a_library() -> None:
+    with pytest.raises(BackendError, match="is for a single process; leave it or --workers 2 out"):
+        run(load_recipe(DIGITS), workers=2, backend="serial")
 
 
 def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[str, Path]) -> None:

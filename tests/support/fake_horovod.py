@@ -31,8 +31,8 @@ class FakeHorovod(ModuleType):
     def is_initialized(self) -> bool:
         return self.running
 
-    def init(self, *, process_sets: str) -> None:
-        assert process_sets == "dynamic"
+    def init(self, *, process_sets: str | None) -> None:
+        assert process_sets in {"dynamic", None}
         self.running = True
 
     def shutdown(self) -> None:

@@ -13,12 +13,12 @@ from largebatch.runs.launch import reporting_errors, start_workers
 T = TypeVar("T")
 
 
-def on_workers(function: Callable[..., T], *args: object, workers: int) -> T:
+def on_workers(function: Callable[..., T], *args: object, workers: int, horovod: bool = False) -> T:
     """Call `function(*args)` on each of several workers and return worker 0's result."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((function, args)))
-        start_workers([__file__, name], workers=workers)
+        start_workers([__file__, name], workers=workers, horovod=horovod)
         result: T = pickle.loads((folder / "result").read_bytes())
     return result
 

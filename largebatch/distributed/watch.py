@@ -1,0 +1,217 @@
+"""What ends a worker that waits for another one longer than `--timeout`, and says for whom.
+
+Libraries report a worker that is gone. One that is there and does nothing (suspended, or waiting
+for a disk or a device) they report late, without its number, or never. So a thread of every worker
+looks at the oldest operation under way. When half of the time is over it leaves a note of it in a
+store; when all of it is, those that left none are absent, and the process ends. A worker that does
+for long what the others have to wait for says that it is busy, and its thread goes on saying so.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from largebatch.distributed.environment import ABSENT, GRACE_SECONDS, LAUNCHER
+from largebatch.errors import shorten
+
+
+class Notes(Protocol):
+    """A store that every worker reaches without the help of the others."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a note."""
+
+    def get(self, key: str) -> str:
+        """Return a note, or nothing where there is none; do not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    name: str
+    members: Sequence[int]
+    begun: float
+    is_done: Callable[[], bool]
+
+
+class Watch:
+    """Follows the operations of one worker; `timeout` is in seconds.
+
+    `notes` is None where there is no store: who is absent is then not known.
+    """
+
+    def __init__(self, notes: Notes | None, *, rank: int, timeout: float) -> None:
+        self._notes, self._rank, self._timeout = notes, rank, timeout
+        self._period = min(1.0, timeout / 20)
+        self._numbers = count()
+        self._under_way: dict[int, _Operation] = {}
+        self._lock = threading.Lock()
+        self._noted: _Operation | None = None
+        self._busy = 0
+        self._beats: dict[int, str] = {}
+        self._excused_until = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread in the middle of a call would abort the process
+
+    def begin(
+        self, name: str, members: Sequence[int], is_done: Callable[[], bool] = lambda: False
+    ) -> int:
+        """Follow an operation until `end` is called with the number returned, or `is_done`."""
+        number = next(self._numbers)
+        with self._lock:
+            self._under_way[number] = _Operation(name, members, time.monotonic(), is_done)
+        return number
+
+    def end(self, number: int) -> None:
+        """Forget an operation."""
+        with self._lock:
+            self._under_way.pop(number, None)
+
+    @contextmanager
+    def during(self, name: str, members: Sequence[int]) -> Iterator[None]:
+        """Follow an operation that blocks."""
+        number = self.begin(name, members)
+        try:
+            yield
+        finally:
+            self.end(number)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Let the others wait for this worker for as long as it is alive."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+    def close(self) -> None:
+        """Follow nothing more."""
+        self._closed.set()
+        self._thread.join(GRACE_SECONDS)
+
+    def _follow(self) -> None:
+        for beat in count(1):
+            if self._closed.wait(self._period):
+                return
+            if self._busy:
+                self._note("busy", str(beat))
+            operation = self._oldest()
+            waited = time.monotonic() - operation.begun if operation else 0.0
+            if self._noted is not operation and (waited > self._timeout / 2 or self._noted):
+                kept = operation if waited > self._timeout / 2 else None
+                self._note("waits", kept.name if kept else "")
+                self._noted = kept
+            if operation is not None and waited > self._timeout:
+                self._judge(operation)
+
+    def _oldest(self) -> _Operation | None:
+        """Return the first operation that is not done."""
+        with self._lock:
+            for number, operation in list(self._under_way.items()):
+                if not _is_done(operation):
+                    return operation
+                del self._under_way[number]
+        return None
+
+    def _judge(self, operation: _Operation) -> None:
+        """End this process, unless an absent worker is busy."""
+        absent: list[int] | None = None
+        excused = threading.Event()
+
+        def look() -> None:
+            nonlocal absent
+            found = [n for n in operation.members if n != self._rank and not self._read("waits", n)]
+            for worker in found:
+                beat = self._read("busy", worker)
+                if beat != self._beats.get(worker, ""):
+                    self._beats[worker] = beat
+                    excused.set()
+            absent = found
+
+        if self._notes is not None:  # whose host may be what does not answer
+            looking = threading.Thread(target=look, daemon=True)
+            looking.start()
+            looking.join(GRACE_SECONDS)
+        if excused.is_set():
+            self._excused_until = time.monotonic() + self._timeout
+        if time.monotonic() < self._excused_until or _is_done(operation):
+            return
+        first = min(set(operation.members) - set(absent or ()))
+        leave(describe(operation.name, absent, self._timeout), print_it=self._rank == first)
+
+    def _note(self, kind: str, text: str) -> None:
+        if self._notes is not None:
+            try:
+                self._notes.set(f"{kind}/{self._rank}", text)
+            except Exception:
+                self._notes = None
+
+    def _read(self, kind: str, worker: int) -> str:
+        assert self._notes is not None
+        return self._notes.get(f"{kind}/{worker}")
+
+
+def _is_done(operation: _Operation) -> bool:
+    """Return whether it is; one that the main thread has just finished may be unknown."""
+    try:
+        return operation.is_done()
+    except (RuntimeError, ValueError):
+        return True
+
+
+def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> str:
+    """Say who has not joined an operation; None: this cannot be known.
+
+    >>> describe("all_reduce float32 [8]", [2], 300)
+    'worker 2 has not joined all_reduce float32 [8] for 300 s'
+    """
+    what = f"{operation} for {seconds:g} s"
+    if absent is None:
+        return f"a worker has not joined {what}, and no store answers that knows which one"
+    if not absent:
+        return f"every worker waits in {what}; look at the network between them"
+    if len(absent) == 1:
+        return f"worker {absent[0]} has not joined {what}"
+    return f"workers {shorten([str(worker) for worker in absent])} have not joined {what}"
+
+
+def leave(message: str, *, print_it: bool) -> NoReturn:
+    """End this process at once because of another worker; its main thread may wait for ever."""
+    if LAUNCHER in os.environ:
+        report(message)
+    elif print_it:
+        sys.stderr.write(f"largebatch: {message}\n")
+        sys.stderr.flush()
+    else:
+        time.sleep(1)  # launchers end all workers when the first one has ended
+    os._exit(ABSENT)
+
+
+def report(message: str) -> None:
+    """Leave a message to the process that started this worker, in the file it named."""
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"message": message, "timestamp": time.time()}), encoding="utf-8")
+    part.replace(path)
+
+
+def leave_with(parent: int) -> None:
+    """End this process soon after the one that started it, which cannot end it any more."""
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,0 +1,161 @@
+"""Workers that wait too long: who is named, what is waited for, and that nothing else is ended."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from on_workers import on_workers
+
+from largebatch.distributed import watch
+from largebatch.distributed.connection import connect
+from largebatch.distributed.watch import Watch
+from largebatch.errors import WorkerFailedError
+
+pytestmark = pytest.mark.usefixtures("ends")
+
+LIMIT = 0.4
+"""Seconds, of workers that are threads."""
+
+
+class Store:
+    """Notes of workers that are in one process."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.notes[key] = value
+
+    def get(self, key: str) -> str:
+        return self.notes.get(key, "")
+
+
+class Broken(Store):
+    """A store whose machine does not answer."""
+
+    def get(self, key: str) -> str:
+        raise ConnectionError(key)
+
+    set = get  # type: ignore[assignment]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What workers leave with, and whether they are to print it."""
+    found: list[tuple[str, bool]] = []
+
+    def leave(message: str, *, print_it: bool) -> None:
+        if (message, print_it) not in found:  # this one returns, and so it is called again
+            found.append((message, print_it))
+
+    monkeypatch.setattr(watch, "leave", leave)
+    return found
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Watch]]:
+    store = Store()
+    made = [Watch(store, rank=rank, timeout=LIMIT) for rank in range(3)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def wait_for(found: list[tuple[str, bool]], *, number: int) -> None:
+    while len(found) < number:
+        time.sleep(LIMIT / 20)
+
+
+def test_those_that_wait_name_the_worker_that_is_absent(
+    ended: list[tuple[str, bool]], workers: list[Watch]
+) -> None:
+    """The first of them prints it: worker 0 may be the absent one."""
+    for worker in (1, 2):
+        workers[worker].begin("all_reduce float32 [8]", range(3))
+    wait_for(ended, number=2)
+    message = "worker 0 has not joined all_reduce float32 [8] for 0.4 s"
+    assert sorted(ended) == [(message, False), (message, True)]
+
+
+def test_a_worker_that_waits_in_another_operation_is_not_absent(
+    ended: list[tuple[str, bool]], workers: list[Watch]
+) -> None:
+    for worker, name in enumerate(["broadcast int64 [1]", "all_reduce float32 [8]", "barrier"]):
+        workers[worker].begin(name, range(3))
+    wait_for(ended, number=3)
+    assert ("every worker waits in barrier for 0.4 s; look at the network between them", False) in (
+        ended
+    )
+
+
+def test_a_busy_worker_is_waited_for(ended: list[tuple[str, bool]], workers: list[Watch]) -> None:
+    with workers[0].busy():
+        number = workers[1].begin("broadcast uint8 [9]", [0, 1])
+        time.sleep(4 * LIMIT)
+    assert not ended
+    workers[1].end(number)
+    time.sleep(2 * LIMIT)
+    assert not ended
+
+
+def test_a_busy_worker_that_is_suspended_is_absent(
+    ended: list[tuple[str, bool]], workers: list[Watch]
+) -> None:
+    with workers[0].busy():
+        workers[1].begin("broadcast uint8 [9]", [0, 1])
+        time.sleep(2 * LIMIT)
+        workers[0].close()  # as if it were: it says nothing more
+        wait_for(ended, number=1)
+    assert ended == [("worker 0 has not joined broadcast uint8 [9] for 0.4 s", True)]
+
+
+def forgotten() -> bool:
+    raise ValueError("no such handle")
+
+
+def test_an_operation_that_is_done_ends_no_worker(
+    ended: list[tuple[str, bool]], workers: list[Watch]
+) -> None:
+    """Whether its result was waited for or not, or is forgotten by the library."""
+    workers[0].begin("all_reduce float32 [8]", range(3), lambda: True)
+    workers[1].begin("all_reduce float32 [8]", range(3), forgotten)
+    with workers[2].during("barrier", range(3)):
+        pass
+    time.sleep(3 * LIMIT)
+    assert not ended
+
+
+@pytest.mark.parametrize("store", [None, Broken()], ids=["none", "unreachable"])
+def test_without_a_store_a_worker_leaves_all_the_same(
+    ended: list[tuple[str, bool]], store: Store | None
+) -> None:
+    alone = Watch(store, rank=0, timeout=LIMIT)
+    alone.begin("barrier", range(2))
+    wait_for(ended, number=1)
+    alone.close()
+    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s, and no store")
+
+
+def suspend_one(library: str, how: str) -> None:
+    """Meet twice; in between, worker 1 stops to do anything while the others wait for it."""
+    backend = connect("horovod" if library == "horovod" else "torch", timeout=4, splits=False)
+    backend.all_reduce(torch.ones(5)).wait()
+    if backend.rank == 1:
+        if how == "suspended":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(120)
+    backend.all_reduce(torch.ones(7)).wait()
+
+
+@pytest.mark.parametrize("how", ["suspended", pytest.param("asleep", marks=pytest.mark.long)])
+@pytest.mark.parametrize("library", ["torch", "horovod"])
+def test_a_worker_that_does_nothing_ends_the_run_with_its_number(library: str, how: str) -> None:
+    if library == "horovod":
+        pytest.importorskip("horovod.torch", reason="horovod is not installed")
+    message = re.escape("worker 1 has not joined all_reduce float32 [7] for 4 s")
+    with pytest.raises(WorkerFailedError, match=f"^{message}$"):
+        on_workers(suspend_one, library, how, workers=3, horovod=library == "horovod")
