@@ -1,6 +1,7 @@
 """Say what is installed and works, by using it, and how to get the rest."""
 
 import importlib.metadata
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,10 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
         return f"absent  {error}"
     except Exception as error:  # whatever a broken installation raises is the finding
         return f"BROKEN  {type(error).__name__}: {error}"
-    return f"works  {importlib.metadata.version(package)}"
+    version = importlib.metadata.version(package)
+    if package == "horovod":
+        version += f", HOROVOD_FUSION_THRESHOLD={os.environ['HOROVOD_FUSION_THRESHOLD']}"
+    return f"works  {version}"
 
 
 def _decode_one(decode: Callable[..., Iterator[object]]) -> None:

@@ -29,7 +29,7 @@ from largebatch.cli.arguments import (
     count,
     seconds,
 )
-from largebatch.distributed.environment import own_rank
+from largebatch.distributed.environment import join_slurm, own_rank
 from largebatch.errors import (
     CheckpointError,
     LargebatchError,
@@ -59,7 +59,8 @@ _HEAD_START = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(words, argparse.Namespace(words=words))
+    join_slurm()
+    args = _parser().parse_args(_with_resume(words))
     try:
         code = _call(args)
         sys.stdout.flush()
@@ -68,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return UNREAD
     return code
+
+
+def _with_resume(words: Sequence[str]) -> list[str]:
+    """Give a --resume without a word its own, so that it takes no recipe that follows for it."""
+    after = [*words[1:], ""]
+    bare = [word == "--resume" and nxt != "auto" for word, nxt in zip(words, after, strict=True)]
+    return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def _call(args: argparse.Namespace) -> int:
@@ -133,10 +141,12 @@ def _train(args: argparse.Namespace) -> int:
             data=args.data,
             backend=args.backend,
             timeout=args.timeout,
-            resume=args.resume,
+            resume="auto" if args.resume == "auto" else args.resume is not None,
             max_steps=args.max_steps,
             time_limit=args.time_limit,
             allow=args.allow,
+            restarts=args.restarts,
+            min_workers=args.min_workers,
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(folder)) from None
@@ -210,7 +220,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(train)
     train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
-    train.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    train.add_argument(
+        "--resume",
+        choices=("yes", "auto"),
+        metavar="auto",
+        nargs="?",
+        help="go on with the run in --out; auto: if there is one, else begin",
+    )
+    train.add_argument(
+        "--restarts", type=count, default=0, metavar="N", help="start --workers that died again"
+    )
+    train.add_argument(
+        "--min-workers", type=count, metavar="M", help="at least, where a start fails again"
+    )
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
     train.add_argument(
         "--time-limit", type=seconds, metavar="T", help="stop before: 90m, 8h or seconds"

@@ -11,6 +11,7 @@ from largebatch.distributed.environment import (
     LAUNCHER,
     TIMEOUT_SECONDS,
     BackendName,
+    join_slurm,
     launched_rank,
     launched_size,
 )
@@ -29,6 +30,7 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.
     """
+    join_slurm()
     if name == "auto":
         if "RANK" in os.environ:
             name = "torch"

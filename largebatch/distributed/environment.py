@@ -1,6 +1,7 @@
 """What the launcher and the machine set for this process; read without PyTorch."""
 
 import os
+import re
 import socket
 from typing import Literal
 
@@ -15,6 +16,9 @@ LOST, ABSENT = 3, 4
 TIMEOUT_SECONDS = 300.0
 """How long an operation waits for a worker that is there and silent, unless --timeout is given."""
 
+_SLURM_SCRIPTS = 2**32 - 16
+"""From here on SLURM numbers steps that are scripts and shells."""
+
 GRACE_SECONDS = 5.0
 """How long workers have to explain a lost connection, or to leave after a crash."""
 
@@ -25,6 +29,61 @@ def launched_rank() -> int | None:
         if name in os.environ:
             return int(os.environ[name])
     return None
+
+
+def join_slurm() -> None:
+    """Be a worker, in the words of torchrun, where srun started this process as one of several.
+
+    A batch script and the shell of salloc have variables of srun too, and are no workers. Variables
+    that are set already stay.
+    """
+    own, tasks = os.environ.get("SLURM_PROCID"), _slurm_tasks()
+    if own is None or tasks < 2 or launched_rank() is not None:
+        return
+    nodes = _slurm("NNODES", "NUM_NODES") or "1"
+    first = "127.0.0.1" if nodes == "1" else _first_host(_slurm("NODELIST") or "")
+    number = int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
+    each = _slurm("TASKS_PER_NODE") or str(tasks)  # as in 4(x2),1
+    counts = [
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", each)
+        for _ in range(int(times or 1))
+    ]
+    for name, value in {
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", own),
+        "LOCAL_WORLD_SIZE": str(counts[int(os.environ.get("SLURM_NODEID", "0"))]),
+        "MASTER_ADDR": first,
+        "MASTER_PORT": str(15_000 + number % 15_000),
+        "RANK": own,
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _slurm_tasks() -> int:
+    """Return how many processes srun started with this one."""
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        return int(os.environ["SLURM_STEP_NUM_TASKS"])
+    step = int(os.environ.get("SLURM_STEP_ID", _SLURM_SCRIPTS))
+    if step >= _SLURM_SCRIPTS and os.environ.get("SLURM_PROCID") == "0":
+        return 1
+    return int(os.environ.get("SLURM_NTASKS", "1"))
+
+
+def _slurm(*names: str) -> str | None:
+    """Return what SLURM says of the step, else of the job."""
+    kinds = ("SLURM_STEP_", "SLURM_", "SLURM_JOB_")
+    found = (os.environ.get(kind + name) for kind in kinds for name in names)
+    return next(filter(None, found), None)
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first of SLURM's list of hosts.
+
+    >>> [_first_host(hosts) for hosts in ("gpu[07-09,12],x1", "a-1,b", "rack[1-2]n[3-4]")]
+    ['gpu07', 'a-1', 'rack1n3']
+    """
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", hosts)[0])
 
 
 def own_rank() -> int:

@@ -275,6 +275,12 @@ def open_horovod(timeout: float = TIMEOUT_SECONDS, *, splits: bool = True) -> Ho
         ) from error
     except ValueError as error:
         raise BackendError(f"Horovod could not connect the workers: {error}") from error
+    if hvd.size() < launched_size():
+        raise BackendError(
+            f"{launched_size()} workers were started by something that Horovod does not know; "
+            f"start them with horovodrun -np {launched_size()} or --workers, or leave --backend "
+            "horovod out"
+        )
     backend = Horovod(hvd, watch)
     # From the CPU, for Horovod sends no tensor that is on a GPU here and on the CPU there.
     require_agreement({"device": backend.device.type}, backend, torch.device("cpu"))

@@ -264,3 +264,11 @@ def _divisors(number: int) -> list[int]:
 def _some(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:12]))
     return shown if len(numbers) <= 12 else f"{shown}, ... {numbers[-1]}"
+
+
+def may_share_spans(recipe: Recipe, *, workers: int) -> bool:
+    """Return whether several workers may have to normalise together; what is no plan may."""
+    try:
+        return make_plan(recipe, workers=workers).sync_workers > 1
+    except PlanError:
+        return True

@@ -34,14 +34,15 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
-from largebatch.errors import PlanError, RecipeError
+from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe import recipe as recipes
 from largebatch.recipe import sections
-from largebatch.recipe.plan import Plan, make_plan, measuring_plan
+from largebatch.recipe.plan import Plan, make_plan, may_share_spans, measuring_plan
 from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.runs.folder import Resume
 from largebatch.runs.interrupts import stop_requests
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
@@ -281,8 +282,8 @@ class Options:
     overrides: tuple[str, ...] = ()
     """Changes to the recipe of a checkpoint, or of weights, such as execution.device_batch=64."""
 
-    resume: bool = False
-    """Go on from the newest checkpoint in `out`."""
+    resume: Resume = False
+    """Go on from the newest checkpoint in `out`; auto: where there is one."""
 
     max_steps: int | None = None
     """Stop, resumable, when this many updates have been made in all."""
@@ -328,18 +329,10 @@ def open_trainer(
     """Join the other workers and build every object of a run; see join and build_trainer."""
     facts = {**facts, **recipe.model_dump(mode="json")}
     with (
-        join(options, facts, splits=_shares_spans(recipe)) as backend,
+        join(options, facts, splits=may_share_spans(recipe, workers=launched_size())) as backend,
         build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
         yield trainer
-
-
-def _shares_spans(recipe: Recipe) -> bool:
-    """Return whether several workers may have to normalise together."""
-    try:
-        return make_plan(recipe, workers=launched_size()).sync_workers > 1
-    except PlanError:  # raised again where all workers are there
-        return True
 
 
 @contextmanager

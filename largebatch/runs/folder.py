@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,6 +30,8 @@ from largebatch.tracking.events import (
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import Checkpoint, newest_checkpoint, parse_checkpoint
 from largebatch.training.trainer import Trainer
+
+Resume = bool | Literal["auto"]
 
 _SUMMARY = TypeAdapter(Summary)
 
@@ -133,13 +135,15 @@ def default_folder(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Raise CheckpointError unless a run may start in this folder, or go on in it."""
+def check_folder(folder: Path, *, resume: Resume) -> None:
+    """Raise CheckpointError unless a run may start in this folder, or go on in it; auto: either."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; --out names a folder")
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not os.access(above, os.W_OK):
         raise CheckpointError(f"{folder}: {above} cannot be written to; choose another --out")
+    if resume == "auto":
+        resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
     if not resume and folder.exists() and any(folder.iterdir()):

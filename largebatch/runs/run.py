@@ -4,25 +4,35 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName, launched_rank
+from largebatch.distributed.environment import (
+    TIMEOUT_SECONDS,
+    BackendName,
+    join_slurm,
+    launched_rank,
+)
 from largebatch.errors import (
     BackendError,
     CheckpointError,
     DataError,
     LargebatchError,
     PeerLostError,
+    PlanError,
+    WorkerFailedError,
 )
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.runs.build import Options, open_trainer
 from largebatch.runs.folder import (
+    Resume,
     check_folder,
     default_folder,
     finished_summary,
@@ -30,6 +40,7 @@ from largebatch.runs.folder import (
     read_checkpoint,
     require_same_run,
 )
+from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
@@ -54,17 +65,22 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     data: Path | str | None = None,
     backend: BackendName = "auto",
     timeout: float = TIMEOUT_SECONDS,
-    resume: bool = False,
+    resume: Resume = False,
     max_steps: int | None = None,
     time_limit: float | None = None,
     allow: Sequence[str] = (),
+    restarts: int = 0,
+    min_workers: int | None = None,
 ) -> Summary:
     """Train, polish and evaluate as the recipe says; return what summary.json holds.
 
     Starts `workers` processes on this machine, unless this process is itself one of several that
-    torchrun or horovodrun started. `out` is the run folder, by default runs/<name>-<time>; the
-    rest is as in Options. Raises LargebatchError for what the user can fix.
+    torchrun, horovodrun or srun started. `out` is the run folder, by default runs/<name>-<time>;
+    `restarts` and `min_workers` are as in restarting; the rest is as in Options.
+
+    Raises LargebatchError for what the user can fix.
     """
+    join_slurm()
     chosen = Options(
         out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
@@ -76,6 +92,11 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         allow=tuple(allow),
     )
     rank = launched_rank()
+    if restarts and (workers == 1 or rank is not None):
+        raise BackendError(
+            "--restarts starts the processes of --workers again; leave it out, and start this "
+            "command again with --resume auto"
+        )
     if rank in {None, 0}:
         check_folder(chosen.out, resume=resume)
     if rank is not None:
@@ -91,10 +112,45 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         raise BackendError(
             f"--backend serial is for a single process; leave it or --workers {workers} out"
         )
-    job = JOB.dump_json((recipe, chosen)).decode()
-    command = ["-m", "largebatch.runs.worker", job]
-    start_workers(command, workers=workers, horovod=backend == "horovod")
+    restarting(recipe, chosen, workers, restarts=restarts, least=min_workers or workers)
     return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
+
+
+def restarting(
+    recipe: Recipe, options: Options, workers: int, *, restarts: int, least: int
+) -> None:
+    """Start local workers; after one has died start all again from the newest checkpoint.
+
+    That is done `restarts` times at most, and not for what the user can fix. Where the workers
+    saved nothing before one died, there are fewer of them the next time, as the plan allows, and
+    no fewer than `least`.
+    """
+    for left in reversed(range(restarts + 1)):
+        saved = describe_saved(options.out)
+        command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
+        try:
+            start_workers(command, workers=workers, horovod=options.backend == "horovod")
+        except WorkerFailedError as error:
+            if not left:
+                raise
+            if describe_saved(options.out) == saved:
+                workers = _fewer(recipe, workers, least=least)
+            options = replace(options, resume="auto")
+            sys.stderr.write(
+                f"largebatch: {error}\nlargebatch: {describe_saved(options.out)}; "
+                f"starting {workers} workers again, {left - 1} restarts left\n"
+            )
+        else:
+            return
+
+
+def _fewer(recipe: Recipe, workers: int, *, least: int) -> int:
+    """Return the next smaller number of workers that the recipe can be divided over."""
+    for number in range(workers - 1, max(least, 2) - 1, -1):
+        with suppress(PlanError):
+            make_plan(recipe, workers=number)
+            return number
+    return workers
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
@@ -116,9 +172,11 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         def train() -> bool:
             if trainer.state.scaler.is_enabled() and trainer.backend.device.type == "cpu":
                 trainer.note("train", _SLOW)
+            if options.resume == "auto" and checkpoint is None:
+                trainer.note("train", f"nothing is saved in {options.out}; the run begins afresh")
             return run_stages(trainer, until=until)
 
-        return record(trainer, folder, train, resume=options.resume)
+        return record(trainer, folder, train, resume=bool(options.resume))
 
 
 def record(

@@ -1,5 +1,6 @@
 """Local workers: their results and errors, what ends them, and what they are reached through."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 import torch
 from on_workers import on_workers
 
-from largebatch.distributed.environment import launched_rank
+from largebatch.distributed.connection import connect
+from largebatch.distributed.environment import LAUNCHER, launched_rank
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import (
     BackendError,
@@ -44,6 +46,23 @@ def listeners() -> list[str]:
     lines = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")).splitlines()
     sockets = [line.split() for line in lines]
     return [fields[1] for fields in sockets if fields[1].endswith(port) and fields[3] == "0A"]
+
+
+def all_listeners(library: str) -> list[str]:
+    """Return the addresses at which this worker and its launcher listen, as Linux writes them."""
+    backend = connect("horovod" if library == "horovod" else "torch")
+    backend.all_reduce(torch.ones(1)).wait()
+    held = set()
+    for process in ("self", os.environ[LAUNCHER]):
+        for path in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                held.add(str(path.readlink()))
+    lines = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")).splitlines()
+    sockets = [line.split() for line in lines]
+    found = [own[1] for own in sockets if own[3] == "0A" and f"socket:[{own[9]}]" in held]
+    backend.barrier()
+    backend.close()
+    return found
 
 
 def fail_on_one(how: str) -> None:
@@ -126,6 +145,15 @@ def test_workers_meet_on_the_loopback_interface_only() -> None:
     rank, workers, (address,) = on_workers(place, workers=2)
     assert (rank, workers) == (0, "2")
     assert address.split(":")[0] == "0100007F"
+
+
+@pytest.mark.parametrize("library", ["torch", "horovod"])
+def test_local_workers_listen_on_the_loopback_interface_only(library: str) -> None:
+    if library == "horovod":
+        pytest.importorskip("horovod.torch", reason="horovod is not installed")
+    found = on_workers(all_listeners, library, workers=2, horovod=library == "horovod")
+    assert found
+    assert {address.split(":")[0] for address in found} == {"0100007F"}
 
 
 def test_a_workers_traceback_is_raised_once() -> None:

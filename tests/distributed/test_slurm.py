@@ -1,0 +1,78 @@
+"""Processes that srun starts are workers of one run; scripts and shells of SLURM are none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from short_runs import DIGITS
+
+from largebatch.distributed import environment
+from largebatch.distributed.environment import join_slurm, launched_rank, launched_size
+
+STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, str]:
+    """Return the environment of a process that had these variables."""
+    monkeypatch.setattr(environment.os, "environ", variables)
+    join_slurm()
+    return variables
+
+
+def test_a_task_of_srun_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = joined(monkeypatch, **STEP, SLURM_PROCID="1", SLURM_LOCALID="1")
+    assert (launched_rank(), launched_size()) == (1, 2)
+    assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "2")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "19711")
+
+
+def test_workers_on_several_nodes_meet_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = joined(
+        monkeypatch,
+        **STEP | {"SLURM_NTASKS": "9", "SLURM_NNODES": "3", "MASTER_PORT": "29500"},
+        SLURM_PROCID="8",
+        SLURM_LOCALID="0",
+        SLURM_NODEID="2",
+        SLURM_TASKS_PER_NODE="4(x2),1",
+        SLURM_NODELIST="gpu[07-09]",
+    )
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("8", "9", "1")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("gpu07", "29500")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, id="batch script"),
+        pytest.param(STEP | {"SLURM_STEP_ID": str(2**32 - 5), "SLURM_PROCID": "0"}, id="its step"),
+        pytest.param(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="shell"),
+        pytest.param({"SLURM_NTASKS": "2"}, id="salloc"),
+    ],
+)
+def test_a_script_of_slurm_is_no_worker(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    joined(monkeypatch, **variables)
+    assert launched_rank() is None
+
+
+@pytest.mark.long
+def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
+    words = ["train", str(DIGITS), "--set", "polish=null", "--max-steps", "1"]
+    command = [sys.executable, "-m", "largebatch", *words, "--out", str(tmp_path / "run")]
+    job = STEP | {"SLURM_JOB_ID": str(os.getpid())}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "= 2 workers x 1 x 48" in printed[0]
+    assert not printed[1]

@@ -1,0 +1,102 @@
+"""One command for the first start and every restart, and workers that are started again."""
+
+from pathlib import Path
+
+import pytest
+from short_runs import CLEAN, a_recipe, content
+
+from largebatch import run
+from largebatch.cli.main import USER, main
+from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFailedError
+from largebatch.runs import run as runs
+from largebatch.runs.build import Options
+from largebatch.runs.run import JOB, restarting
+
+
+def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (2, 4):
+        run(a_recipe(CLEAN), out=tmp_path / "run", resume="auto", max_steps=steps)
+        assert content(tmp_path / "run")["progress"]["step"] == steps
+    printed = capsys.readouterr().out
+    assert printed.count("the run begins afresh") == 1
+    assert printed.count("resumed at step 2") == 1
+
+
+def test_resume_auto_does_not_begin_among_other_files(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(LargebatchError, match="already holds files"):
+        run(a_recipe(CLEAN), out=tmp_path, resume="auto")
+
+
+def test_resume_without_a_word_takes_no_recipe_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--resume", "no.yaml", "--out", str(tmp_path)]) == USER
+    assert "no.yaml" in capsys.readouterr().err
+
+
+class Machine:
+    """Starts that end as listed: by a worker that dies, after a checkpoint or before, or well."""
+
+    def __init__(self, folder: Path, ends: list[str]) -> None:
+        self.folder, self.ends = folder / "checkpoints", ends
+        self.folder.mkdir()
+        self.started: list[tuple[int, object]] = []
+
+    def start(self, command: list[str], *, workers: int, horovod: bool) -> None:
+        _, options = JOB.validate_json(command[-1])
+        self.started.append((workers, options.resume))
+        end = self.ends[len(self.started) - 1]
+        if end == "saved":
+            (self.folder / f"step-{len(self.started):08d}.pt").touch()
+        if end == "user":
+            raise DataError("image.png: not an image")
+        if end != "well":
+            raise WorkerFailedError("worker 1 exited without reporting: killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("ends", "least", "started"),
+    [
+        pytest.param(["saved", "well"], 4, [(4, False), (4, "auto")], id="from the checkpoint"),
+        pytest.param(["died", "died", "well"], 2, [(4, False), (3, "auto"), (2, "auto")], id="few"),
+        pytest.param(["died", "well"], 4, [(4, False), (4, "auto")], id="no fewer"),
+    ],
+)
+def test_workers_that_died_are_started_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: list[str],
+    least: int,
+    started: list[tuple[int, object]],
+) -> None:
+    machine = Machine(tmp_path, ends)
+    monkeypatch.setattr(runs, "start_workers", machine.start)
+    restarting(a_recipe(CLEAN), Options(out=tmp_path), 4, restarts=2, least=least)
+    assert machine.started == started
+    assert "worker 1 exited without reporting: killed by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        pytest.param(["died", "died", "died"], WorkerFailedError, id="too often"),
+        pytest.param(["user"], DataError, id="a mistake of the user"),
+    ],
+)
+def test_workers_are_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], error: type[Exception]
+) -> None:
+    machine = Machine(tmp_path, ends)
+    monkeypatch.setattr(runs, "start_workers", machine.start)
+    with pytest.raises(error):
+        restarting(a_recipe(CLEAN), Options(out=tmp_path), 2, restarts=2, least=2)
+    assert len(machine.started) == len(ends)
+
+
+def test_a_single_process_cannot_restart_itself(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="--resume auto"):
+        run(a_recipe(CLEAN), out=tmp_path / "run", restarts=1)
