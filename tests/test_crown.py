@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from plain import plain_pytorch
 from threads import Thread, on_threads
 from torch import nn
@@ -89,7 +89,7 @@ def test_two_workers_that_are_threads_match_plain_pytorch(
 
 
 def on_torch(workers: int, path: Path) -> None:
-    on_workers(crown.solve_all, "torch", path, workers=workers)
+    on_forked_workers(crown.solve_all, "torch", path, workers=workers)
 
 
 def on_horovod(workers: int, path: Path) -> None:

@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from on_forked_workers import on_forked_workers
 from PIL import Image
+from short_runs import SMALL
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import INTERRUPTED, main
 from largebatch.errors import BackendError, DivergedError
+from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.events import Summary
 from largebatch.training.state import load_checkpoint, newest_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -27,7 +31,7 @@ DIGITS = str(FOLDER / "digits_96.yaml")
 COMMAND = [sys.executable, "-m", "largebatch", "train"]
 CHANGES = [
     *("duration.epochs=4", "polish.clean.epochs=1"),
-    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2"),
+    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2", *SMALL),
 ]
 SHORT = [word for change in CHANGES for word in ("--set", change)]
 
@@ -156,6 +160,22 @@ def test_clean_steps_see_clean_images_in_the_same_order(finished: dict[str, Path
     assert rates[44] > rates[45] > rates[46]
 
 
+def run_on(
+    workers: int,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    max_steps: int | None = None,
+    resume: bool = False,
+) -> Summary:
+    """Train as `run` does, on forked workers."""
+    return on_forked_workers(be_worker, recipe, folder, max_steps, resume, workers=workers)
+
+
+def be_worker(recipe: Recipe, folder: Path, max_steps: int | None, resume: bool) -> Summary:
+    return run(recipe, out=folder, max_steps=max_steps, resume=resume)
+
+
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int) -> None:
     """Bit by bit, with dropout, and whatever step it was stopped at: here 7 and 16 of 20."""
@@ -163,14 +183,14 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
         DIGITS,
         [
             *("duration={steps: 20}", "schedule.warmup={steps: 3}", "polish.clean={steps: 4}"),
-            *("model.arguments.drop_rate=0.3", "evaluation={}"),
+            *("model.arguments.drop_rate=0.3", "evaluation={}", *SMALL),
         ],
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(recipe, workers=workers, out=whole).status == "finished"
-    assert run(recipe, workers=workers, out=parts, max_steps=7).status == "interrupted"
-    assert run(recipe, workers=workers, out=parts, max_steps=16, resume=True).steps == 16
-    resumed = run(recipe, workers=workers, out=parts, resume=True)
+    assert run_on(workers, recipe, whole).status == "finished"
+    assert run_on(workers, recipe, parts, max_steps=7).status == "interrupted"
+    assert run_on(workers, recipe, parts, max_steps=16, resume=True).steps == 16
+    resumed = run_on(workers, recipe, parts, resume=True)
     assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
     assert [stage.name for stage in resumed.stages] == ["train", "clean", "statistics"]
     ours, other = last_state(parts), last_state(whole)
@@ -200,10 +220,10 @@ def test_two_workers_start_from_a_notebook(tmp_path: Path) -> None:
 
 def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     recipe = load_recipe(
-        DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null"]
+        DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null", *SMALL]
     )
     run(recipe, workers=1, out=tmp_path / "whole")
-    run(recipe, workers=2, out=tmp_path / "parts", max_steps=4)
+    run_on(2, recipe, tmp_path / "parts", max_steps=4)
     run(recipe, workers=1, out=tmp_path / "parts", resume=True)
     ours, alone = ([s["loss"] for s in log(tmp_path / name, "step")] for name in ("parts", "whole"))
     assert ours == pytest.approx(alone, abs=1e-5)
@@ -282,11 +302,11 @@ def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: st
     recipe = load_recipe(
         FOLDER / f"{name}.yaml",
         [
-            *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
-            *("batch.global_batch=16", "batch.bn_span=8", "model.name=resnet50"),
+            *("data.source=synthetic", "data.image_size=32", "data.eval_resize=36"),
+            *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),
         ],
     )
-    result = run(recipe.with_execution(device_batch=8), out=tmp_path / "run", max_steps=2)
+    result = run(recipe.with_execution(device_batch=4), out=tmp_path / "run", max_steps=2)
     assert (result.status, result.steps, result.accumulation) == ("interrupted", 2, 2)
     first, second = log(tmp_path / "run", "step")
     assert first["loss"] == pytest.approx(math.log(1000), abs=0.7)
@@ -352,7 +372,7 @@ def test_weights_and_biases_follows_a_whole_run(
         DIGITS,
         [
             *("duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"),
-            "tracking=[wandb]",
+            *("tracking=[wandb]", *SMALL),
         ],
     )
     run(recipe, out=tmp_path / "run")
