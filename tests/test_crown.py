@@ -8,7 +8,9 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crown import GLOBAL_BATCH, NETS, OPTIMIZERS, SPAN, State
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from plain import plain_pytorch
 from threads import Thread, on_threads
 from torch import nn
@@ -29,6 +31,7 @@ has_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,
     reason="horovod is not installed; launch/install_horovod.sh builds it",
 )
+Start = Callable[[int, Path, Sequence[str]], None]
 every_net = pytest.mark.parametrize("net", NETS)
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
@@ -88,45 +91,44 @@ def test_two_workers_that_are_threads_match_plain_pytorch(
         assert_equal(ours, net, "sgd", chunk=SPAN)
 
 
-def on_torch(workers: int, path: Path) -> None:
-    on_workers(crown.solve_all, "torch", path, workers=workers)
+def on_torch(workers: int, path: Path, optimizers: Sequence[str]) -> None:
+    on_forked_workers(crown.solve_all, "torch", path, optimizers, workers=workers)
 
 
-def on_horovod(workers: int, path: Path) -> None:
+def on_horovod(workers: int, path: Path, optimizers: Sequence[str]) -> None:
     horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     assert horovodrun is not None
     command = [horovodrun, "-np", str(workers), "--gloo", sys.executable, crown.__file__]
-    subprocess.run([*command, "horovod", str(path)], check=True, timeout=600)
+    subprocess.run([*command, "horovod", str(path), *optimizers], check=True, timeout=600)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((on_torch, 2), id="2 torch workers", marks=pytest.mark.long),
-        pytest.param((on_torch, 4), id="4 torch workers"),
-        pytest.param((on_horovod, 2), id="2 Horovod workers", marks=has_horovod),
+@pytest.mark.parametrize(
+    ("start", "workers", "optimizers"),
+    [
+        pytest.param(on_torch, 2, OPTIMIZERS, id="2 torch workers", marks=pytest.mark.long),
+        pytest.param(on_torch, 4, OPTIMIZERS, id="4 torch workers"),
+        pytest.param(on_horovod, 2, OPTIMIZERS[:2], id="2 Horovod workers", marks=has_horovod),
         pytest.param(
-            (on_horovod, 4), id="4 Horovod workers", marks=[has_horovod, pytest.mark.long]
+            on_horovod,
+            4,
+            OPTIMIZERS,
+            id="4 Horovod workers",
+            marks=[has_horovod, pytest.mark.long],
         ),
     ],
 )
-def solved(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """Every case, solved in one start of the workers, which takes longer than the cases."""
-    start, workers = request.param
-    path = tmp_path_factory.mktemp("crown") / "solved.pt"
-    start(workers, path)
-    results: dict[str, dict[str, Any]] = torch.load(path)
-    return results
-
-
-@pytest.mark.parametrize("case", crown.CASES)
-@every_optimizer
 def test_workers_and_micro_batches_train_and_evaluate_as_plain_pytorch(
-    solved: dict[str, dict[str, Any]], case: str, optimizer: str
+    start: Start, workers: int, optimizers: Sequence[str], tmp_path: Path
 ) -> None:
-    ours, net = solved[f"{case} {optimizer}"], crown.CASES[case]
+    """Every case, solved in one start of the workers, which takes longer than the cases."""
+    start(workers, tmp_path / "solved.pt", optimizers)
+    solved: dict[str, dict[str, Any]] = torch.load(tmp_path / "solved.pt")
+    assert len(solved) == len(crown.CASES) * len(optimizers)
+    for case, optimizer in product(crown.CASES, optimizers):
+        check_case(solved[f"{case} {optimizer}"], crown.CASES[case], optimizer)
+
+
+def check_case(ours: dict[str, Any], net: str, optimizer: str) -> None:
     assert_equal(ours["state"], net, optimizer, chunk=SPAN)
     model = crown.net(net)
     model.load_state_dict(ours["state"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import ttest_1samp
+from short_runs import SMALL
 
 from largebatch import load_recipe, run
 from largebatch.data.index.index import Index
@@ -34,7 +35,7 @@ POLISHED = {
 def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
     tmp_path: Path,
 ) -> None:
-    changes = ["polish=null", "duration.epochs=2", "schedule.warmup.epochs=1"]
+    changes = ["polish=null", "duration.epochs=2", "schedule.warmup.epochs=1", *SMALL]
     recipe = load_recipe(
         ROOT / "recipes" / "digits_96.yaml", [*changes, "evaluation.every_epochs=null"]
     )

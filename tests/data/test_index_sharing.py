@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from class_folders import fields, write_folder, write_image
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from torch import Tensor
 
 from largebatch.data.index import sharing
@@ -170,4 +170,4 @@ def _share_in_a_process(root: Path) -> None:
 
 
 def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
-    on_workers(_share_in_a_process, root, workers=2)
+    on_forked_workers(_share_in_a_process, root, workers=2)

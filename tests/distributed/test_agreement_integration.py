@@ -5,13 +5,18 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from on_forked_workers import on_forked_workers
 
 import largebatch
 from largebatch.cli.main import USER
+from largebatch.distributed import torch_distributed
+from largebatch.distributed.environment import own_rank
+from largebatch.errors import MismatchError
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
 DIFFERENT = {
@@ -88,6 +93,7 @@ def test_torch_workers_that_differ_end_with_one_message(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @different
 def test_horovod_workers_that_differ_end_with_one_message(
     tmp_path: Path, overrides: list[str], message: str
@@ -110,27 +116,19 @@ def test_horovod_workers_that_differ_end_with_one_message(
     assert not (tmp_path / "run").exists()
 
 
+def leave_the_gpu_to_worker_0(folder: Path) -> None:
+    device = torch.device(["cuda", "cpu"][own_rank()])
+    with (
+        mock.patch.object(torch_distributed, "pick_device", return_value=device),
+        pytest.raises(MismatchError) as caught,
+    ):
+        torch_distributed.TorchDistributed()
+    (folder / str(own_rank())).write_text(str(caught.value), encoding="utf-8")
+
+
 def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
     """NCCL and Gloo would wait for each other until they time out."""
-    path = tmp_path / "worker.py"
-    path.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            import torch
-            from largebatch.distributed import torch_distributed
-            from largebatch.distributed.environment import launched_rank
-            from largebatch.errors import MismatchError
-
-            device = torch.device(["cuda", "cpu"][launched_rank()])
-            torch_distributed.pick_device = lambda *_: device
-            try:
-                torch_distributed.TorchDistributed()
-            except MismatchError as error:
-                sys.exit(str(error))
-            """
-        )
-    )
-    for code, said in torch_workers([sys.executable, str(path)]):
+    on_forked_workers(leave_the_gpu_to_worker_0, tmp_path, workers=2)
+    for rank in "01":
+        said = (tmp_path / rank).read_text(encoding="utf-8")
         assert 'workers disagree on device: "cuda" on worker 0 and "cpu" on worker 1; start' in said
-        assert code == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import group_work
 import pytest
 import torch
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from torch import nn
 
 import largebatch
@@ -29,7 +29,7 @@ Start = Callable[[str, int], None]
 
 
 def on_torch(name: str, workers: int) -> None:
-    on_workers(group_work.work, name, workers=workers)
+    on_forked_workers(group_work.work, name, workers=workers)
 
 
 def on_horovod(name: str, workers: int) -> None:

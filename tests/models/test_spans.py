@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_runs import weights
+from on_forked_workers import on_forked_workers
+from short_runs import SMALL, weights
 from threads import Thread, on_threads
 from torch import Tensor, nn
 
@@ -20,7 +21,9 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import batchnorm_functional
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.polish.statistics import polish
+from largebatch.recipe.recipe import Recipe
 from largebatch.runs.run import run
+from largebatch.tracking.events import Summary
 
 CPU = Serial(torch.device("cpu"))
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
@@ -244,16 +247,23 @@ def test_workers_that_cannot_be_grouped_evenly_are_refused() -> None:
         Spans(with_span(nn.Sequential(nn.BatchNorm1d(3)), 8), CPU, sync_workers=2)
 
 
+def train(recipe: Recipe, folder: Path) -> Summary:
+    return run(recipe, out=folder)
+
+
 def test_a_run_whose_workers_share_spans_is_the_run_of_one_worker(tmp_path: Path) -> None:
     """Training, statistics pass and evaluation, through recipe, plan and pipeline."""
     recipe = load_recipe(
         DIGITS,
-        ["duration={steps: 6}", "schedule.warmup={steps: 2}", "polish.clean={steps: 2}"],
+        [
+            *("duration={steps: 6}", "schedule.warmup={steps: 2}", "polish.clean={steps: 2}"),
+            *SMALL,
+        ],
     )
     states = {}
     for workers in (1, 4):
         folder = tmp_path / str(workers)
-        result = run(recipe, workers=workers, out=folder)
+        result = on_forked_workers(train, recipe, folder, workers=workers)
         assert (result.workers, result.device_batch) == (workers, 96 if workers == 1 else 24)
         states[workers] = weights(folder)
         assert len(result.stages) == 3

@@ -3,7 +3,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -269,6 +269,6 @@ def polish_shares() -> list[dict[str, list[float]]]:
 def test_workers_pool_their_shares_even_empty_ones() -> None:
     alone = first_layer()
     polish(alone, batches(4, 4, 4), CPU)
-    for state in on_workers(polish_shares, workers=3):
+    for state in on_forked_workers(polish_shares, workers=3):
         for name, values in state.items():
             assert values == pytest.approx(alone.state_dict()[name].tolist(), rel=1e-12)

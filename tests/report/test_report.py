@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import fake_runs
 import matplotlib as mpl
@@ -52,20 +53,37 @@ class Attributes(HTMLParser):
         self.words.append(data.strip())
 
 
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a whole run."""
+    return make_page(read_run(fake_runs.full_run(tmp_path_factory.mktemp("full") / "run")))
+
+
+@pytest.fixture
+def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the drawings out of a page, which take all its time, where its words are read."""
+    monkeypatch.setattr("largebatch.report.page.make_svg", lambda *_, **__: "<svg></svg>")
+
+
+def more(make: Callable[[Path], Path]) -> Any:  # noqa: ANN401 -- pytest's own type
+    """Return a kind of run with nothing in its figures that another kind has not."""
+    return pytest.param(make, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        fake_runs.full_run,
-        fake_runs.train_only,
-        fake_runs.statistics_that_hurt,
+        more(fake_runs.full_run),
+        more(fake_runs.train_only),
+        more(fake_runs.statistics_that_hurt),
         fake_runs.like_resnet50,
-        fake_runs.resumed,
+        more(fake_runs.resumed),
         fake_runs.interrupted_after_one_step,
-        fake_runs.interrupted_while_clean,
+        more(fake_runs.interrupted_while_clean),
         fake_runs.diverged,
-        fake_runs.interrupted_after_a_skipped_step,
+        more(fake_runs.interrupted_after_a_skipped_step),
         fake_runs.failed_at_once,
-        fake_runs.killed,
+        more(fake_runs.killed),
         fake_runs.decided,
         fake_runs.polished_checkpoint,
     ],
@@ -90,27 +108,26 @@ def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_figures(
     assert dict(mpl.rcParams) == before
 
 
-def test_the_page_shows_the_numbers_of_the_run(tmp_path: Path) -> None:
-    page = make_page(read_run(fake_runs.full_run(tmp_path / "run")))
-    words = Attributes(page).words
+def test_the_page_shows_the_numbers_of_the_run(full_run: str) -> None:
+    words = Attributes(full_run).words
     shown = ("98.61", "+2.78", "806", "96", "600", "74.7")  # the headlines, in order
     assert [word for word in words if word in shown][: len(shown)] == list(shown)
     for cell in ("95.83 →", "97.22 %", "+1.39", "0.2834", "525", "4f2a9c1d5e6b+", "0.75 GiB"):
         assert cell in words, cell
     assert "train" in words
     assert "layer2.0.bn2" in words
-    assert "eta: 0.02" in page
+    assert "eta: 0.02" in full_run
 
 
-def test_colours_in_the_page_follow_its_scheme(tmp_path: Path) -> None:
-    page = make_page(read_run(fake_runs.full_run(tmp_path / "run")))
-    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+def test_colours_in_the_page_follow_its_scheme(full_run: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", full_run, flags=re.DOTALL)
     assert len(drawings) == 8
     assert not re.search(r":\s*#[0-9a-f]{6}", "".join(drawings))
-    used = set(re.findall(r"var\(--(\w+)\)", page))
-    assert used == set(re.findall(r"--(\w+): #", page.split("prefers-color-scheme")[1]))
+    used = set(re.findall(r"var\(--(\w+)\)", full_run))
+    assert used == set(re.findall(r"--(\w+): #", full_run.split("prefers-color-scheme")[1]))
 
 
+@pytest.mark.usefixtures("no_drawings")
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -155,6 +172,7 @@ def test_a_page_says_how_a_run_ended_that_did_not_finish(
     assert words is None or words in Attributes(make_page(run)).words
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_stage_that_lowered_top1_is_named_and_marked(tmp_path: Path) -> None:
     page = make_page(read_run(fake_runs.statistics_that_hurt(tmp_path / "run")))
     assert "Here the statistics stage lowered it." in page
@@ -197,6 +215,7 @@ def test_who_discarded_all_that_polishing_did_is_not_polished(tmp_path: Path) ->
     assert headlines(run)[1].value == "±0.00"
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path: Path) -> None:
     run = read_run(fake_runs.decided(tmp_path / "run"))
     assert [stage.kept for stage in run.stages] == [True, True, False, True, False]
@@ -229,6 +248,7 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
     assert hollow == [False, False, True, False, True]
 
 
+@pytest.mark.usefixtures("no_drawings")
 @pytest.mark.parametrize(
     ("make", "explained"),
     [
@@ -324,6 +344,7 @@ def test_times_are_written_in_the_unit_that_suits_them() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_what_a_stage_had_to_say_is_on_the_page_until_it_runs_again(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.end("train", 600, 0.9)

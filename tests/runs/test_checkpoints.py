@@ -195,13 +195,13 @@ def by_hand(model: nn.Module, moving: set[str]) -> tuple[float, float]:
     model.train()
     for step in range(3):
         rows = order[(BEFORE + step) * 96 :][:96]
-        images, labels = load([files[row] for row in rows], colours=GREY)
+        images, labels = load([files[row] for row in rows], colours=GREY, size=16)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (1 + math.cos(math.pi * step / 3)) / 2
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels, label_smoothing=0.1).backward()
         optimizer.step()
-    images, labels = load(sorted(digits.write_digits().glob("val/*/*")), colours=GREY)
+    images, labels = load(sorted(digits.write_digits().glob("val/*/*")), colours=GREY, size=16)
     with torch.no_grad():
         logits = model.eval()(images)
     right = (logits.argmax(1) == labels).double().mean()

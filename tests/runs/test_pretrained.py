@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import short_runs
 import torch
 from plain_images import load, shuffled, training_files
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from largebatch.runs.weights import read_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
-SMALL = ["--set", "data.image_size=32", "--set", "data.eval_resize=null", "--samples", "320"]
+SMALL = ["--set", "data.image_size=16", "--set", "data.eval_resize=null", "--samples", "320"]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,15 @@ def loaded(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-@pytest.mark.parametrize("model", ["resnet10t", "torchvision/resnet18"])
-@pytest.mark.parametrize("kind", [".pth", ".safetensors"])
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        (".pth", "torchvision/resnet18"),
+        (".safetensors", "resnet10t"),
+        pytest.param(".pth", "resnet10t", marks=pytest.mark.long),
+        pytest.param(".safetensors", "torchvision/resnet18", marks=pytest.mark.long),
+    ],
+)
 def test_only_running_statistics_change_and_they_are_those_of_the_images(
     model: str, kind: str, tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +77,7 @@ def test_only_running_statistics_change_and_they_are_those_of_the_images(
     if model == "torchvision/resnet18":
         files = training_files(Path(images))
         order = shuffled(len(files), seed=0)[:320]
-        inputs, _ = load([files[row] for row in order], colours=IMAGENET)
+        inputs, _ = load([files[row] for row in order], colours=IMAGENET, size=16)
         net = zoo.build(model, num_classes=10, arguments={})
         net.load_state_dict(before)
         conv = net.get_submodule("conv1")(inputs).double()
@@ -192,7 +200,8 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = ["duration={steps: 20}", "schedule.warmup={steps: 3}", "polish=null"]
-    summary = run(load_recipe(DIGITS, changes), out=tmp_path / "run")
+    recipe = load_recipe(DIGITS, [*changes, *short_runs.SMALL])
+    summary = run(recipe, out=tmp_path / "run")
     before = digest(tmp_path / "run")
     words = ["polish", "--compare", str(tmp_path / "run"), "--out", str(tmp_path / "table.json")]
     assert main([*words, "--epochs", "0.4"]) == DONE

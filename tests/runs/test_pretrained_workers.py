@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from torch import Tensor
 
 from largebatch.data.datasets import digits
@@ -17,7 +17,7 @@ from largebatch.runs import pretrained
 from largebatch.runs.build import Options
 from largebatch.runs.pretrained import Pretrained, compare_weights, polish_weights
 
-SMALL = ("data.image_size=32", "data.eval_resize=null")
+SMALL = ("data.image_size=16", "data.eval_resize=null")
 
 
 def refuse_to_look(*_: object) -> Content:
@@ -58,9 +58,9 @@ def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     first, second = (
         Options(out=tmp_path / f"{n}.pth", data=tmp_path / "data", overrides=SMALL) for n in (1, 2)
     )
-    together = on_workers(polished, what, second, workers=2)
+    together = on_forked_workers(polished, what, second, workers=2)
     assert together == pytest.approx(polished(what, first), rel=1e-4)
-    rows, alone = on_workers(compared, what, second, workers=2), compared(what, first)
+    rows, alone = on_forked_workers(compared, what, second, workers=2), compared(what, first)
     assert [row["mode"] for row in alone] == ["none", "statistics", "affine", "clean"]
     for ours, other in zip(rows, alone, strict=True):
         near = {"loss": pytest.approx(other["loss"], rel=1e-3)}

@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from on_forked_workers import on_forked_workers
 from PIL import Image
+from short_runs import SMALL
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import INTERRUPTED, main
 from largebatch.errors import BackendError, DivergedError
+from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.events import Summary
 from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -27,7 +31,7 @@ DIGITS = str(FOLDER / "digits_96.yaml")
 COMMAND = [sys.executable, "-m", "largebatch", "train"]
 CHANGES = [
     *("duration.epochs=4", "polish.clean.epochs=1"),
-    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2"),
+    *("schedule.warmup.epochs=1", "evaluation.every_epochs=2", *SMALL),
 ]
 SHORT = [word for change in CHANGES for word in ("--set", change)]
 
@@ -57,33 +61,50 @@ def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same short recipe on one worker, on two torch workers, and on two Horovod workers."""
+    """The same short recipe on one worker and on two torch workers."""
     root = tmp_path_factory.mktemp("runs")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["train", DIGITS, *SHORT, "--out", str(root / "one")]) == 0
     (root / "one.txt").write_text(printed.getvalue())
-    machines = {"torch": ["--workers", "2"]}
-    if shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
-        machines["horovod"] = ["--workers", "2", "--backend", "horovod"]
-    for name, words in machines.items():
-        command = [*COMMAND, DIGITS, *SHORT, *words, "--out", str(root / name)]
-        subprocess.run(command, check=True, capture_output=True, timeout=600)
-    return {name: root / name for name in ("one", *machines)}
+    train_on_two(root / "torch")
+    return {name: root / name for name in ("one", "torch")}
 
 
-@pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_two_workers_train_as_one_does(finished: dict[str, Path], name: str) -> None:
-    if name not in finished:
-        pytest.skip("horovod is not installed; launch/install_horovod.sh builds it")
-    ours, alone = (log(finished[which], "step") for which in (name, "one"))
-    assert [step["step"] for step in ours] == list(range(60))
+def train_on_two(out: Path, *words: str) -> None:
+    """Train the short recipe on two workers, as from a shell."""
+    command = [*COMMAND, DIGITS, *SHORT, "--workers", "2", "--out", str(out), *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+
+
+def assert_as_alone(two: Path, one: Path) -> None:
+    """Compare ten updates: rounding differences grow to 0.01 of the loss by step 20."""
+    ours, alone = log(two, "step"), log(one, "step")
+    assert [step["step"] for step in ours] == list(range(summary(two)["steps"]))
     for here, there in zip(ours[:10], alone[:10], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], abs=1e-5)
         assert here["lr"] == there["lr"]
-    # Rounding differences grow to 0.01 of the loss by step 20: the ends are two draws.
-    assert summary(finished[name])["top1"] > 0.85
-    assert summary(finished[name])["workers"] == 2
-    assert summary(finished[name])["backend"] == ("horovod" if name == "horovod" else "torch")
+
+
+def test_two_workers_train_as_one_does(finished: dict[str, Path]) -> None:
+    """The ends are two draws."""
+    assert_as_alone(finished["torch"], finished["one"])
+    found = summary(finished["torch"])
+    assert (found["steps"], found["workers"], found["backend"]) == (60, 2, "torch")
+    assert found["top1"] > 0.85
+
+
+@pytest.mark.parametrize("max_steps", [10, pytest.param(60, marks=pytest.mark.long)])
+def test_two_horovod_workers_train_as_one_does(
+    finished: dict[str, Path], tmp_path: Path, max_steps: int
+) -> None:
+    if not shutil.which("horovodrun", path=str(Path(sys.executable).parent)):
+        pytest.skip("horovod is not installed; launch/install_horovod.sh builds it")
+    words = ("--backend", "horovod", "--max-steps", str(max_steps))
+    train_on_two(tmp_path / "run", *words)
+    assert_as_alone(tmp_path / "run", finished["one"])
+    found = summary(tmp_path / "run")
+    assert (found["steps"], found["workers"], found["backend"]) == (max_steps, 2, "horovod")
+    assert max_steps < 60 or found["top1"] > 0.85
 
 
 @pytest.mark.parametrize("max_steps", [2, pytest.param(None, marks=pytest.mark.long)])
@@ -92,7 +113,7 @@ def test_dali_trains_as_torchvision_does(
 ) -> None:
     """Pixels differ by 1/255 at most (test_decoders); training makes more of it with every step."""
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
-    recipe = load_recipe(DIGITS, [*CHANGES, "execution.decoder=dali"])
+    recipe = load_recipe(DIGITS, [*CHANGES, "execution.cache=null", "execution.decoder=dali"])
     result = run(recipe, out=tmp_path / "run", max_steps=max_steps)
     ours, theirs = (log(folder, "step") for folder in (tmp_path / "run", finished["one"]))
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-4)
@@ -155,6 +176,22 @@ def test_clean_steps_see_clean_images_in_the_same_order(finished: dict[str, Path
     assert rates[44] > rates[45] > rates[46]
 
 
+def run_on(
+    workers: int,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    max_steps: int | None = None,
+    resume: bool = False,
+) -> Summary:
+    """Train as `run` does, on forked workers."""
+    return on_forked_workers(be_worker, recipe, folder, max_steps, resume, workers=workers)
+
+
+def be_worker(recipe: Recipe, folder: Path, max_steps: int | None, resume: bool) -> Summary:
+    return run(recipe, out=folder, max_steps=max_steps, resume=resume)
+
+
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int) -> None:
     """Bit by bit, with dropout, and whatever step it was stopped at: here 7 and 16 of 20."""
@@ -162,14 +199,14 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
         DIGITS,
         [
             *("duration={steps: 20}", "schedule.warmup={steps: 3}", "polish.clean={steps: 4}"),
-            *("model.arguments.drop_rate=0.3", "evaluation={}"),
+            *("model.arguments.drop_rate=0.3", "evaluation={}", *SMALL),
         ],
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(recipe, workers=workers, out=whole).status == "finished"
-    assert run(recipe, workers=workers, out=parts, max_steps=7).status == "interrupted"
-    assert run(recipe, workers=workers, out=parts, max_steps=16, resume=True).steps == 16
-    resumed = run(recipe, workers=workers, out=parts, resume=True)
+    assert run_on(workers, recipe, whole).status == "finished"
+    assert run_on(workers, recipe, parts, max_steps=7).status == "interrupted"
+    assert run_on(workers, recipe, parts, max_steps=16, resume=True).steps == 16
+    resumed = run_on(workers, recipe, parts, resume=True)
     assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
     assert [stage.name for stage in resumed.stages] == ["train", "clean", "statistics"]
     ours, other = last_state(parts), last_state(whole)
@@ -199,10 +236,10 @@ def test_two_workers_start_from_a_notebook(tmp_path: Path) -> None:
 
 def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     recipe = load_recipe(
-        DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null"]
+        DIGITS, ["duration={steps: 8}", "schedule.warmup={steps: 3}", "polish=null", *SMALL]
     )
     run(recipe, workers=1, out=tmp_path / "whole")
-    run(recipe, workers=2, out=tmp_path / "parts", max_steps=4)
+    run_on(2, recipe, tmp_path / "parts", max_steps=4)
     run(recipe, workers=1, out=tmp_path / "parts", resume=True)
     ours, alone = ([s["loss"] for s in log(tmp_path / name, "step")] for name in ("parts", "whole"))
     assert ours == pytest.approx(alone, abs=1e-5)
@@ -282,11 +319,11 @@ def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: st
     recipe = load_recipe(
         FOLDER / f"{name}.yaml",
         [
-            *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
-            *("batch.global_batch=16", "batch.bn_span=8", "model.name=resnet50"),
+            *("data.source=synthetic", "data.image_size=32", "data.eval_resize=36"),
+            *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),
         ],
     )
-    result = run(recipe.with_execution(device_batch=8), out=tmp_path / "run", max_steps=2)
+    result = run(recipe.with_execution(device_batch=4), out=tmp_path / "run", max_steps=2)
     assert (result.status, result.steps, result.accumulation) == ("interrupted", 2, 2)
     first, second = log(tmp_path / "run", "step")
     assert first["loss"] == pytest.approx(math.log(1000), abs=0.7)
@@ -352,7 +389,7 @@ def test_weights_and_biases_follows_a_whole_run(
         DIGITS,
         [
             *("duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"),
-            "tracking=[wandb]",
+            *("tracking=[wandb]", *SMALL),
         ],
     )
     run(recipe, out=tmp_path / "run")

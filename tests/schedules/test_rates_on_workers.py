@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,7 +39,7 @@ def test_every_worker_changes_the_rate_in_the_same_step(tmp_path: Path) -> None:
             *("model={name: lenet5}", "batch.bn_span=null"),
         ],
     )
-    on_workers(train_and_note_the_rates, recipe, tmp_path, workers=2)
+    on_forked_workers(train_and_note_the_rates, recipe, tmp_path, workers=2)
     first, second = (json.loads((tmp_path / f"worker{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert all(len(set(groups)) == 1 for groups in first)

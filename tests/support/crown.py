@@ -1,10 +1,10 @@
 """The problem of the crown test, solved by largebatch on whatever backend it is started on.
 
-Run as a program it solves every case and writes the results:  python crown.py BACKEND FILE
+Run as a program it solves every case:  python crown.py BACKEND FILE OPTIMIZER ...
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -129,11 +129,11 @@ def evaluate_each(model: nn.Module, backend: Backend) -> Metrics:
     return evaluate(model, batches, backend, expected=GLOBAL_BATCH)
 
 
-def solve_all(backend_name: BackendName, path: Path) -> None:
+def solve_all(backend_name: BackendName, path: Path, optimizers: Sequence[str]) -> None:
     """Solve and evaluate every case on these workers; worker 0 writes the results."""
     backend = connect(backend_name)
     results = {}
-    for case, kind in product(CASES, OPTIMIZERS):
+    for case, kind in product(CASES, optimizers):
         device_batch = SPAN // 2 if case == "shared spans" else GLOBAL_BATCH // 4
         accumulation = GLOBAL_BATCH // backend.world_size // device_batch
         model = solve(backend, CASES[case], kind, accumulation=accumulation)
@@ -147,4 +147,4 @@ def solve_all(backend_name: BackendName, path: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     name: Any = sys.argv[1]
-    solve_all(name, Path(sys.argv[2]))
+    solve_all(name, Path(sys.argv[2]), sys.argv[3:])

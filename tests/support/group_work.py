@@ -48,7 +48,7 @@ def parts_while_all_are_busy(backend: Backend) -> None:
     """Sub-groups meet again and again while sums over everybody are under way."""
     group = backend.split([[0, 1], [2, 3]])
     partners = 2 * (backend.rank // 2) * 2 + 1  # the sum of the two ranks of this part
-    for step in range(10):
+    for step in range(4):
         large = [torch.full((50_000,), float(backend.rank + step)) for _ in range(4)]
         works = []
         for tensor in large:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 
 from largebatch.distributed.serial import Serial
@@ -58,7 +58,7 @@ def share() -> Metrics:
 
 
 def test_workers_with_unequal_shares_and_none_count_together() -> None:
-    assert_same(on_workers(share, workers=3))
+    assert_same(on_forked_workers(share, workers=3))
 
 
 def test_the_model_is_evaluated_in_evaluation_mode_and_put_back() -> None:

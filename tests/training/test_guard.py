@@ -26,6 +26,7 @@ from largebatch import run
 from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
 from largebatch.errors import DivergedError
+from largebatch.report import write_report
 
 ABSURD = "affine: {steps: 3, lr: 1e38}"
 JUMP = (
@@ -41,7 +42,7 @@ def test_what_decides_is_top1_on_the_images_that_the_seed_holds_out(tmp_path: Pa
     (train,) = run(recipe, out=tmp_path / "run", max_steps=40).stages
     files = training_files(digits.write_digits())
     rows = shuffled(len(files), seed=recipe.seed, stream=5)[:200]
-    images, labels = load([files[row] for row in rows], colours=GREY)
+    images, labels = load([files[row] for row in rows], colours=GREY, size=16)
     model = timms(recipe)
     model.load_state_dict(weights(tmp_path / "run"))
     with torch.no_grad():
@@ -63,7 +64,7 @@ def test_a_stage_that_changes_nothing_is_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stage_that_diverges_is_undone_and_the_reason_is_in_the_record(
-    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str], draws: None
+    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = run(a_recipe(CLEAN, ABSURD, JUDGED), workers=workers, out=tmp_path / "with")
     run(a_recipe(CLEAN, JUDGED), workers=workers, out=tmp_path / "without")
@@ -85,7 +86,7 @@ def test_a_stage_that_diverges_is_undone_and_the_reason_is_in_the_record(
     refuse: Any = pytest.fail  # a bare NaN is no JSON
     read = json.loads(text, parse_constant=refuse)
     assert read["stages"][-1]["note"] == affine.note
-    assert (tmp_path / "with/report.html").exists()
+    assert write_report(tmp_path / "with").exists()
 
 
 def test_stages_go_on_after_clean_updates_that_diverged(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_forked_workers import on_forked_workers
 from plain_images import GREY, load, shuffled, training_files
 from polish_reference import assert_right, one_pass
 from short_runs import (
@@ -37,7 +38,9 @@ from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan
-from largebatch.tracking.events import Accuracy
+from largebatch.recipe.recipe import Recipe
+from largebatch.report import write_report
+from largebatch.tracking.events import Accuracy, Summary
 from largebatch.training.checkpoint import load_checkpoint
 
 
@@ -97,13 +100,20 @@ def test_affine_is_momentum_sgd_on_clean_images_at_a_rate_that_falls_to_zero(
     assert rates == pytest.approx([0.05, 0.0375, 0.0125])
 
 
+def go_on(recipe: Recipe, folder: Path) -> Summary:
+    return run(recipe, out=folder, resume=True)
+
+
 def test_two_workers_finish_a_run_as_one_does(tmp_path: Path) -> None:
     """Every stage after the schedule, from the same checkpoint."""
     changes = ("data.flip=true", "model.arguments.drop_rate=0")  # workers drop different units
     recipe = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED, changes=changes)
     run(recipe, out=tmp_path / "1", max_steps=BEFORE - 1)
     shutil.copytree(tmp_path / "1", tmp_path / "2")
-    ends = [run(recipe, workers=w, out=tmp_path / str(w), resume=True) for w in (1, 2)]
+    ends = [
+        run(recipe, out=tmp_path / "1", resume=True),
+        on_forked_workers(go_on, recipe, tmp_path / "2", workers=2),
+    ]
     alone, together = (log(tmp_path / name, "step")[BEFORE:] for name in ("1", "2"))
     assert [s["loss"] for s in together] == pytest.approx([s["loss"] for s in alone], abs=1e-5)
     verdicts = [[s.kept for s in end.stages] for end in ends]
@@ -183,7 +193,7 @@ def test_statistics_are_those_of_the_averaged_weights(
     run(recipe.with_execution(device_batch=96), out=tmp_path / "run")
     files = training_files(digits.write_digits())
     order = shuffled(len(files), seed=recipe.seed)[:97]
-    images, labels = load([files[row] for row in order], colours=GREY)
+    images, labels = load([files[row] for row in order], colours=GREY, size=16)
     spans = [(part.double(), labels) for part in images.split(48)]
     model = timms(recipe).double()
     model.load_state_dict(average)
@@ -192,7 +202,7 @@ def test_statistics_are_those_of_the_averaged_weights(
     assert_right(model, right, rel=1e-4)
 
 
-def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path, draws: None) -> None:
+def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path) -> None:
     """Forty updates learn something; three absurd ones after them lose it."""
     absurd = "affine: {steps: 3, lr: 500}"
     summary = run(a_recipe(CLEAN, absurd, JUDGED, changes=LEARNED), out=tmp_path / "with")
@@ -214,7 +224,7 @@ def test_a_stage_that_harms_is_undone_bit_by_bit(tmp_path: Path, draws: None) ->
         "after": affine.held_out,
         "kept": False,
     }
-    page = (tmp_path / "with/report.html").read_text()
+    page = write_report(tmp_path / "with").read_text()
     assert "affine (discarded)" in page
     assert "Held out: top-1 on 200 training images" in page
 
