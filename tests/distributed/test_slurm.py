@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from short_runs import DIGITS
 
-from largebatch.distributed import environment
 from largebatch.distributed.environment import join_slurm, launched_rank, launched_size
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
@@ -16,7 +15,7 @@ STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLUR
 
 def joined(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, str]:
     """Return the environment of a process that had these variables."""
-    monkeypatch.setattr(environment.os, "environ", variables)
+    monkeypatch.setattr(os, "environ", variables)
     join_slurm()
     return variables
 
