@@ -1,6 +1,7 @@
 """Horovod: its collective operations, without its optimizer.
 
-The workers are already there, started by horovodrun or mpirun; one started alone is a group of one.
+The workers are already there, started by --workers, horovodrun or mpirun; one that was started
+alone is a group of one.
 
 Horovod matches operations by name: all workers must give one the same name, no name may be under
 way twice, and a name that comes back with the same type and shape skips the negotiation. The names

@@ -8,8 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from short_runs import CLEAN, a_recipe, weights
 
 import largebatch
+from largebatch import run
 
 pytest.importorskip(
     "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
@@ -84,6 +87,21 @@ def test_two_real_workers_agree(tmp_path: Path) -> None:
         "0",
         "1",
     ]
+
+
+@pytest.mark.long
+def test_three_workers_make_the_same_bits_twice(tmp_path: Path) -> None:
+    """What Horovod puts into one sum would depend on when the gradients come."""
+    for name in ("one", "two"):
+        run(
+            a_recipe(CLEAN, changes=("duration={steps: 30}",)),
+            workers=3,
+            out=tmp_path / name,
+            backend="horovod",
+            max_steps=30,
+        )
+    first, second = (weights(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize(
