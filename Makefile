@@ -4,6 +4,8 @@
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
+# make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
+#                   hour)
 # make bench-gpu    on a CUDA GPU: its tests, then the measurements that need one; with a Python of
 #                   your own: make bench-gpu BENCH_PYTHON=python3
 # Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. More words for pytest:
@@ -26,7 +28,7 @@ CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
-.PHONY: quickstart test test-all lint bench bench-gpu study clean
+.PHONY: quickstart test test-all lint bench bench-gpu study soak clean
 
 quickstart: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
@@ -58,6 +60,9 @@ bench: $(VENV)/.installed-for-tests
 
 study: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/polishing_study.py
+
+soak: $(VENV)/.installed-for-tests
+	$(BENCH_PYTHON) benchmarks/soak.py
 
 bench-gpu:
 	@$(BENCH_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA GPU"'

@@ -45,11 +45,11 @@ from largebatch.training.checkpoint import load_checkpoint
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
 CHANGES = (
-    *("model={name: cifar_resnet8}", "data.image_size=32", "duration={steps: 40}"),
+    *("model={name: cifar_resnet8}", "data.image_size=16", "duration={steps: 40}"),
     *(
         "schedule.warmup={steps: 5}",
         "evaluation.every_epochs=1",
-        "execution.checkpoints.every_steps=4",
+        *("execution.checkpoints.every_steps=4", "execution.cache=memory"),
     ),
     "polish={clean: {steps: 5}, ema: 0.5, statistics: {samples: 480}}",
 )
