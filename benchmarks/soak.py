@@ -16,8 +16,8 @@ with `--resume auto`, again and again, until it has finished. Meanwhile faults c
 At the end weights, statistics and every record of an update must be those of a run with as many
 workers that nothing disturbed, bit by bit. The result holds the faults by kind, the updates that
 were computed again, and the effective training time ratio (arXiv:2410.21680): the time of the
-updates that counted over all the time. Starting a process takes seconds here and an update a tenth
-of one, so that ratio is far below that of a real run; what it is good for is comparison.
+updates that counted over all the time. A start takes seconds here and an update a twentieth of
+one, so that ratio is far below that of a real run; what it is good for is comparison.
 """
 
 import argparse
@@ -40,7 +40,9 @@ from typing import Any, NamedTuple
 import torch
 from measuring import circumstances, today, write
 
+from largebatch.cli.main import main as largebatch_main
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.runs.run import run
 from largebatch.training.checkpoint import load_checkpoint
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["serial", "torch", "horovod"])
     parser.add_argument("--out", type=Path, help="write the result to this file alone")
     args = parser.parse_args()
+    assert callable(run)  # and so all of PyTorch is loaded before the first fork
     settings = [setting for setting in SETTINGS if setting.backend in args.only]
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         rounds = soak(settings, args.faults, random.Random(args.seed), Path(name))
@@ -178,28 +181,66 @@ def disturb(
     return found
 
 
-def start(out: Path, setting: Setting, *, tracker: bool) -> "subprocess.Popen[bytes]":
+class Forked:
+    """A run in a fork of this process, which has loaded everything: that starts in no time."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                for stream in range(3):
+                    os.dup2(nowhere, stream)
+                os.environ.update(environment)
+                code = largebatch_main(words)
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        """Return the exit code, minus a signal's number, or None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit code; raise TimeoutExpired if it runs for longer."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked run", timeout)
+            time.sleep(0.02)
+        return code
+
+
+Process = Forked | subprocess.Popen[bytes]
+
+
+def start(out: Path, setting: Setting, *, tracker: bool) -> Process:
     """Start the one command of a run in a session of its own."""
     words = [*("--workers", str(setting.workers)), *("--timeout", "60")]
     if setting.workers > 1:
         words += ["--backend", setting.backend]
     changes = [*CHANGES, *["tracking=[wandb]"] * tracker]
     sets = [word for change in changes for word in ("--set", change)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    words = ["train", str(RECIPE), *sets, *words, *("--out", str(out), "--resume", "auto")]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if tracker:
         environment |= {
             "WANDB_API_KEY": "0" * 40,
             "WANDB_BASE_URL": "http://127.0.0.1:9",
             "WANDB_INIT_TIMEOUT": "5",
         }
+    if setting.workers == 1:
+        return Forked(words, environment)
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "largebatch", "train", str(RECIPE), *sets, *words),
-            *("--out", str(out), "--resume", "auto"),
-        ],
+        [sys.executable, "-m", "largebatch", *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment,
+        env=os.environ | environment,
         start_new_session=True,
     )
 
@@ -215,9 +256,7 @@ def members(session: int) -> list[int]:
     return sorted(found)
 
 
-def inject_later(
-    kind: str, process: "subprocess.Popen[bytes]", draw_from: random.Random, *, delay: float
-) -> bool:
+def inject_later(kind: str, process: Process, draw_from: random.Random, *, delay: float) -> bool:
     """Do a fault to a run after a while, unless it has ended; return whether it was done."""
     if kind == "tracker":
         return True  # it is there from the start
