@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the result to this file alone")
     args = parser.parse_args()
     assert callable(run)  # and so all of PyTorch is loaded before the first fork
+    torch.set_num_threads(1)  # whose threads a fork would miss
     settings = [setting for setting in SETTINGS if setting.backend in args.only]
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         rounds = soak(settings, args.faults, random.Random(args.seed), Path(name))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from largebatch.cli.arguments import Call, add_execution, add_machine, add_set, count
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
+from largebatch.recipe.sections import LARGEST, MAX_EPOCHS
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if any(number is not None and not number > 0 for number in (args.epochs, args.lr)):
         raise LargebatchError("--epochs and --lr must be above 0")
+    if (args.epochs or 0) > MAX_EPOCHS or (args.lr or 0) > LARGEST:
+        raise LargebatchError(f"expected --epochs up to {MAX_EPOCHS:,} and --lr up to {LARGEST:g}")
     _check_out(args)
 
 

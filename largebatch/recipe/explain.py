@@ -26,7 +26,7 @@ def explain(key: str) -> str:
     Raises RecipeError for a key that no recipe has, with the nearest one.
 
     >>> print(explain("optimizer.eta"))
-    optimizer.eta (kind: lars): number > 0 and <= 1,000,000, default 0.001
+    optimizer.eta (kind: lars): number > 0 and <= 3e+38, default 0.001
         Trust coefficient: |step| / |weight| at rate 1, before momentum and decay.
     """
     if not key:
@@ -129,4 +129,4 @@ def _in_words(schema: dict[str, Any]) -> str:
 
 
 def _number(bound: float) -> str:
-    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
+    return f"{int(bound):,}" if bound == int(bound) < 10**12 else f"{bound:g}"

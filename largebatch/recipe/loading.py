@@ -291,6 +291,8 @@ def _explain(problem: ErrorDetails) -> str:
             return f"{where}.kind: expected one of {context['expected_tags']}, got {found}"
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
+            if "le" in context:  # with all of its digits in pydantic's words
+                message = f"input should be less than or equal to {context['le']:.10g}"
             found = clip(json.dumps(problem["input"]), LONGEST_NAME)
             return f"{where}: {message}, got {found}"
 

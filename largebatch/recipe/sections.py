@@ -19,8 +19,8 @@ MAX_SAMPLES = 2**25
 MAX_BATCH = 2**24
 """Samples in one update: more than ImageNet-21k has. Their divisors are tried one by one."""
 
-LARGEST = 1e38
-"""Bounds learning rates and coefficients: a number of fp32."""
+LARGEST = 3e38
+"""Bounds rates and coefficients: fp32 holds no larger ones, and torch refuses them in the run."""
 
 MAX_SIDE = 4096
 """Of what the model sees, in pixels: one such image, in fp32, takes 200 MB on its way."""

@@ -177,6 +177,8 @@ def test_other_classes_than_the_folders_are_named(
         (["run", "--out", "x", "--epochs", "1"], "add --compare or leave them out"),
         (["run", "--compare", "--out", "missing/t.json"], "there is no folder missing; make it"),
         (["run", "--compare", "--epochs", "0"], "--epochs and --lr must be above 0"),
+        (["run", "--compare", "--epochs", "1e7"], "expected --epochs up to 1,000,000"),
+        (["run", "--compare", "--lr", "inf"], "and --lr up to 3e+38"),
         (["--model", "resnet18", "--weights", "b", "--out", "x"], "b: there is no such file"),
     ],
 )
