@@ -1,6 +1,7 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
 # make test         install with everything optional, build Horovod, run the checks and the tests
-# make test-all     the same with the tests marked `long`: planted faults, long fuzzing, repetitions
+# make test-all     the same with the tests marked `long` (planted faults, long fuzzing, repetitions),
+#                   and how much of the package the tests cover
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
@@ -18,7 +19,8 @@ SHELL := /bin/bash
 
 # One call for all, and exact versions, so that the resolver keeps torch and torchvision together.
 TORCH := torch==2.13.0 torchvision==0.28.0
-PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
+# Python compiles what it imports; all of PyTorch and DALI would take a minute.
+PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
 CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
@@ -30,14 +32,17 @@ COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
 .PHONY: quickstart test test-all lint bench bench-gpu study soak clean
 
+# The checks run while Horovod is built.
+MAKEFLAGS += --jobs=2
+
 quickstart: $(VENV)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
 
-test: lint
-	$(PYTEST) -m 'not long' $(COVERAGE) $(PYTEST_ARGS)
+test: lint $(VENV)/.horovod
+	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
-test-all: lint
-	@echo "every test, the planted faults and long fuzzing: about 25 minutes on two quiet cores ..."
+test-all: lint $(VENV)/.horovod
+	@echo "every test, the planted faults and long fuzzing: half an hour or so on two quiet cores ..."
 	$(PYTEST) --hypothesis-profile=long $(COVERAGE) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-for-tests
@@ -46,7 +51,7 @@ lint: $(VENV)/.installed-for-tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-for-tests
+bench: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/lars.py
 	$(BENCH_PYTHON) benchmarks/loop.py
 	$(BENCH_PYTHON) benchmarks/reduction.py
@@ -85,11 +90,15 @@ $(VENV)/.installed: setup.cfg | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable . $(TORCH)
 	@touch $@
 
-$(VENV)/.installed-for-tests: setup.cfg launch/install_horovod.sh | $(VENV)/bin/python
-	@echo "installing everything and building Horovod, which takes about five minutes ..."
+$(VENV)/.installed-for-tests: setup.cfg | $(VENV)/bin/python
+	@echo "installing largebatch, PyTorch and everything optional into $(VENV) ..."
 	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
-	launch/install_horovod.sh $(BIN)/python
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.horovod: $(VENV)/.installed-for-tests launch/install_horovod.sh
+	@echo "building Horovod, which takes about three minutes ..."
+	launch/install_horovod.sh $(BIN)/python
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -319,8 +319,9 @@ def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: st
     recipe = load_recipe(
         FOLDER / f"{name}.yaml",
         [
-            *("data.source=synthetic", "data.image_size=32", "data.eval_resize=36"),
+            *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
             *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),
+            "model.arguments.layers=[1, 1, 1, 1]",
         ],
     )
     result = run(recipe.with_execution(device_batch=4), out=tmp_path / "run", max_steps=2)
