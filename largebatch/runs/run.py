@@ -163,8 +163,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             require_resumable(checkpoint, trainer.plan, folder)
             trainer.restore(checkpoint, source=str(folder))
             finished = finished_summary(folder, trainer.backend)
-            if finished is not None:  # its record stays as it is
-                return finished
+            if finished is not None and len(finished.stages) == len(checkpoint.stages):
+                return finished  # its record stays as it is; else its last checkpoint is damaged
         elif recipe.model.weights is not None:
             begin_with(Path(recipe.model.weights), trainer)
         until = trainer.plan.updates if options.max_steps is None else options.max_steps

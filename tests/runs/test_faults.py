@@ -142,6 +142,17 @@ def test_a_finished_run_keeps_its_record_when_it_is_resumed(tmp_path: Path, whol
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
 
 
+def test_a_finished_run_whose_last_checkpoint_is_damaged_makes_it_again(
+    tmp_path: Path, whole: Path
+) -> None:
+    out, often = tmp_path / "run", "execution.checkpoints.every_steps=3"
+    run(recipe(often), out=out)
+    newest = max((out / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert run(recipe(often), out=out, resume=True).status == "finished"
+    assert_same_end(out, whole)
+
+
 def test_the_summary_of_a_part_goes_when_the_next_part_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
