@@ -59,6 +59,7 @@ def write_torchvision(folder: Path, init: str) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_installed_torchvision_and_timm_import_and_work() -> None:
     code = """
 import timm

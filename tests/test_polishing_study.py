@@ -32,6 +32,7 @@ POLISHED = {
 }
 
 
+@pytest.mark.long
 def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
     tmp_path: Path,
 ) -> None:

@@ -56,7 +56,7 @@ def _plan(args: argparse.Namespace) -> int:
         "an epoch": f"{plan.steps_per_epoch:.2f} steps",
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
         "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
-        "rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
+        "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
         f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
         "warm-up": f"{plan.warmup_steps:,} steps",
         **_polishing(recipe, plan),
@@ -75,13 +75,15 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
     polish = recipe.polish or Polish.model_construct()
     rows = {}
     if polish.ema:
-        rows["average"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
+        rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
     if polish.affine:
-        rows["affine"] = f"{plan.affine_steps:,} steps more, rate from {polish.affine.lr:g} to 0"
+        rows["affine"] = (
+            f"{plan.affine_steps:,} steps more, learning rate from {polish.affine.lr:g} to 0"
+        )
     samples = polish.statistics.samples if polish.statistics else 0
     rows["statistics"] = f"{samples:,} clean samples" if samples else "none"
     if polish.held_out:
-        rows["held out"] = f"{polish.held_out:,} training samples, which judge every stage"
+        rows["held out"] = f"{polish.held_out:,} training samples, which decide on every stage"
     return rows
 
 

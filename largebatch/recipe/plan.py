@@ -156,8 +156,8 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
     ema = recipe.polish.ema if recipe.polish else None
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
-            f"polish.ema ({ema:g}) averages over {1 / (1 - ema):,.0f} updates and the schedule has "
-            f"{plan.steps:,}: the average would be of weights from the start; give less than "
+            f"polish.ema ({ema:g}) reaches back over {1 / (1 - ema):,.0f} updates and the schedule "
+            f"has {plan.steps:,}: the EMA would hold weights from the start; give less than "
             f"{1 - 1 / plan.steps:.6g}"
         )
 

@@ -148,9 +148,9 @@ class Polish(Section):
     weights move; null: none of it."""
 
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """After every update, average *= ema, average += (1 - ema) model: weights and running
-    statistics alike. When the schedule has ended the average becomes the model, and the stages
-    below work on it. 1 / (1 - ema) is how many updates it reaches back; null: no average."""
+    """After every update, EMA *= ema, EMA += (1 - ema) model: weights and running
+    statistics alike. When the schedule has ended the EMA becomes the model, and the stages
+    below work on it. 1 / (1 - ema) is how many updates it reaches back; null: no EMA."""
 
     affine: Affine | None = None
     """More updates on clean images after the schedule, in which only BatchNorm's scales and

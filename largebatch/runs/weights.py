@@ -21,6 +21,7 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, shorten
 from largebatch.models import classifier
 from largebatch.storage import whole_file
+from largebatch.training.checkpoint import HEADER, load_checkpoint
 from largebatch.training.trainer import Trainer
 
 _PLACES = ("state_dict", "model")
@@ -144,7 +145,11 @@ def _read_safe(path: Path) -> Weights:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- no mapping
+        keys = set(file.keys())
+        if HEADER in keys:  # a checkpoint of ours
+            tensors = load_checkpoint(path).state["model"]
+            return Weights(path, tensors, tensors, {"format": "pt"})
+        tensors = {key: file.get_tensor(key) for key in keys}
         return Weights(path, tensors, tensors, file.metadata())
 
 

@@ -31,7 +31,7 @@ class EMA:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Put the average into the model."""
+        """Put the EMA into the model."""
         torch._foreach_copy_(list(self._live), list(self._average.module.parameters()))
 
     def state_dict(self) -> dict[str, Any]:

@@ -200,10 +200,12 @@ def test_a_missing_decoder_is_an_error_with_the_install_command(
 
 
 def test_a_missing_horovod_is_an_error_with_the_install_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert main(["train", DIGITS, "--workers", "2", "--backend", "horovod"]) == USER
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    words = ["train", DIGITS, "--workers", "2", "--backend", "horovod", "--out", str(tmp_path)]
+    assert main(words) == USER
     assert "install_horovod.sh" in capsys.readouterr().err
 
 

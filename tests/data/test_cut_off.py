@@ -42,6 +42,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "changes"),
     [

@@ -30,7 +30,6 @@ TIMES = 4
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PAUSES", (0.01, 0.02, 0.03))
-    monkeypatch.setattr(reading, "SLOW_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -127,8 +126,13 @@ def test_bytes_that_come_in_pieces_are_put_together(
     assert reading.read(location) == content
 
 
+@pytest.fixture
+def soon_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "SLOW_SECONDS", 0.2)
+
+
 @both_decoders
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends", "soon_slow")
 def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: Index) -> None:
     path, _ = hang(folder, 8)
     try:
@@ -138,6 +142,7 @@ def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: In
         let_go(path)
 
 
+@pytest.mark.usefixtures("soon_slow")
 @pytest.mark.parametrize("hanging", [[8], list(range(reading.THREADS + 4)), [0, 8, 16]])
 def test_reads_that_hung_once_are_made_by_other_threads(
     folder: Index, monkeypatch: pytest.MonkeyPatch, hanging: list[int]

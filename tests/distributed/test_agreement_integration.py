@@ -126,6 +126,7 @@ def leave_the_gpu_to_worker_0(folder: Path) -> None:
     (folder / str(own_rank())).write_text(str(caught.value), encoding="utf-8")
 
 
+@pytest.mark.long
 def test_a_gpu_on_one_worker_alone_is_one_message(tmp_path: Path) -> None:
     """NCCL and Gloo would wait for each other until they time out."""
     on_forked_workers(leave_the_gpu_to_worker_0, tmp_path, workers=2)

@@ -52,10 +52,13 @@ every_backend = pytest.mark.parametrize(
         pytest.param(
             on_horovod,
             id="horovod",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("horovod") is None,
-                reason="horovod is not installed; launch/install_horovod.sh builds it",
-            ),
+            marks=[
+                pytest.mark.long,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("horovod") is None,
+                    reason="horovod is not installed; launch/install_horovod.sh builds it",
+                ),
+            ],
         ),
     ],
 )

@@ -109,6 +109,7 @@ def sum_again_and_again() -> int:
     return len(results)
 
 
+@pytest.mark.long
 def test_three_workers_make_the_same_bits_again() -> None:
     """What Horovod puts into one sum would depend on when the gradients come."""
     assert on_workers(sum_again_and_again, workers=3, horovod=True) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from largebatch import load_recipe, run
@@ -16,6 +17,8 @@ from largebatch.errors import RecipeError
 from largebatch.models import build
 from largebatch.optional import require_timm
 from largebatch.recipe.recipe import FACTORY_KEYS
+from largebatch.storage import CHECKSUM_BYTES, checksum
+from largebatch.training.checkpoint import HEADER
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits_96.yaml")
 
@@ -50,15 +53,20 @@ def test_a_strangers_checkpoint_fetches_nothing_and_writes_nothing(
     short = ["duration={steps: 1}", "schedule.warmup=null", "polish=null", "data.image_size=16"]
     run(load_recipe(DIGITS, short), out=tmp_path / "run")
     (path,) = (tmp_path / "run/checkpoints").iterdir()
-    content: dict[str, Any] = torch.load(path)
-    content["recipe"] = content["recipe"].replace(
-        "  arguments:\n",
-        "  arguments:\n    pretrained: true\n    pretrained_cfg: {hf_hub_id: null, url: '"
-        f"{url}'}}\n    cache_dir: '{tmp_path / 'theirs'}'\n",
+    tensors = safetensors.torch.load(path.read_bytes())
+    header = tensors[HEADER].numpy().tobytes().decode()
+    there = "  arguments:\\n"
+    assert there in header
+    strange = header.replace(
+        there,
+        f"{there}    pretrained: true\\n    pretrained_cfg: {{hf_hub_id: null, url: '"
+        f"{url}'}}\\n    cache_dir: '{tmp_path / 'theirs'}'\\n",
     )
-    torch.save(content, tmp_path / "strange.pt")
+    tensors[HEADER] = torch.frombuffer(bytearray(strange.encode()), dtype=torch.uint8)
+    content = safetensors.torch.save(tensors)[:-CHECKSUM_BYTES]
+    path.write_bytes(content + checksum([content]))
     capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "strange.pt")]) == 2
+    assert main(["evaluate", str(path)]) == 2
     assert "model.arguments: pretrained: nothing is fetched" in capsys.readouterr().err
     assert paths == []
     assert not (tmp_path / "theirs").exists()

@@ -68,6 +68,7 @@ def test_training_begins_with_the_weights_of_a_file(name: str, tmp_path: Path) -
     assert log(tmp_path / "run", "start")[0]["weights_sha256"] == digest
 
 
+@pytest.mark.long
 def test_two_workers_train_from_a_file_as_one_does(tmp_path: Path) -> None:
     """Worker 1 does not have the file at all: worker 0 gives it the weights."""
     theirs(tmp_path / "theirs.pth")
@@ -152,7 +153,7 @@ def test_a_classifier_of_other_classes_is_refused_and_can_be_drawn_anew(tmp_path
     assert 0.005 < found["fc.weight"].std().item() < 0.02
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_file_that_is_not_there_is_one_message(
     workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_workers import on_workers
+from on_forked_workers import on_forked_workers
 from short_runs import a_recipe, content, log, weights
 from torch import Tensor, nn
 
@@ -353,7 +353,7 @@ def compare(case: str) -> str:
 def test_a_difference_of_one_bit_between_workers_is_found_and_named(
     case: str, message: str
 ) -> None:
-    assert on_workers(compare, case, workers=3).startswith(message)
+    assert on_forked_workers(compare, case, workers=3).startswith(message)
 
 
 def test_weights_are_compared_every_so_many_updates_and_before_a_save(

@@ -77,6 +77,6 @@ def test_a_run_that_is_stopped_at_once_names_what_is_saved(
     assert capsys.readouterr().err == "largebatch: stopped at once; nothing is saved\n"
     (folder / "checkpoints").mkdir(parents=True)
     for step in (7, 1200):
-        (folder / "checkpoints" / f"step-{step:08d}.pt").touch()
-    newest = folder / "checkpoints" / "step-00001200.pt"
+        (folder / "checkpoints" / f"step-{step:08d}.safetensors").touch()
+    newest = folder / "checkpoints" / "step-00001200.safetensors"
     assert describe_saved(folder) == f"saved is {newest}, after 1,200 steps"

@@ -220,6 +220,7 @@ def test_a_request_to_stop_wakes_a_worker_that_is_suspended(tmp_path: Path) -> N
         assert on_workers(sleep_until_asked, tmp_path, workers=2) == "asked"
 
 
+@pytest.mark.long
 def test_a_killed_worker_leaves_a_terminal_with_its_cursor(tmp_path: Path) -> None:
     controller, terminal = os.openpty()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -50,7 +50,7 @@ class Machine:
         self.started.append((workers, options.resume))
         end = self.ends[len(self.started) - 1]
         if end == "saved":
-            (self.folder / f"step-{len(self.started):08d}.pt").touch()
+            (self.folder / f"step-{len(self.started):08d}.safetensors").touch()
         if end == "user":
             raise DataError("image.png: not an image")
         if end != "well":

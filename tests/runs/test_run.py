@@ -93,7 +93,8 @@ def test_two_workers_train_as_one_does(finished: dict[str, Path]) -> None:
     assert found["top1"] > 0.85
 
 
-@pytest.mark.parametrize("max_steps", [10, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("max_steps", [10, 60])
 def test_two_horovod_workers_train_as_one_does(
     finished: dict[str, Path], tmp_path: Path, max_steps: int
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
     assert (again.status, again.steps, again.top1) == ("finished", 20, resumed.top1)
 
 
+@pytest.mark.long
 def test_two_workers_start_from_a_notebook(tmp_path: Path) -> None:
     """From a program, that is, which has no file that a worker could import."""
     program = (
@@ -311,7 +313,7 @@ def test_reaching_max_steps_says_how_to_go_on(
 @pytest.mark.parametrize(
     "name",
     [
-        "resnet50_86016_fujitsu",
+        pytest.param("resnet50_86016_fujitsu", marks=pytest.mark.long),
         pytest.param("resnet50_32768_mlperf", marks=pytest.mark.long),
     ],
 )
@@ -380,6 +382,7 @@ def test_polishing_takes_any_batch(finished: dict[str, Path], tmp_path: Path) ->
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_weights_and_biases_follows_a_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:

@@ -164,9 +164,9 @@ MUTANTS = (
     ),
     Mutant(
         "a skipped update is averaged",
-        "training/stages.py",
-        "state.ema is not None and not update.skipped",
-        "state.ema is not None",
+        "training/state.py",
+        "self.ema is not None and not skipped",
+        "self.ema is not None",
         "training/test_ema.py::test_a_skipped_update_is_not_averaged",
     ),
     Mutant(
@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         "training goes on from what was polished of an unfinished run",
         "runs/run.py",
-        "            require_resumable(checkpoint, trainer.plan, options.out)\n",
+        "            require_resumable(checkpoint, trainer.plan, folder)\n",
         "",
         "runs/test_checkpoints.py::test_what_was_polished_of_a_run_in_its_first_stage_is_refused_too",
     ),

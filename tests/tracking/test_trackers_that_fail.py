@@ -174,6 +174,7 @@ def test_a_run_whose_tracker_fails_ends_with_the_same_weights(
     ]
 
 
+@pytest.mark.long
 def test_a_refused_connection_is_one_line_and_no_file_holds_the_key(tmp_path: Path) -> None:
     """The real library, with a key, and a port where nothing listens; as a command of its own."""
     pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")

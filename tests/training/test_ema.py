@@ -90,6 +90,6 @@ def test_a_skipped_update_is_not_averaged() -> None:
 
 def test_an_average_longer_than_the_schedule_is_refused() -> None:
     recipe = load_recipe(DIGITS, ["polish.ema=0.999", "duration={epochs: 60}"])
-    with pytest.raises(RecipeError, match=r"polish.ema \(0.999\) averages over 1,000 updates"):
+    with pytest.raises(RecipeError, match=r"polish.ema \(0.999\) reaches back over 1,000 updates"):
         make_plan(recipe, workers=1)
     make_plan(load_recipe(DIGITS, ["polish.ema=0.998"]), workers=1)  # 500 of 599
