@@ -210,6 +210,7 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
         assert sharing(reader) == 1
 
 
+@pytest.mark.usefixtures("soon_slow")
 def test_memory_that_a_read_may_still_write_into_is_not_used_again(
     folder: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:

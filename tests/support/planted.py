@@ -211,4 +211,11 @@ MUTANTS = (
         "            pass\n",
         "training/test_judging.py",
     ),
+    Mutant(
+        "a step that failed twice is computed again",
+        "training/stages.py",
+        " or at in failed",
+        "",
+        "runs/test_faults.py::test_a_bad_number_that_comes_back_stops_the_run",
+    ),
 )
