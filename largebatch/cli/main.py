@@ -164,8 +164,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from largebatch.runs.build import Options
     from largebatch.runs.checkpoints import evaluate_checkpoint
+    from largebatch.runs.options import Options
 
     options = Options(
         out=Path(),

@@ -14,8 +14,8 @@ from largebatch.recipe.sections import LARGEST, MAX_EPOCHS
 from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
-    from largebatch.runs.build import Options
     from largebatch.runs.checkpoints import Comparison
+    from largebatch.runs.options import Options
     from largebatch.runs.pretrained import Pretrained
 
 _EPOCHS = 1.0
@@ -160,7 +160,7 @@ def _pretrained(args: argparse.Namespace) -> "Pretrained":
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from largebatch.runs.build import Options
+    from largebatch.runs.options import Options
 
     return Options(
         out=args.out or Path(),

@@ -4,9 +4,8 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import assert_never
 
 import torch
@@ -20,8 +19,6 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import (
     LAUNCHER,
-    TIMEOUT_SECONDS,
-    BackendName,
     available_cores,
     launched_size,
 )
@@ -42,8 +39,8 @@ from largebatch.recipe import recipe as recipes
 from largebatch.recipe import sections
 from largebatch.recipe.plan import Plan, make_plan, may_share_spans, measuring_plan
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.runs.folder import Resume
 from largebatch.runs.interrupts import stop_requests
+from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
@@ -266,44 +263,6 @@ def _set_span(model: nn.Module, recipe: Recipe) -> None:
         )
     if not has_norm and span is not None:
         raise RecipeError(f"batch.bn_span: {recipe.model.name} has no BatchNorm; make it null")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the machine and the moment decide about a run; none of it is in the recipe."""
-
-    out: Path
-    """The run folder."""
-
-    data: Path | None = None
-    """The images, for a recipe whose data.source is folder."""
-
-    backend: BackendName = "auto"
-    overrides: tuple[str, ...] = ()
-    """Changes to the recipe of a checkpoint, or of weights, such as execution.device_batch=64."""
-
-    resume: Resume = False
-    """Go on from the newest checkpoint in `out`; auto: where there is one."""
-
-    max_steps: int | None = None
-    """Stop, resumable, when this many updates have been made in all."""
-
-    time_limit: float | None = None
-    """Stop, resumable, before so many seconds have passed."""
-
-    allow: tuple[str, ...] = ()
-    """What may differ from the run that is resumed: keys of the recipe, and `data.index`."""
-
-    timeout: float = TIMEOUT_SECONDS
-    """How many seconds a worker waits for another one that does nothing."""
-
-    @property
-    def shared(self) -> Facts:
-        """What every worker must be given alike; only worker 0 uses the run folder."""
-        own = {
-            name: value for name, value in asdict(self).items() if name not in {"out", "backend"}
-        }
-        return {f"--{name.replace('_', '-')}": value for name, value in own.items()}
 
 
 @contextmanager

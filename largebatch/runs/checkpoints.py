@@ -13,8 +13,9 @@ from largebatch.recipe.loading import dump_recipe, parse_recipe
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.sections import Affine, Polish, Statistics
-from largebatch.runs.build import Options, build_extra, open_trainer
+from largebatch.runs.build import build_extra, open_trainer
 from largebatch.runs.folder import check_folder
+from largebatch.runs.options import Options
 from largebatch.runs.run import record
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary

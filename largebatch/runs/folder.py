@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,6 +16,7 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.options import Resume
 from largebatch.storage import remove_leftovers, write_whole
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
@@ -30,8 +31,6 @@ from largebatch.tracking.events import (
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import Checkpoint, newest_checkpoint, parse_checkpoint
 from largebatch.training.trainer import Trainer
-
-Resume = bool | Literal["auto"]
 
 _SUMMARY = TypeAdapter(Summary)
 

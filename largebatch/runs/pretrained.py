@@ -23,7 +23,7 @@ from largebatch.errors import CheckpointError, DataError
 from largebatch.models import zoo
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import Options, build_trainer, join
+from largebatch.runs.build import build_trainer, join
 from largebatch.runs.checkpoints import (
     Comparison,
     compare,
@@ -31,6 +31,7 @@ from largebatch.runs.checkpoints import (
     with_statistics,
     with_updates,
 )
+from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_format, read_weights
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import describe_unsettled, measure_statistics

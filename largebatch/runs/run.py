@@ -30,9 +30,8 @@ from largebatch.errors import (
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
-from largebatch.runs.build import Options, open_trainer
+from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import (
-    Resume,
     check_folder,
     default_folder,
     finished_summary,
@@ -42,6 +41,7 @@ from largebatch.runs.folder import (
 )
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
+from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now

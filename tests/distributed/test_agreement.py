@@ -19,7 +19,8 @@ from largebatch.distributed.backend import Backend
 from largebatch.errors import MismatchError
 from largebatch.recipe.plan import make_plan
 from largebatch.runs import build
-from largebatch.runs.build import Options, share_weights
+from largebatch.runs.build import share_weights
+from largebatch.runs.options import Options
 from largebatch.tracking.environment import versions
 
 Facts = Mapping[str, object]

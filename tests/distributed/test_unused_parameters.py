@@ -16,7 +16,8 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import LargebatchError
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import Options, build_model
+from largebatch.runs.build import build_model
+from largebatch.runs.options import Options
 from largebatch.runs.run import run_worker
 from largebatch.tracking.events import Summary
 

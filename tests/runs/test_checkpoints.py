@@ -31,8 +31,8 @@ from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.runs.build import Options
 from largebatch.runs.checkpoints import _load, _stage
+from largebatch.runs.options import Options
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from largebatch.training.stages import make_updates
 from largebatch.training.trainer import Trainer

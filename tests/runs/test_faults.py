@@ -24,7 +24,8 @@ from largebatch.distributed.connection import connect
 from largebatch.errors import CheckpointError, DataError, DesynchronizedError, DivergedError
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs import build
-from largebatch.runs.build import Options, open_trainer
+from largebatch.runs.build import open_trainer
+from largebatch.runs.options import Options
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.loss import Criterion, cross_entropy
 from largebatch.training.trainer import Trainer

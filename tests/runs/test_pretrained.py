@@ -20,7 +20,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.optional import require_torchvision
-from largebatch.runs.build import Options
+from largebatch.runs.options import Options
 from largebatch.runs.pretrained import Pretrained, _fit
 from largebatch.runs.weights import read_weights
 

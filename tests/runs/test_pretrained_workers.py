@@ -14,7 +14,7 @@ from largebatch.data.datasets import digits
 from largebatch.data.index.file import Content
 from largebatch.models import zoo
 from largebatch.runs import pretrained
-from largebatch.runs.build import Options
+from largebatch.runs.options import Options
 from largebatch.runs.pretrained import Pretrained, compare_weights, polish_weights
 
 SMALL = ("data.image_size=16", "data.eval_resize=null")

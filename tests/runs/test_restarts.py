@@ -9,7 +9,7 @@ from largebatch import run
 from largebatch.cli.main import USER, main
 from largebatch.errors import BackendError, DataError, LargebatchError, WorkerFailedError
 from largebatch.runs import run as runs
-from largebatch.runs.build import Options
+from largebatch.runs.options import Options
 from largebatch.runs.run import JOB, restarting
 
 

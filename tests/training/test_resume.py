@@ -10,7 +10,8 @@ import torch
 from short_runs import AFFINE, CLEAN, HALF, JUDGED, STATISTICS, a_recipe
 
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import Options, open_trainer
+from largebatch.runs.build import open_trainer
+from largebatch.runs.options import Options
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.stages import run_stages
 from largebatch.training.state import TrainState, Updater
