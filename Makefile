@@ -26,9 +26,8 @@ BENCH_PYTHON ?= $(BIN)/python
 CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
     tests/optim/test_lars_state.py tests/models/test_batchnorm.py tests/distributed/test_reducer.py
 
-# Processes with whole files, so that a file trains what its tests read once; on two cores a third
-# one works while the others wait.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes, each with whole files, so that a file trains what its tests read once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
 .PHONY: quickstart test test-all lint bench bench-gpu study soak clean

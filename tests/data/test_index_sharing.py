@@ -169,5 +169,6 @@ def _share_in_a_process(root: Path) -> None:
     assert fields(index) == fields(read_folder(root, "train"))
 
 
+@pytest.mark.long
 def test_two_processes_share_an_index_over_gloo(root: Path, cache: Path) -> None:
     on_forked_workers(_share_in_a_process, root, workers=2)

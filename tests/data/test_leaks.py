@@ -127,6 +127,7 @@ def open_and_close(way: str, number: int, backend: Backend | None = None) -> int
         return len(list(islice(batches, number % 5)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     [
@@ -161,6 +162,7 @@ def read_some() -> int:
     return backend.world_size
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_dali, reason="NVIDIA DALI is not installed")
 def test_two_workers_leave_no_process_or_file_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

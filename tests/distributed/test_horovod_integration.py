@@ -115,6 +115,7 @@ def test_three_workers_make_the_same_bits_again() -> None:
     assert on_workers(sum_again_and_again, workers=3, horovod=True) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "exit_code"),
     [

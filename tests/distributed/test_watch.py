@@ -151,6 +151,7 @@ def suspend_one(library: str, how: str) -> None:
     backend.all_reduce(torch.ones(7)).wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["suspended", pytest.param("asleep", marks=pytest.mark.long)])
 @pytest.mark.parametrize("library", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
 def test_a_worker_that_does_nothing_ends_the_run_with_its_number(library: str, how: str) -> None:

@@ -251,6 +251,7 @@ def train(recipe: Recipe, folder: Path) -> Summary:
     return run(recipe, out=folder)
 
 
+@pytest.mark.long
 def test_a_run_whose_workers_share_spans_is_the_run_of_one_worker(tmp_path: Path) -> None:
     """Training, statistics pass and evaluation, through recipe, plan and pipeline."""
     recipe = load_recipe(

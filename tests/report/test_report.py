@@ -84,7 +84,7 @@ def more(make: Callable[[Path], Path]) -> Any:  # noqa: ANN401 -- pytest's own t
         more(fake_runs.interrupted_after_a_skipped_step),
         fake_runs.failed_at_once,
         more(fake_runs.killed),
-        fake_runs.decided,
+        more(fake_runs.decided),
         fake_runs.polished_checkpoint,
     ],
 )

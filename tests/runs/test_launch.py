@@ -141,13 +141,14 @@ def once_here(folder: Path, act: Callable[[], None]) -> Iterator[None]:
     thread.join()
 
 
+@pytest.mark.long
 def test_workers_meet_on_the_loopback_interface_only() -> None:
     rank, workers, (address,) = on_workers(place, workers=2)
     assert (rank, workers) == (0, "2")
     assert address.split(":")[0] == "0100007F"
 
 
-@pytest.mark.parametrize("library", ["torch", "horovod"])
+@pytest.mark.parametrize("library", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
 def test_local_workers_listen_on_the_loopback_interface_only(library: str) -> None:
     if library == "horovod":
         pytest.importorskip("horovod.torch", reason="horovod is not installed")
@@ -189,6 +190,7 @@ def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == "stopping after this step; once more stops at once\n"
 
 
+@pytest.mark.long
 def test_a_second_request_ends_workers_that_do_not_answer(tmp_path: Path) -> None:
     def ask_twice() -> None:
         for _ in range(2):
@@ -211,6 +213,7 @@ def test_a_signal_to_every_process_is_one_request(tmp_path: Path) -> None:
         assert on_workers(stop_when_asked, tmp_path, workers=2) == "saved"
 
 
+@pytest.mark.long
 def test_a_request_to_stop_wakes_a_worker_that_is_suspended(tmp_path: Path) -> None:
     def suspend_one() -> None:
         os.kill(here(tmp_path)[0], signal.SIGSTOP)

@@ -198,6 +198,7 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     return {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
 
 
+@pytest.mark.long
 def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_run_is_compared_in_every_way_and_stays_as_it_is(
     assert "table.json: is there already" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_foreign_weights_are_compared_and_stay_as_they_are(tmp_path: Path, images: str) -> None:
     saved(tmp_path / "theirs.safetensors")
     before = digest(tmp_path)

@@ -46,6 +46,7 @@ def _look_on_worker_0_alone() -> None:
         vars(pretrained)["open_content"] = refuse_to_look
 
 
+@pytest.mark.long
 def test_two_workers_find_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(
         digits.write_digits(), tmp_path / "data", ignore=shutil.ignore_patterns("*.index")

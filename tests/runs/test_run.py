@@ -247,6 +247,7 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(tmp_path: Path)
     assert ours == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     words = [DIGITS, "--workers", "2", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
@@ -333,6 +334,7 @@ def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: st
     assert math.isfinite(second["loss"])
 
 
+@pytest.mark.long
 def test_a_saved_run_can_be_evaluated_and_polished(
     finished: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -401,6 +403,7 @@ def test_weights_and_biases_follows_a_whole_run(
     assert list(offline.glob("files/media/images/report_*.png"))
 
 
+@pytest.mark.long
 def test_torchrun_finds_its_workers(tmp_path: Path) -> None:
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
     assert torchrun is not None

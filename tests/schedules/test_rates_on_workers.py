@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from on_forked_workers import on_forked_workers
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,6 +31,7 @@ def train_and_note_the_rates(recipe: Recipe, folder: Path) -> None:
     (folder / f"worker{launched_rank()}.json").write_text(json.dumps(noted))
 
 
+@pytest.mark.long
 def test_every_worker_changes_the_rate_in_the_same_step(tmp_path: Path) -> None:
     """Dell saw it change late on some processors; its schedule at a twentieth of the length."""
     recipe = load_recipe(
