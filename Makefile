@@ -93,6 +93,7 @@ $(VENV)/.installed: setup.cfg | $(VENV)/bin/python
 $(VENV)/.installed-for-tests: setup.cfg | $(VENV)/bin/python
 	@echo "installing largebatch, PyTorch and everything optional into $(VENV) ..."
 	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
+	PYTHONPATH=tests/support $(BIN)/python -c 'import preloaded'  # compiled once, not by all at once
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.horovod: $(VENV)/.installed-for-tests launch/install_horovod.sh

@@ -120,6 +120,7 @@ def test_a_process_group_is_found_and_any_model_measured_on_all_workers(
     check(torch_found, name, data())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HOROVOD)
 def test_horovod_is_found_and_a_model_measured_on_all_workers(
     name: str, horovod_found: Found

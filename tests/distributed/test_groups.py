@@ -64,6 +64,7 @@ every_backend = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @every_backend
 def test_parts_of_four_workers_compute_together_and_compressed_sums_stay_finite(
     start: Start,

@@ -40,6 +40,7 @@ def horovodrun(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_two_real_workers_agree(tmp_path: Path) -> None:
     done = horovodrun(
         """
