@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from largebatch import __version__
 from largebatch.cli import data as cli_data
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
@@ -25,12 +26,14 @@ from largebatch.cli.arguments import (
     add_command,
     add_execution,
     add_machine,
+    add_processes,
     add_set,
     count,
     seconds,
 )
-from largebatch.distributed.environment import join_slurm, own_rank
+from largebatch.distributed.environment import LAUNCHER, join_slurm, own_rank, worker_rank
 from largebatch.errors import (
+    BackendError,
     CheckpointError,
     LargebatchError,
     MismatchError,
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join_slurm()
     args = _parser().parse_args(_with_resume(words))
     try:
-        code = _call(args)
+        code = _call(args, words)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
@@ -78,11 +81,35 @@ def _with_resume(words: Sequence[str]) -> list[str]:
     return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
-def _call(args: argparse.Namespace) -> int:
+def _on_workers(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do a command here, or start the same command as each of its local workers.
+
+    `train` starts its workers by itself, in `run`.
+    """
+    workers, code = getattr(args, "processes", 1), DONE
+    if workers == 1:
+        code = args.call(args)
+        return code
+    from largebatch.runs.launch import reporting_errors, start_workers
+
+    if LAUNCHER in os.environ:  # this is one of them
+        with reporting_errors():
+            code = args.call(args)
+        return code
+    if worker_rank() is not None:
+        raise BackendError(
+            f"this process is already one of several workers; leave --workers {workers} out"
+        )
+    horovod = args.backend == "horovod"
+    start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
+    return code
+
+
+def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Do what was asked; print what the user can fix, and what befell other workers."""
     rank = own_rank()
     try:
-        code: int = args.call(args)
+        code = _on_workers(args, words)
     except LargebatchError as error:
         if rank == 0:
             _show(str(error))
@@ -210,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )
+    parser.add_argument("--version", action="version", version=f"largebatch {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = partial(add_command, commands)
 
@@ -249,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
     add_set(evaluate)
     add_execution(evaluate)
+    add_processes(evaluate)
     add_machine(evaluate)
 
     cli_polish.add_commands(command)
