@@ -23,6 +23,7 @@ from largebatch.cli import data as cli_data
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli.arguments import (
+    Call,
     add_command,
     add_execution,
     add_machine,
@@ -86,23 +87,22 @@ def _on_workers(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     `train` starts its workers by itself, in `run`.
     """
-    workers, code = getattr(args, "processes", 1), DONE
+    call: Call = args.call
+    workers = getattr(args, "processes", 1)
     if workers == 1:
-        code = args.call(args)
-        return code
+        return call(args)
     from largebatch.runs.launch import reporting_errors, start_workers
 
     if LAUNCHER in os.environ:  # this is one of them
         with reporting_errors():
-            code = args.call(args)
-        return code
+            return call(args)
     if worker_rank() is not None:
         raise BackendError(
             f"this process is already one of several workers; leave --workers {workers} out"
         )
     horovod = args.backend == "horovod"
     start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
-    return code
+    return DONE
 
 
 def _call(args: argparse.Namespace, words: Sequence[str]) -> int:

@@ -26,8 +26,8 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
 
     A process group of torch.distributed, or Horovod, that this process has initialised is used as
-    it is and stays open. A worker that waits for another one for `timeout` s ends, and so it does soon after what
-    started it. `splits`: the workers may be divided into groups.
+    it is and stays open. Else a worker that waits for another one for `timeout` s ends, and so it
+    does soon after what started it. `splits`: the workers may be divided into groups.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.
     """

@@ -76,24 +76,27 @@ class SpanBatchNorm(_BatchNorm):
         out, moments = normalise(
             images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
         )
-        # A span over several workers counts once: for the first of them.
-        counts = self.track_running_stats and not _in_backward()
-        if counts and self.moments is None:
-            self._move_buffers(moments)
-        elif counts and (group is None or group.rank == 0):
-            self.moments[:-1] += moments.sum(0).flatten()
-            self.moments[-1] += len(moments)
+        if self.track_running_stats and not _in_backward():
+            # A span over several workers counts once: for the first of them.
+            self._count(moments, first=group is None or group.rank == 0)
         return out
 
     @torch.no_grad()
-    def _move_buffers(self, moments: Tensor) -> None:
-        """Move the buffers once towards the mean of spans x (mean, variance) x C, as PyTorch."""
+    def _count(self, moments: Tensor, *, first: bool) -> None:
+        """Take the moments of S spans, S x 2 x C: add them up, or move the buffers."""
+        if self.moments is None:
+            self._move_buffers(moments.mean(0))
+        elif first:
+            self.moments[:-1] += moments.sum(0).flatten()
+            self.moments[-1] += len(moments)
+
+    def _move_buffers(self, means: Tensor) -> None:
+        """Move the buffers once towards the spans' mean mean and variance, 2 x C, as PyTorch."""
         self.num_batches_tracked += 1
-        average = (1 / self.num_batches_tracked).to(moments.dtype)  # PyTorch's, without momentum
+        average = (1 / self.num_batches_tracked).to(means.dtype)  # PyTorch's, without momentum
         weight = average if self.momentum is None else self.momentum
-        buffers = self.running_mean, self.running_var
-        for buffer, found in zip(buffers, moments.mean(0), strict=True):
-            buffer.copy_(buffer.to(found.dtype).lerp(found, weight))
+        for buffer, mean in zip((self.running_mean, self.running_var), means, strict=True):
+            buffer.copy_(buffer.to(mean.dtype).lerp(mean, weight))
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- PyTorch's signature
         if input.dim() < 2:

@@ -287,7 +287,9 @@ def _leave_out_other_kind(
     before = [each for each in known if section.get("kind") in kinds_of(each)]
     after = [each for each in known if kind in kinds_of(each)]
     if before and after:
-        gone = [key for key in section if key in before[0].model_fields.keys() - after[0].model_fields]
+        gone = [
+            key for key in section if key in before[0].model_fields.keys() - after[0].model_fields
+        ]
         for key in gone:
             del section[key]
         if gone:

@@ -124,6 +124,7 @@ class Wandb:
             self._run.log({"report": self._wandb.Image(str(image))})
         self._run.finish(exit_code=0 if summary.status == "finished" else 1)
 
+
 def wandb_id(folder: Path) -> str | None:
     """Return the id that a run folder has in W&B from its first start on, None without one."""
     path = folder / _ID

@@ -1,8 +1,8 @@
 """A run goes on whatever becomes of who follows it; and no log holds a secret."""
 
 import io
-import re
 import os
+import re
 import socket
 import subprocess
 import sys
