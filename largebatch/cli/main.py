@@ -210,6 +210,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _export(args: argparse.Namespace) -> int:
+    from largebatch.runs.export import export
+
+    for path in export(args.checkpoint, args.out, onnx=args.onnx):
+        print(printable(str(path)))
+    return DONE
+
+
 def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
@@ -279,6 +287,11 @@ def _parser() -> argparse.ArgumentParser:
     add_execution(evaluate)
     add_processes(evaluate)
     add_machine(evaluate)
+
+    exported = command("export", _export, "write a saved model for timm, and as ONNX")
+    exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
+    exported.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    exported.add_argument("--onnx", action="store_true", help="model.onnx besides")
 
     cli_polish.add_commands(command)
     cli_recipe.add_commands(command)
