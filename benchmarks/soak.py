@@ -403,8 +403,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
     colours = dict(zip(KINDS, [*COLOURS.values(), "#7b4ab5", INK], strict=True))
     for row, each in enumerate(result["rounds"]):
         for begin, end, code in each["attempts"]:
-            shade = COLOURS["statistics"] if code == 0 else MUTED
-            axes.barh(row, end - begin, left=begin, height=0.5, color=shade, alpha=0.35)
+            depth = 0.2 if code else 0.45
+            axes.barh(row, end - begin, left=begin, height=0.5, color=MUTED, alpha=depth)
         for kind, at in each["faults"]:
             axes.plot(at, row, "o", color=colours[kind], markersize=3.5)
     for kind, number in result["by_kind"].items():
@@ -415,7 +415,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
         fontsize=6,
     )
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since the run began; green: the start that finished")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("seconds since the run began; dark: the start that finished", fontsize=8)
     axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=7, frameon=False)
     axes.set_title(
         f"{result['faults']} faults in {result['runs']} runs, {len(result['lost'])} lost; "
@@ -423,6 +424,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
         loc="left",
         pad=34,
         fontsize=9,
+        color=INK,
     )
 
 
