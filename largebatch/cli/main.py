@@ -32,7 +32,13 @@ from largebatch.cli.arguments import (
     count,
     seconds,
 )
-from largebatch.distributed.environment import LAUNCHER, join_slurm, own_rank, worker_rank
+from largebatch.distributed.environment import (
+    LAUNCHER,
+    join_slurm,
+    let_threads_sleep,
+    own_rank,
+    worker_rank,
+)
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -64,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     join_slurm()
+    let_threads_sleep()
     args = _parser().parse_args(_with_resume(words))
     try:
         code = _call(args, words)

@@ -123,6 +123,16 @@ def _joined() -> tuple[int, int] | None:
     return found if found is not None and found[1] > 1 else None
 
 
+def let_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user chose otherwise.
+
+    By itself GNU's library lets them spin for a while, which is time that other processes of a busy
+    machine, or other workers, do not get. Of use before PyTorch is imported, and to what is started
+    then.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def loopback() -> str:
     """Return the name of the interface that only this machine reaches."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

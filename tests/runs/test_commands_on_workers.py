@@ -1,6 +1,7 @@
 """`evaluate` and `polish` on several local workers, started by --workers as `train` starts them."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -64,3 +65,14 @@ def test_one_of_several_workers_starts_no_others(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["evaluate", str(trained), "--workers", "2"]) == USER
     assert "already one of several workers; leave --workers 2 out" in capsys.readouterr().err
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for before, after in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if before:
+            monkeypatch.setenv("OMP_WAIT_POLICY", before)
+        assert main(["recipes"]) == DONE
+        assert os.environ["OMP_WAIT_POLICY"] == after
