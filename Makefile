@@ -1,7 +1,8 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
 # make test         install with everything optional, build Horovod, run the checks and the tests
 # make test-all     the same with the tests marked `long` (planted faults, long fuzzing, repetitions),
-#                   and how much of the package the tests cover
+#                   and how much of the package the tests cover; then the core's tests on the
+#                   oldest and the newest torch (make test-torch)
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
@@ -30,7 +31,10 @@ CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
-.PHONY: quickstart test test-all lint bench bench-gpu study soak clean
+# What depends on torch the most.
+TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/test_run.py)
+
+.PHONY: quickstart test test-all test-torch lint bench bench-gpu study soak clean
 
 # The checks run while Horovod is built.
 MAKEFLAGS += --jobs=2
@@ -45,6 +49,17 @@ test: lint $(VENV)/.horovod
 test-all: lint $(VENV)/.horovod
 	@echo "every test, the planted faults and long fuzzing: half an hour or so on two quiet cores ..."
 	$(PYTEST) --hypothesis-profile=long $(COVERAGE) $(PYTEST_ARGS)
+	$(MAKE) --jobs=1 test-torch
+
+# The oldest and the newest torch that largebatch is tried with: gigabytes, for they come with CUDA.
+test-torch: .venv-torch-2.6.0-0.21.0/.tested .venv-torch-2.15.0-0.29.2/.tested
+
+.venv-torch-%/.tested:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -qq --no-compile --disable-pip-version-check --editable '.[test]' \
+	    torch==$(firstword $(subst -, ,$*)) torchvision==$(lastword $(subst -, ,$*))
+	$(@D)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(TORCH_TESTS)
+	@touch $@
 
 lint: $(VENV)/.installed-for-tests
 	$(BIN)/ruff check
@@ -103,4 +118,4 @@ $(VENV)/.horovod: $(VENV)/.installed-for-tests launch/install_horovod.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -170,6 +170,8 @@ class TorchDistributed(RunningTorch):
         self._limit = timedelta(seconds=timeout) + _LATER
         with _lost_peers_named(int(os.environ["RANK"])):
             store, rank, world_size = next(rendezvous("env://", timeout=self._limit))
+            # torchrun's store outlives a restart, with the addresses of the workers before.
+            store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             notes = _StoreNotes(store.clone())
             watch = Watch(notes, rank=rank, timeout=timeout)
             with watch.during("the group of all workers", range(world_size)):

@@ -1,9 +1,15 @@
 """One command for the first start and every restart, and workers that are started again."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from short_runs import CLEAN, a_recipe, content
+from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log
 
 from largebatch import run
 from largebatch.cli.main import USER, main
@@ -100,3 +106,48 @@ def test_workers_are_not_started_for_ever(
 def test_a_single_process_cannot_restart_itself(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="--resume auto"):
         run(a_recipe(CLEAN), out=tmp_path / "run", restarts=1)
+
+
+TORCHRUN = [*(sys.executable, "-m", "torch.distributed.run"), "--standalone", "--nproc-per-node=2"]
+STARTS = {
+    "torchrun": ([*TORCHRUN, "--max-restarts=1", "-m", "largebatch"], ["--resume", "auto"]),
+    "--restarts": ([sys.executable, "-m", "largebatch"], ["--workers", "2", "--restarts", "1"]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize("start", STARTS)
+def test_a_worker_that_is_killed_is_started_again_and_the_run_ends(
+    start: str, tmp_path: Path
+) -> None:
+    """torchrun keeps its store from one start to the next, with the addresses of dead workers."""
+    out = tmp_path / "run"
+    changes = [*SMALL, "model={name: cifar_resnet8}", "execution.checkpoints.every_steps=5"]
+    changes += ["duration={steps: 60}", "schedule.warmup={steps: 5}", "polish=null"]
+    sets = [word for change in changes for word in ("--set", change)]
+    before, after = STARTS[start]
+    command = [*before, "train", str(DIGITS), *sets, "--out", str(out), *after]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        kill_worker(1, out, at_step=10)
+        assert process.wait(timeout=600) == 0
+    finally:
+        process.kill()
+    first, second = log(out, "start")
+    assert first["resume_step"] == 0
+    assert second["resume_step"] >= 5
+    assert content(out)["progress"]["step"] == 60
+
+
+def kill_worker(rank: int, out: Path, *, at_step: int) -> None:
+    """Wait for a step of a run, then SIGKILL one of its workers."""
+    path = out / "log.jsonl"
+    while not path.exists() or path.read_text().count('"event":"step"') < at_step:
+        time.sleep(0.05)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes()
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if str(out).encode() in words and f"RANK={rank}".encode() in variables:
+                os.kill(int(folder.name), signal.SIGKILL)
