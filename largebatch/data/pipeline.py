@@ -14,6 +14,7 @@ import numpy as np
 from largebatch.data.augment import clean_request, train_request, training_samples
 from largebatch.data.datasets import digits
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
 from largebatch.data.order import divide
@@ -45,6 +46,15 @@ class Pipeline:
     def splits(self) -> dict[str, dict[str, object]]:
         """What identifies the images of each split."""
         return {"train": self.train_index.identity, "val": self.val_index.identity}
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is to be known about the images when a run begins: which files are not read."""
+        indexes = {"train": self.train_index, "val": self.val_index}
+        described = [describe(index.ignored, where=split) for split, index in indexes.items()]
+        return [
+            f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
+        ]
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.

@@ -170,6 +170,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
 
         def train() -> bool:
+            for remark in trainer.pipeline.remarks if checkpoint is None else ():
+                trainer.note("train", remark)
             if trainer.state.scaler.is_enabled() and trainer.backend.device.type == "cpu":
                 trainer.note("train", _SLOW)
             if options.resume == "auto" and checkpoint is None:

@@ -25,8 +25,10 @@ from largebatch.data.index.file import Content, Paths, paths
 from largebatch.errors import DataError, shorten
 from largebatch.storage import PART, THREADS
 
-EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""What both decoders read. Other files, and names that begin with a dot, are ignored."""
+JPEG = (".jfif", ".jpe", ".jpeg", ".jpg")
+EXTENSIONS = (".bmp", *JPEG, ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""What both decoders read. Other files are ignored, and counted by `ignored`; names that begin with
+a dot are not looked at."""
 
 CLASSES = "classes.txt"
 """Beside shards: the names of the classes, one a line, in the order of their labels."""
