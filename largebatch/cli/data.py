@@ -109,11 +109,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(args: argparse.Namespace) -> int:
-    _show_index(args.folder, drop_bad=args.drop_bad)
+    show_index(args.folder, drop_bad=args.drop_bad)
     return 0
 
 
-def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
+def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]":
     """Make the indexes of a folder unless they are there, check them and print what they hold."""
     from largebatch.data.index.index import BadImagesError, check_same_classes, index_of, refresh
 
@@ -139,6 +139,7 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
         f"{len(val)} validation images, {_left_out(train, val)}"
     )
+    return train, val
 
 
 def _left_out(*indexes: "Index") -> str:
@@ -191,7 +192,7 @@ def _pack(args: argparse.Namespace) -> int:
 
     with _progress("packing") as progress:
         pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
-    _show_index(args.out)
+    show_index(args.out)
     return 0
 
 
@@ -209,7 +210,7 @@ def _import(args: argparse.Namespace) -> int:
             options=options,
         )
     print(printable("\n".join(remarks)), end="\n" if remarks else "")
-    _show_index(args.out)
+    show_index(args.out)
     return 0
 
 

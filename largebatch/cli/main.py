@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from largebatch.cli import data as cli_data
+from largebatch.cli import init as cli_init
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli.arguments import (
@@ -253,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
 
     cli_polish.add_commands(command)
     cli_recipe.add_commands(command)
+    cli_init.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)

@@ -3,12 +3,13 @@
 The archives are on disk already: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from largebatch.data.datasets import arrays, image_folder, parquet
-from largebatch.data.datasets.packing import write_shards
+from largebatch.data.datasets.packing import DataSet, write_shards
 from largebatch.storage import Progress, require_new
 
 
@@ -27,7 +28,7 @@ def import_data(
     how it was divided. Raises DataError that states which files are expected, and where to get
     them, if they are missing.
     """
-    openers = {
+    openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         "fashion-mnist": arrays.open_fashion_mnist,
         "cifar10": arrays.open_cifar10,
         "idx": arrays.open_idx,
