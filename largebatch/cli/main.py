@@ -140,6 +140,8 @@ def _train(args: argparse.Namespace) -> int:
             workers=args.workers,
             out=folder,
             data=args.data,
+            dataset=args.dataset,
+            imports=args.imports,
             backend=args.backend,
             timeout=args.timeout,
             resume="auto" if args.resume == "auto" else args.resume is not None,
@@ -171,6 +173,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     options = Options(
         out=Path(),
         data=args.data,
+        dataset=args.dataset,
+        imports=tuple(args.imports),
         backend=args.backend,
         timeout=args.timeout,
         overrides=tuple(args.set),

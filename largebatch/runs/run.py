@@ -63,6 +63,8 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     workers: int = 1,
     out: Path | str | None = None,
     data: Path | str | None = None,
+    dataset: str | None = None,
+    imports: Sequence[str] = (),
     backend: BackendName = "auto",
     timeout: float = TIMEOUT_SECONDS,
     resume: Resume = False,
@@ -78,12 +80,18 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     torchrun, horovodrun or srun started. `out` is the run folder, by default runs/<name>-<time>;
     `restarts` and `min_workers` are as in restarting; the rest is as in Options.
 
+    A data set or a model of the caller's own is named, and not passed: workers are processes of
+    their own, which import it. `dataset` is module:function, which returns data sets (train, val),
+    and `imports` are modules that register models with timm.
+
     Raises LargebatchError for what the user can fix.
     """
     join_slurm()
     chosen = Options(
         out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
+        dataset=dataset,
+        imports=tuple(imports),
         backend=backend,
         timeout=timeout,
         resume=resume,

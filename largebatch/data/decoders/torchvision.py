@@ -95,11 +95,17 @@ def to_pillow(encoded: Encoded) -> Image.Image:
 def _decode_one(
     view: View, encoded: Encoded, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
 ) -> None:
+    show(to_pillow(encoded), view, box, flip, pixels)
+
+
+def show(
+    image: Image.Image, view: View, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
+) -> None:
     """Write the part of an image that was asked for into `pixels`, 1 x H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
     part = functional.resized_crop(
-        to_pillow(encoded),
+        image,
         *box.tolist(),
         list(pixels.shape[1:3]),
         InterpolationMode(view.interpolation),
