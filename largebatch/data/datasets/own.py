@@ -119,15 +119,18 @@ def index_items(items: Items, *, classes: int, backend: Backend) -> Index:
         root=Path(items.name),
         classes=tuple(header["classes"]),
         paths=Paths([items.name], np.broadcast_to(np.int64(0), len(arrays["labels"]))),
+        labels=arrays["labels"],
+        heights=arrays["heights"],
+        widths=arrays["widths"],
         digest=digest.hexdigest(),
-        **arrays,
     )
 
 
 def _class_names(items: Items, classes: int) -> list[str]:
     names = getattr(items.dataset, "classes", None)
-    known = isinstance(names, (list, tuple)) and len(names) == classes
-    return [str(name) for name in names] if known else [f"class {n}" for n in range(classes)]
+    if isinstance(names, (list, tuple)) and len(names) == classes:
+        return [str(name) for name in names]
+    return [f"class {number}" for number in range(classes)]
 
 
 def _measure(items: Items, classes: int) -> dict[str, IntArray]:
