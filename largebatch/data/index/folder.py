@@ -94,7 +94,11 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder; {expected}")
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; {expected}; found {_found(root)}")
+        raise DataError(
+            f"{folder}: there is no such folder; {expected}; found {_found(root)}. Class folders "
+            "alone are divided, and splits of other names are taken, by: largebatch data import "
+            "imagefolder (--val-fraction, --val-name)"
+        )
     with os.scandir(folder) as scanned:
         entries = sorted(
             (entry for entry in scanned if visible(entry.name)), key=lambda e: os.fsencode(e.name)

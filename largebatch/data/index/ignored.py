@@ -3,6 +3,7 @@
 An image of a format that is not read, or in a place that is not looked at, must not vanish in
 silence: `data index` and `data import` print the counts, and a run notes them when it begins.
 Hidden names, which begin with a dot, belong to the system or to this package and are not counted.
+Nor are members of shards beside an image and its label; a sample without an image is a bad one.
 """
 
 import os
