@@ -76,12 +76,14 @@ def _add_imports(
     )
     parsers["parquet"].add_argument("--val-name", metavar="NAME", help="split that validates")
     parsers["parquet"].add_argument("--label", metavar="COLUMN", help="if there are several")
-    folders = parsers["imagefolder"]
-    folders.add_argument("--val-name", default="val", metavar="NAME", help="split that validates")
-    folders.add_argument(
-        "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
+    parsers["imagefolder"].add_argument(
+        "--val-name", default="val", metavar="NAME", help="split that validates"
     )
-    folders.add_argument("--seed", type=int, default=0, metavar="N", help="of that part (0)")
+    for parser in (parsers["imagefolder"], parsers["parquet"]):
+        parser.add_argument(
+            "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
+        )
+        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that part (0)")
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -82,8 +82,29 @@ def test_test_validates_only_where_that_is_chosen(
 ) -> None:
     source = write_hub(tmp_path / "in", val="test")
     assert command(source, tmp_path / "out") == USER
-    assert "--val-name test; found data/test-00000" in capsys.readouterr().err
+    assert "--val-name test; to divide train: --val-fraction 0.1; found data/test-00000" in (
+        capsys.readouterr().err
+    )
     assert command(source, tmp_path / "out", "--val-name", "test") == DONE
+
+
+@needs_pyarrow
+def test_a_part_of_training_is_divided_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_hub(tmp_path / "in")
+    options = ("--val-fraction", "0.34")
+    assert command(source, tmp_path / "out", *options) == USER
+    assert "there is a split of validation already" in capsys.readouterr().err
+    (source / "data/validation-00000-of-00001.parquet").unlink()
+    assert command(source, tmp_path / "out", *options) == DONE
+    assert "val: 0.34 of every class, at least one image" in capsys.readouterr().out
+    train, val = contents(tmp_path / "out"), contents(tmp_path / "out", "val")
+    for name, numbers in {"cat": (0, 2, 5), "dog": (1, 3, 4)}.items():
+        assert (len(train[name]), len(val[name])) == (2, 1)
+        assert {*train[name], *val[name]} == {png(number) for number in numbers}
+    assert command(source, tmp_path / "again", *options) == DONE
+    assert contents(tmp_path / "again", "val") == val
 
 
 @needs_pyarrow

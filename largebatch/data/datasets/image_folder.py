@@ -6,16 +6,15 @@ are one for each split, `train.zip` and `val.tar.gz` say, their paths may leave 
 there are no splits, or train alone, a part of every class can be divided off for validation.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
+from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import is_image, visible
@@ -107,34 +106,21 @@ def open_archives(
                 splits[name].setdefault(class_name, []).append(image)
         remarks = describe(by_kind((suffix_of(path), path) for path in unread), where=str(source))
         if val_fraction is not None:
-            found = _divide(splits[TRAIN], fraction=val_fraction, seed=seed)
-            remarks.append(
-                f"val: {val_fraction:.4g} of every class, at least one image: those whose names "
-                f"have the smallest hashes with seed {seed}; the same names give the same again"
-            )
+            division = Division(val_fraction, seed)
+            found = _divide(splits[TRAIN], division)
+            remarks.append(division.describe())
         else:
             found = {TRAIN: splits[TRAIN], VAL: splits[val_name]}
         yield _data_set(source, found, remarks)
 
 
-def _divide(images: Classes, *, fraction: float, seed: int) -> dict[str, Classes]:
-    """Give a part of every class to validation, whatever the order and the times of the files."""
+def _divide(images: Classes, division: Division) -> dict[str, Classes]:
     splits: dict[str, Classes] = {TRAIN: {}, VAL: {}}
     for name, each in images.items():
-        number = max(1, round(fraction * len(each)))
-        if number >= len(each):
-            raise DataError(
-                f"class {name} has {len(each)} images, and {number} of them would validate; "
-                "expected at least one to train on: add images, or lower --val-fraction"
-            )
-        ranked = sorted(each, key=partial(_rank, seed, name))
-        splits[VAL][name], splits[TRAIN][name] = ranked[:number], ranked[number:]
+        chosen = division.validating(name, [image.name for image in each])
+        splits[TRAIN][name] = [image for image in each if image.name not in chosen]
+        splits[VAL][name] = [image for image in each if image.name in chosen]
     return splits
-
-
-def _rank(seed: int, class_name: str, image: _Image) -> bytes:
-    key = os.fsencode(f"{seed}/{class_name}/{image.name}")
-    return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def _archives(source: Path, layout: _Layout) -> list[Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import DataSet, Sample, extension_of
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.errors import DataError, shorten
@@ -42,14 +43,17 @@ def open_parquet(
     scratch: Path,  # noqa: ARG001 -- every opener is called alike
     val_name: str | None = None,
     label: str | None = None,
+    val_fraction: float | None = None,
+    seed: int = 0,
 ) -> Iterator[DataSet]:
     """Read the Parquet files in the folder `source` and below.
 
     `val_name` is what validation is called there, `label` the column of class numbers where there
-    are several.
+    are several. With `val_fraction` that part of every class of the training rows is divided off
+    for validation; a row's name is its number.
     """
     parquet = require_parquet()
-    files = _files(source, (val_name,) if val_name else VAL_NAMES)
+    files = _files(source, (val_name,) if val_name else VAL_NAMES, divided=val_fraction is not None)
     found = {path: _open(parquet, path) for split in files.values() for path in split}
     columns = {_columns(file.schema_arrow, path, label) for path, file in found.items()}
     if len(columns) > 1:
@@ -59,12 +63,42 @@ def open_parquet(
         split: sum(found[path].metadata.num_rows for path in paths)
         for split, paths in files.items()
     }
-    yield DataSet(alike.classes, sizes, lambda split: _samples(files[split], found, alike))
+    if val_fraction is None:
+        yield DataSet(alike.classes, sizes, lambda split: _samples(files[split], found, alike))
+    else:
+        yield _divided(files[TRAIN], found, alike, Division(val_fraction, seed))
     for file in found.values():
         file.close()
 
 
-def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
+def _divided(
+    paths: Sequence[Path], files: dict[Path, Any], columns: _Columns, division: Division
+) -> DataSet:
+    """Return the training rows as two splits; only their labels are read for that."""
+    rows: dict[object, list[str]] = {}
+    number = 0
+    for path in paths:
+        for (label,) in _rows(path, files[path], columns.label):
+            rows.setdefault(label, []).append(str(number))
+            number += 1
+    names = dict(enumerate(columns.classes))
+    chosen = {
+        int(row)
+        for label, each in rows.items()
+        if label in names  # others are refused by name when they are read
+        for row in division.validating(names[label], each)
+    }
+
+    def samples(split: str) -> Iterator[Sample]:
+        for row, sample in enumerate(_samples(paths, files, columns)):
+            if (row in chosen) == (split == VAL):
+                yield sample
+
+    sizes = {TRAIN: number - len(chosen), VAL: len(chosen)}
+    return DataSet(columns.classes, sizes, samples, [division.describe()])
+
+
+def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str, list[Path]]:
     """Return the files of each split by name, which is their order."""
     splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
     names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.parquet"))
@@ -73,13 +107,18 @@ def _files(source: Path, val_names: Sequence[str]) -> dict[str, list[Path]]:
         for split, wanted in {TRAIN: [TRAIN], VAL: val_names}.items():
             if not words.isdisjoint(wanted):
                 splits[split].append(source / name)
-    missing = [split for split, files in splits.items() if not files]
+    if divided and splits[VAL]:
+        raise DataError(
+            f"{source}: there is a split of validation already ({shorten(names)}); leave "
+            "--val-fraction out"
+        )
+    missing = [split for split, files in splits.items() if not files and not divided]
     both = sorted({path.name for path in splits[TRAIN]} & {path.name for path in splits[VAL]})
-    if missing or both:
+    if missing or both or not splits[TRAIN]:
         raise DataError(
             f"{source}: expected data/train-*.parquet and data/validation-*.parquet, as on the "
-            "Hugging Face hub; where validation has another name: --val-name test; found "
-            f"{shorten(names)}"
+            "Hugging Face hub; where validation has another name: --val-name test; to divide "
+            f"train: --val-fraction 0.1; found {shorten(names)}"
         )
     return splits
 
@@ -126,7 +165,9 @@ def _samples(paths: Sequence[Path], files: dict[Path, Any], columns: _Columns) -
     bad: list[str] = []
     number = 0
     for path in paths:
-        for row, (image, label) in enumerate(_rows(path, files[path], columns)):
+        for row, (image, label) in enumerate(
+            _rows(path, files[path], columns.image, columns.label)
+        ):
             number += 1
             reason = _fault(image, label, len(columns.classes))
             if reason is None:
@@ -141,11 +182,11 @@ def _samples(paths: Sequence[Path], files: dict[Path, Any], columns: _Columns) -
         )
 
 
-def _rows(path: Path, file: Any, columns: _Columns) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 -- as above
+def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above
+    """Give the rows of these columns."""
     try:
-        for batch in file.iter_batches(ROWS, columns=[columns.image, columns.label]):
-            images, labels = batch.column(columns.image), batch.column(columns.label)
-            yield from zip(images.to_pylist(), labels.to_pylist(), strict=True)
+        for batch in file.iter_batches(ROWS, columns=list(names)):
+            yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
