@@ -47,6 +47,7 @@ test: lint $(VENV)/.horovod
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
 test-all: lint $(VENV)/.horovod
+	$(PIP_INSTALL) --editable '.[examples]' $(TORCH)
 	@echo "every test, the planted faults and long fuzzing: half an hour or so on two quiet cores ..."
 	$(PYTEST) --hypothesis-profile=long $(COVERAGE) $(PYTEST_ARGS)
 	$(MAKE) --jobs=1 test-torch

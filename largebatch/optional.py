@@ -59,6 +59,11 @@ def require_digits() -> ModuleType:
     return _import("sklearn.datasets", "scikit-learn", "data.source: digits")
 
 
+def require_parquet() -> ModuleType:
+    """Import pyarrow.parquet."""
+    return _import("pyarrow.parquet", "pyarrow", "data import parquet")
+
+
 def require_matplotlib() -> ModuleType:
     """Import matplotlib."""
     return _import("matplotlib", "matplotlib", "a report")

@@ -95,3 +95,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"
     )
+    parser.add_argument(
+        "--dataset", metavar="M:F", help="instead: what module M's function F returns, (train, val)"
+    )
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import this first: it may register models with timm",
+    )

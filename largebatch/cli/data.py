@@ -16,14 +16,24 @@ from largebatch.runs.interrupts import answering
 
 if TYPE_CHECKING:
     from largebatch.data.index.file import Content
+    from largebatch.data.index.index import Index
     from largebatch.storage import Progress
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a command that a SIGTERM ended."""
 
-NAMES = ("fashion-mnist", "cifar10", "imagefolder")
+NAMES = {
+    "fashion-mnist": "its four official .gz files, in the folder SOURCE",
+    "cifar10": "cifar-10-python.tar.gz, which SOURCE is or holds",
+    "idx": "four files in the layout of MNIST, packed with gzip or not, in the folder SOURCE",
+    "imagefolder": "class folders in a folder, a zip or a tar; ImageNet's tars",
+    "parquet": "Parquet files as the Hugging Face hub lays them out, in the folder SOURCE",
+}
 """What can be imported; known here, so that the parser needs no NumPy."""
+
+OPENING = ("classes", "val_name", "val_fraction", "seed", "label")
+"""The options that some of those have of their own."""
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -39,20 +49,58 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     verified.add_argument("folder", type=Path, metavar="DIR")
     verified.add_argument("--write", action="store_true", help="note the checksums first")
 
-    pack = command("pack", _pack, "copy the images of DIR into WebDataset tar shards")
+    pack = command("pack", _pack, "copy images of DIR, or its shards, into WebDataset tar shards")
     pack.add_argument("folder", type=Path, metavar="DIR")
     _add_output(pack)
 
-    imported = command("import", _import, "turn an archive on disk into shards")
-    imported.add_argument("name", choices=NAMES)
-    imported.add_argument("source", type=Path, help="the archive, or the folder it lies in")
-    _add_output(imported)
+    _add_imports(commands)
 
     shown = command("show", _show, "draw what the model sees: training, clean and evaluation")
     shown.add_argument("recipe", type=Path)
     shown.add_argument("--data", type=Path, metavar="DIR", help="what `train --data` is given")
     shown.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-sheet.png")
     add_set(shown)
+
+
+def _add_imports(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    imported = commands.add_parser("import", help="turn an archive on disk into shards")
+    names = imported.add_subparsers(required=True, metavar="NAME", dest="name")
+    parsers = {name: add_command(names, name, _import, text) for name, text in NAMES.items()}
+    for parser in parsers.values():
+        parser.add_argument("source", type=Path, metavar="SOURCE")
+        _add_output(parser)
+    parsers["idx"].add_argument(
+        "--classes", type=_names, required=True, metavar="A,B,...", help="names of the labels 0, 1"
+    )
+    parsers["parquet"].add_argument("--val-name", metavar="NAME", help="split that validates")
+    parsers["parquet"].add_argument("--label", metavar="COLUMN", help="if there are several")
+    parsers["imagefolder"].add_argument(
+        "--val-name", default="val", metavar="NAME", help="split that validates"
+    )
+    for parser in (parsers["imagefolder"], parsers["parquet"]):
+        parser.add_argument(
+            "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
+        )
+        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that part (0)")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if len(set(names)) < len(names) or "" in names:
+        raise argparse.ArgumentTypeError(f"expected different names, such as a,b,c, got {text!r}")
+    return names
+
+
+def _fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"expected a part between 0 and 1, got {text!r}")
+    return number
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +111,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(args: argparse.Namespace) -> int:
-    _show_index(args.folder, drop_bad=args.drop_bad)
+    show_index(args.folder, drop_bad=args.drop_bad)
     return 0
 
 
-def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
+def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]":
     """Make the indexes of a folder unless they are there, check them and print what they hold."""
     from largebatch.data.index.index import BadImagesError, check_same_classes, index_of, refresh
 
@@ -89,12 +137,21 @@ def _show_index(folder: Path, *, drop_bad: bool = False) -> None:
         )
     train, val = (index_of(content, folder) for content in contents)
     check_same_classes(train, val)
-    left_out = len(train.bad) + len(val.bad)
     print(
         f"{printable(str(folder))}: {len(train.classes)} classes, {len(train)} training and "
-        f"{len(val)} validation images, "
-        f"{f'{left_out} bad ones left out' if left_out else 'all readable'}"
+        f"{len(val)} validation images, {_left_out(train, val)}"
     )
+    return train, val
+
+
+def _left_out(*indexes: "Index") -> str:
+    from largebatch.data.index.ignored import number_of
+
+    bad = sum(len(index.bad) for index in indexes)
+    ignored = sum(number_of(index.ignored) for index in indexes)
+    parts = [f"{bad} bad ones left out"] if bad else []
+    parts += [f"{ignored} other files ignored"] if ignored else []
+    return ", ".join(parts) or "all readable"
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -121,13 +178,15 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _describe(content: "Content") -> str:
+    from largebatch.data.index.ignored import describe
+
     split, bad = content.header["split"], content.bad
     where = content.file or "kept nowhere: neither the folder nor the user's cache can be written"
     lines = [f"{split}: {len(content.arrays['labels'])} images ({where})"]
     if bad:
         lines.append(f"{split}: {len(bad)} left out:")
         lines += [f"  {path}: {reason}" for path, reason, *_ in bad]
-    return "\n".join(lines)
+    return "\n".join([*lines, *describe(content.ignored, where=split)])
 
 
 def _pack(args: argparse.Namespace) -> int:
@@ -135,22 +194,25 @@ def _pack(args: argparse.Namespace) -> int:
 
     with _progress("packing") as progress:
         pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
-    _show_index(args.out)
+    show_index(args.out)
     return 0
 
 
 def _import(args: argparse.Namespace) -> int:
     from largebatch.data.datasets import import_data
 
+    options = {name: value for name, value in vars(args).items() if name in OPENING}
     with _progress("importing") as progress:
-        import_data(
+        remarks = import_data(
             args.name,
             args.source,
             args.out,
             shard_bytes=args.shard_mb * 10**6,
             progress=progress,
+            options=options,
         )
-    _show_index(args.out)
+    print(printable("\n".join(remarks)), end="\n" if remarks else "")
+    show_index(args.out)
     return 0
 
 

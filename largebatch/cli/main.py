@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from largebatch import __version__
 from largebatch.cli import data as cli_data
+from largebatch.cli import init as cli_init
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli.arguments import (
@@ -173,6 +174,8 @@ def _train(args: argparse.Namespace) -> int:
             workers=args.workers,
             out=folder,
             data=args.data,
+            dataset=args.dataset,
+            imports=args.imports,
             backend=args.backend,
             timeout=args.timeout,
             resume="auto" if args.resume == "auto" else args.resume is not None,
@@ -204,6 +207,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     options = Options(
         out=Path(),
         data=args.data,
+        dataset=args.dataset,
+        imports=tuple(args.imports),
         backend=args.backend,
         timeout=args.timeout,
         overrides=tuple(args.set),
@@ -302,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
 
     cli_polish.add_commands(command)
     cli_recipe.add_commands(command)
+    cli_init.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)

@@ -166,6 +166,8 @@ def _options(args: argparse.Namespace) -> "Options":
     return Options(
         out=args.out or Path(),
         data=args.data,
+        dataset=args.dataset,
+        imports=tuple(args.imports),
         backend=args.backend,
         timeout=args.timeout,
         overrides=tuple(args.set),

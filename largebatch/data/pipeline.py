@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from largebatch.data.augment import clean_request, train_request, training_samples
-from largebatch.data.datasets import digits
+from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
 from largebatch.data.order import divide
@@ -45,6 +46,15 @@ class Pipeline:
     def splits(self) -> dict[str, dict[str, object]]:
         """What identifies the images of each split."""
         return {"train": self.train_index.identity, "val": self.val_index.identity}
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is to be known about the images when a run begins: which files are not read."""
+        indexes = {"train": self.train_index, "val": self.val_index}
+        described = [describe(index.ignored, where=split) for split, index in indexes.items()]
+        return [
+            f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
+        ]
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.
@@ -109,8 +119,17 @@ class Pipeline:
             yield self.clean_request(index, samples[start : start + size])
 
 
-def open_pipeline(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | None) -> Pipeline:
+def open_pipeline(
+    recipe: Recipe,
+    plan: Plan,
+    backend: Backend,
+    *,
+    folder: Path | None,
+    dataset: str | None = None,
+) -> Pipeline:
     """Find the images a recipe names and prepare to decode them on this worker's device.
+
+    They are in `folder`, or what `dataset`, a function as in datasets/own.py, opens.
 
     Worker 0 reads and checks the folder and gives the index to the others. Raises DataError where
     the folder is not what the recipe describes, MissingPackageError where the decoder is missing.
@@ -120,9 +139,13 @@ def open_pipeline(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path 
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
         )
-    train, val = _open_indexes(recipe, backend, folder)
     threads = max(1, available_cores() // backend.local_size)
     decode: Decode
+    if dataset is not None:
+        _require_own(recipe, folder, dataset)
+        train, val, decode = _open_own(recipe, dataset, backend, threads=threads)
+        return _pipeline(recipe, plan, backend.rank, (train, val), decode)
+    train, val = _open_indexes(recipe, backend, folder)
     if recipe.execution.cache is not None:
         decode = _open_cache(recipe, train, val, backend=backend, threads=threads)
     else:
@@ -134,16 +157,57 @@ def open_pipeline(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path 
             batch_size=plan.statistics_batch,  # the largest of any stage
         )
         decode(train, iter(())).close()  # what cannot decode is found out here, not in the run
-    train, held_out = _hold_out(train, recipe)
+    return _pipeline(recipe, plan, backend.rank, (train, val), decode)
+
+
+def _pipeline(
+    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode: Decode
+) -> Pipeline:
+    train, held_out = _hold_out(indexes[0], recipe)
     return Pipeline(
         recipe=recipe,
         plan=plan,
-        rank=backend.rank,
+        rank=rank,
         train_index=train,
-        val_index=val,
+        val_index=indexes[1],
         decode=decode,
         held_out_samples=held_out,
     )
+
+
+def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
+    """Raise DataError where something would not be used beside a data set of the user's own."""
+    unused = {
+        f"data.source: {recipe.data.source}": recipe.data.source != "folder",
+        f"--data {folder}": folder is not None,
+        f"execution.cache: {recipe.execution.cache}": recipe.execution.cache is not None,
+        "execution.decoder: dali": recipe.execution.decoder == "dali",
+    }
+    for setting, given in unused.items():
+        if given:
+            raise DataError(f"--dataset {dataset} opens the images: {setting} would not be used")
+
+
+def _open_own(
+    recipe: Recipe, dataset: str, backend: Backend, *, threads: int
+) -> tuple[Index, Index, Decode]:
+    classes = recipe.data.classes
+    items = own.open_own(dataset)
+    train, val = (own.index_items(each, classes=classes, backend=backend) for each in items)
+    _check(recipe.data, train, val)
+    split = {train.digest: items[0], val.digest: items[1]}
+
+    def decode(index: Index, requests: Iterator[Request]) -> Batches:
+        return own.decode(
+            split[index.digest],
+            index,
+            requests,
+            _view(recipe.data),
+            device=backend.device,
+            threads=threads,
+        )
+
+    return train, val, decode
 
 
 def _hold_out(train: Index, recipe: Recipe) -> tuple[Index, IntArray]:

@@ -171,8 +171,9 @@ class TorchDistributed(RunningTorch):
         with _lost_peers_named(int(os.environ["RANK"])):
             store, rank, world_size = next(rendezvous("env://", timeout=self._limit))
             # torchrun's store outlives a restart, with the addresses of the workers before.
-            store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            notes = _StoreNotes(store.clone())
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            notes = _StoreNotes(PrefixStore(attempt, store.clone()))
+            store = PrefixStore(attempt, store)
             watch = Watch(notes, rank=rank, timeout=timeout)
             with watch.during("the group of all workers", range(world_size)):
                 _require_one_type(store, device.type, rank=rank, world_size=world_size)

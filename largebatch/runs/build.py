@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
+from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
@@ -272,6 +273,8 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
     They are left when all went well, for else they may be gone. Raises MismatchError on every
     worker unless they have the same options and packages and state the same `facts`.
     """
+    for name in options.imports:
+        import_own(name)
     backend = connect(options.backend, timeout=options.timeout, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -306,7 +309,9 @@ def build_trainer(
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
     with backend.busy():  # the first worker that reads a folder may take long for all of them
-        pipeline = open_pipeline(recipe, plan, backend, folder=options.data)
+        pipeline = open_pipeline(
+            recipe, plan, backend, folder=options.data, dataset=options.dataset
+        )
     model = build_model(recipe, backend)
     share_weights(model, backend, facts={"plan": asdict(plan), "index": pipeline.splits})
     here = recipe

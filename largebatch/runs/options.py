@@ -21,6 +21,12 @@ class Options:
     data: Path | None = None
     """The images, for a recipe whose data.source is folder."""
 
+    dataset: str | None = None
+    """The images, for such a recipe: module:function, which returns data sets (train, val)."""
+
+    imports: tuple[str, ...] = ()
+    """Modules that every worker imports first, such as one that registers models with timm."""
+
     backend: BackendName = "auto"
     overrides: tuple[str, ...] = ()
     """Changes to the recipe of a checkpoint, or of weights, such as execution.device_batch=64."""

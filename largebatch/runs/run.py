@@ -64,6 +64,8 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     workers: int = 1,
     out: Path | str | None = None,
     data: Path | str | None = None,
+    dataset: str | None = None,
+    imports: Sequence[str] = (),
     backend: BackendName = "auto",
     timeout: float = TIMEOUT_SECONDS,
     resume: Resume = False,
@@ -79,12 +81,18 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     torchrun, horovodrun or srun started. `out` is the run folder, by default runs/<name>-<time>;
     `restarts` and `min_workers` are as in restarting; the rest is as in Options.
 
+    A data set or a model of the caller's own is named, and not passed: workers are processes of
+    their own, which import it. `dataset` is module:function, which returns data sets (train, val),
+    and `imports` are modules that register models with timm.
+
     Raises LargebatchError for what the user can fix.
     """
     join_slurm()
     chosen = Options(
         out=Path(out) if out else default_folder(recipe),
         data=Path(data) if data else None,
+        dataset=dataset,
+        imports=tuple(imports),
         backend=backend,
         timeout=timeout,
         resume=resume,
@@ -171,6 +179,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
 
         def train() -> bool:
+            for remark in trainer.pipeline.remarks if checkpoint is None else ():
+                trainer.note("train", remark)
             if trainer.state.scaler.is_enabled() and trainer.backend.device.type == "cpu":
                 trainer.note("train", _SLOW)
             if options.resume == "auto" and checkpoint is None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import Decode, augmented, both_decoders, needs_dali, photograph, run
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from largebatch.data.augment import clean_request
@@ -77,7 +77,8 @@ def by_hand(index: Index, request: Request, image_size: int) -> Tensor:
         request.samples, request.boxes.tolist(), request.flips, strict=True
     ):
         with Image.open(index.locate(int(sample)).path) as image:
-            part = image.convert("RGB").crop((left, top, left + width, top + height))
+            seen = ImageOps.exif_transpose(image).convert("RGB")
+        part = seen.crop((left, top, left + width, top + height))
         pixels = np.asarray(part.resize((image_size, image_size), Image.Resampling.BILINEAR))
         images.append(pixels[:, ::-1] if flip else pixels)
     scaled = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).double() / 255
@@ -101,7 +102,8 @@ def test_pixels_that_are_not_resized_are_exact_for_every_kind_of_image(
     requests = one_by_one(folder, (101, 53, 128, 128))
     for sample, batch in enumerate(run(decode, folder, requests)):
         with Image.open(folder.locate(sample).path) as image:
-            expected = np.asarray(image.convert("RGB"))[101:229, 53:181]
+            seen = ImageOps.exif_transpose(image).convert("RGB")
+        expected = np.asarray(seen)[101:229, 53:181]
         found = batch.images[0].permute(1, 2, 0).round().to(torch.uint8).numpy()
         assert (found == expected).all(), folder.paths[sample]
 

@@ -162,6 +162,13 @@ def test_a_class_whose_images_are_all_bad_cannot_be_left_out(root: Path) -> None
             "expected {root}/val/<class>/*.jpg or {root}/val/*.tar; found images, labels",
             id="another layout",
         ),
+        pytest.param(
+            ["cat", "dog"],
+            "train",
+            "found cat, dog. Class folders alone are divided, and splits of other names are taken, "
+            "by: largebatch data import imagefolder (--val-fraction, --val-name)",
+            id="class folders alone",
+        ),
         pytest.param(["val"], "val", "there are no class folders and no shards", id="no classes"),
         pytest.param(
             ["val/cat", "val/dog"],

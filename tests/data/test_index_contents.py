@@ -76,6 +76,7 @@ BOTH: dict[str, tuple[Change, str]] = {
     "half a character": (with_key("classes", ["\ud800", "b", "c"]), "surrogates not allowed"),
     "bad images in words": (with_key("bad", "none"), "bad in its header is of another kind"),
     "a bad image without a time": (with_key("bad", [["a", "b"]]), "bad in its header is of ano"),
+    "ignored files in words": (with_key("ignored", "none"), "ignored in its header is of another"),
     "another key": (with_key("more", 1), "its header has the keys"),
     "no digest": (with_key("digest", None), "digest in its header is of another kind"),
     "the other split": (with_key("split", "val"), "it is of val, expected train"),
@@ -181,7 +182,7 @@ def write(folder: Path, arrays: Arrays) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [b"", b"[]", b"1", b"{", b"[" * 10**6, b'{"format": 4', b"\xff", b"9" * 10**4, b"{}"],
+    [b"", b"[]", b"1", b"{", b"[" * 10**6, b'{"format": 5', b"\xff", b"9" * 10**4, b"{}"],
     ids=["empty", "list", "number", "cut", "brackets", "half", "no text", "digits", "no keys"],
 )
 def test_a_header_that_is_none_is_no_index(root: Path, header: bytes) -> None:

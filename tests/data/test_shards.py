@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tars
 from class_folders import fields, write_folder, write_image
+from decoding import png_folder
 from PIL import Image
 
 from largebatch.cli.main import main
-from largebatch.data.datasets.packing import ShardWriter, pack_folder
+from largebatch.data.datasets.packing import ShardWriter, extension_of, pack_folder
 from largebatch.data.index.index import BadImagesError, Index, load_or_read, make, read_folder
 from largebatch.errors import DataError
 
@@ -281,8 +282,28 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
     pack(folder, tmp_path / "packed")
     with pytest.raises(DataError, match="there is something already"):
         pack(folder, tmp_path / "packed")
-    with pytest.raises(DataError, match="there are shards already"):
-        pack(tmp_path / "packed", tmp_path / "again")
+
+
+def test_shards_are_divided_anew_in_their_order(tmp_path: Path) -> None:
+    images = png_folder(tmp_path / "folder", one_size=False)
+    shutil.copytree(tmp_path / "folder/train", tmp_path / "folder/val")
+    pack(tmp_path / "folder", tmp_path / "one", shard_bytes=10**9)
+    pack(tmp_path / "one", tmp_path / "many", shard_bytes=10**5)
+    pack(tmp_path / "many", tmp_path / "again", shard_bytes=10**9)
+    assert len(list((tmp_path / "many/train").glob("*.tar"))) > 3
+    one, again = (tmp_path / name / "train/000000.tar" for name in ("one", "again"))
+    assert one.read_bytes() == again.read_bytes()
+    assert (tmp_path / "many/classes.txt").read_text() == (tmp_path / "one/classes.txt").read_text()
+    many = read_folder(tmp_path / "many", "train")
+    assert many.labels.tolist() == images.labels.tolist()
+    assert contents(many) == contents(images)
+
+
+@pytest.mark.parametrize("form", ["jpeg", "png", "bmp", "tiff", "webp", "ppm"])
+def test_the_extension_of_an_image_in_shards_is_that_of_its_format(form: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (3, 3)).save(buffer, format=form)
+    assert extension_of(buffer.getvalue()) == {"jpeg": "jpg", "tiff": "tif"}.get(form, form)
 
 
 def test_packing_that_is_terminated_leaves_nothing(

@@ -89,7 +89,7 @@ def test_onnx_gives_the_same_for_any_number_of_images(
         images = torch.randn(num, 3, 16, 16)
         (found,) = session.run(None, {"images": images.numpy()})
         expected = logits(folder, build("cifar_resnet8", num_classes=10), images)
-        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(np.asarray(found), expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_is_overwritten(

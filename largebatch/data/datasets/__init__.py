@@ -3,27 +3,41 @@
 The archives are on disk already: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
-from largebatch.data.datasets import arrays, image_folder
-from largebatch.data.datasets.packing import write_shards
+from largebatch.data.datasets import arrays, image_folder, parquet
+from largebatch.data.datasets.packing import DataSet, write_shards
 from largebatch.storage import Progress, require_new
 
 
 def import_data(
-    name: str, source: Path, out: Path, *, shard_bytes: int, progress: Progress
-) -> None:
+    name: str,
+    source: Path,
+    out: Path,
+    *,
+    shard_bytes: int,
+    progress: Progress,
+    options: Mapping[str, Any] | None = None,
+) -> Sequence[str]:
     """Write the data set `name` from the archive `source`, or the folder it lies in, to `out`.
 
-    Raises DataError that says which files are expected, and where to get them, if they are missing.
+    `options` are the keyword arguments of its opener. Returns lines to print: what was ignored and
+    how it was divided. Raises DataError that states which files are expected, and where to get
+    them, if they are missing.
     """
-    openers = {
+    openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         "fashion-mnist": arrays.open_fashion_mnist,
         "cifar10": arrays.open_cifar10,
+        "idx": arrays.open_idx,
         "imagefolder": image_folder.open_archives,
+        "parquet": parquet.open_parquet,
     }
     if name not in openers:
         raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
     require_new(out)  # before an archive is unpacked, which may take an hour
-    with openers[name](source, scratch=out.parent) as data_set:
+    with openers[name](source, scratch=out.parent, **(options or {})) as data_set:
         write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
+    return data_set.remarks

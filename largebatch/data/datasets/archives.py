@@ -81,6 +81,7 @@ class Files(NamedTuple):
 def open_files(archive: Path, *, below: tuple[str, ...], scratch: Path) -> Iterator[Files]:
     """List a zip, a tar, or the folders `below` a folder; files can be read until the end.
 
+    The folder "" is all of it.
     A compressed tar is unpacked into the folder `scratch`, to be read by place. Raises DataError
     or one of DAMAGED.
     """
@@ -110,7 +111,7 @@ def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
         raise DataError(f"{root / name}: leads back to a folder that it lies in; remove the link")
     with os.scandir(root / name) as entries:
         for entry in entries:
-            path = f"{name}/{entry.name}"
+            path = f"{name}/{entry.name}" if name else entry.name
             if not visible(entry.name):
                 continue
             if entry.is_dir():
@@ -193,7 +194,7 @@ def _beside(path: str, target: str) -> str:
     return posixpath.join(posixpath.dirname(path), target)
 
 
-def _require_no_bomb(archive: Path, unpacked: int) -> None:
+def require_no_bomb(archive: Path, unpacked: int) -> None:
     """Raise DataError if an archive gets far longer unpacked than images do."""
     packed = archive.stat().st_size
     if unpacked > max(ALWAYS, MAX_RATIO * packed):
@@ -205,7 +206,7 @@ def _require_no_bomb(archive: Path, unpacked: int) -> None:
 
 
 def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
-    _require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
+    require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
     listing = _Listing[zipfile.ZipInfo](archive)
     for info in file.infolist():
         name = info.orig_filename if "\0" in info.orig_filename else info.filename
@@ -289,7 +290,7 @@ def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[by
         raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
     with raw:  # nothing is kept back, which closing would fail to write once more
         while chunk := packed.read(CHUNK):
-            _require_no_bomb(archive, raw.tell() + len(chunk))
+            require_no_bomb(archive, raw.tell() + len(chunk))
             with unpacking(archive, scratch):
                 while chunk:
                     chunk = chunk[raw.write(chunk) :]

@@ -1,12 +1,15 @@
-"""CIFAR-10 and Fashion-MNIST (arXiv:1708.07747): torchvision reads their official archives.
+"""Data sets that are published as arrays: CIFAR-10, Fashion-MNIST, and MNIST's layout.
 
-torchvision states the MD5 of each archive. They are compared before anything is unpacked, since
+torchvision reads the official archives of the first two (arXiv:1708.07747) and states the MD5 of
+each. They are compared before anything is unpacked, since
 CIFAR-10's holds pickles, which can run any program when they are read.
 """
 
 import gzip
 import hashlib
 import io
+import math
+import struct
 import tarfile
 import tempfile
 import warnings
@@ -19,12 +22,20 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from largebatch.data.datasets.archives import fault, unpacking
+from largebatch.data.datasets.archives import DAMAGED, fault, require_no_bomb, unpacking
 from largebatch.data.datasets.packing import DataSet, Sample, in_parts
-from largebatch.errors import DataError
+from largebatch.errors import DataError, shorten
 from largebatch.optional import require_torchvision
 
 SPLITS = ("train", "val")
+
+IDX = {"train": "train", "val": "t10k"}
+"""What the names of MNIST's files begin with."""
+
+UNSIGNED_BYTES = 8
+"""The type of an idx file's numbers, its third byte."""
+
+OTHERS = "for MNIST and others of this layout: largebatch data import idx --classes zero,one,..."
 
 
 class Split(NamedTuple):
@@ -74,7 +85,7 @@ def open_fashion_mnist(source: Path, *, scratch: Path) -> Iterator[DataSet]:
     from torchvision.datasets import FashionMNIST
 
     archives = {source / name: md5 for name, md5 in FashionMNIST.resources}
-    _require_official(archives, FashionMNIST.mirrors[0])
+    _require_official(archives, FashionMNIST.mirrors[0], otherwise=f"; {OTHERS}")
     with _folder_in(scratch, source) as root:
         raw = root / "FashionMNIST" / "raw"
         raw.mkdir(parents=True)
@@ -85,13 +96,76 @@ def open_fashion_mnist(source: Path, *, scratch: Path) -> Iterator[DataSet]:
     yield data_set(FashionMNIST.classes, splits)
 
 
-def _require_official(archives: Mapping[Path, str], url: str) -> None:
+@contextmanager
+def open_idx(
+    source: Path,
+    *,
+    scratch: Path,  # noqa: ARG001 -- every opener is called alike
+    classes: Sequence[str],
+) -> Iterator[DataSet]:
+    """Read the four files of MNIST's layout in the folder `source`, packed with gzip or plain."""
+    splits = {split: _read_split(source, IDX[split], classes) for split in SPLITS}
+    yield data_set(classes, splits)
+
+
+def _read_split(source: Path, prefix: str, classes: Sequence[str]) -> Split:
+    images, labels = (
+        _find_idx(source, f"{prefix}-images", 3),
+        _find_idx(source, f"{prefix}-labels", 1),
+    )
+    split = Split(_read_idx(images, 3), _read_idx(labels, 1))
+    if len(split.pixels) != len(split.labels):
+        raise DataError(
+            f"{images}: has {len(split.pixels)} images, {labels.name} {len(split.labels)} labels; "
+            "expected as many of each: fetch both again"
+        )
+    found = np.unique(split.labels).tolist()
+    if found != list(range(len(classes))):
+        raise DataError(
+            f"{labels}: holds the labels {shorten(list(map(str, found)))}, and --classes names "
+            f"{len(classes)} ({shorten(classes)}); expected one name for each label from 0 on"
+        )
+    return split
+
+
+def _find_idx(source: Path, name: str, axes: int) -> Path:
+    names = [f"{name}{dot}idx{axes}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
+    found = next((source / each for each in names if (source / each).is_file()), None)
+    if found is None:
+        there = [path.name for path in sorted(source.iterdir())] if source.is_dir() else []
+        raise DataError(f"{source}: expected {names[0]} or {names[1]}; found {shorten(there)}")
+    return found
+
+
+def _read_idx(path: Path, axes: int) -> npt.NDArray[np.uint8]:
+    """Read an idx file: two zeros, the type of its numbers, how many axes, their lengths, all."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(4)
+            if head != bytes([0, 0, UNSIGNED_BYTES, axes]):
+                raise ValueError(f"it begins with {head.hex(' ')}, expected 00 00 08 0{axes}")
+            lengths = struct.unpack(f">{axes}I", file.read(4 * axes))
+            number = math.prod(lengths)
+            require_no_bomb(path, number)
+            content = file.read(number + 1)
+    except DAMAGED as error:
+        raise fault(path, error, expected="idx file") from error
+    if len(content) != number or number == 0:
+        raise DataError(
+            f"{path}: its header states {' x '.join(map(str, lengths))} bytes, and "
+            f"{'more' if len(content) > number else len(content)} follow; fetch it again"
+        )
+    return np.frombuffer(content, dtype=np.uint8).reshape(lengths)
+
+
+def _require_official(archives: Mapping[Path, str], url: str, *, otherwise: str = "") -> None:
     """Raise DataError if an archive is missing or has another MD5 than is stated for it."""
     missing = [archive for archive in archives if not archive.is_file()]
     if missing:
         raise DataError(
             f"{missing[0].parent}: {len(missing)} of {len(archives)} archives are not there; "
             f"download into this folder: {', '.join(url + archive.name for archive in missing)}"
+            f"{otherwise}"
         )
     for archive, expected in archives.items():
         try:
@@ -102,7 +176,7 @@ def _require_official(archives: Mapping[Path, str], url: str) -> None:
         if found != expected:
             raise DataError(
                 f"{archive}: its MD5 is {found}, that of the official archive is {expected}; fetch "
-                f"it again from {url}"
+                f"it again from {url}{otherwise}"
             )
 
 

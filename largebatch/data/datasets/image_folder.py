@@ -2,7 +2,8 @@
 
 A path is `<split>/<class>/<image>`, where a class may have folders of its own: all that lies
 below it belongs to it. The archive may have other folders around all of that. Where the archives
-are one for each split, `train.zip` and `val.tar.gz` say, their paths may leave the split out.
+are one for each split, `train.zip` and `val.tar.gz` say, their paths may leave the split out. Where
+there are no splits, or train alone, a part of every class can be divided off for validation.
 """
 
 import os
@@ -13,19 +14,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
+from largebatch.data.datasets.division import Division
 from largebatch.data.datasets.packing import DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import is_image, visible
+from largebatch.data.index.ignored import by_kind, describe, suffix_of
 from largebatch.errors import DataError, shorten
 
-SPLITS = ("train", "val")
+TRAIN, VAL = SPLITS = ("train", "val")
 
 ENDINGS = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in "
     "a folder that holds train.zip and val.zip (or train.tar, train.tar.gz, ...; ImageNet's are "
-    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download)"
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download). "
+    "Where val has another name: --val-name test; to divide train/<class>/*.jpg, or <class>/*.jpg "
+    "alone: --val-fraction 0.1"
 )
 
 IMAGENET = (
@@ -54,26 +59,72 @@ Classes = dict[str, list[_Image]]
 """The images of a split by the names of their classes."""
 
 
+class _Layout(NamedTuple):
+    """What folders and archives are called."""
+
+    names: tuple[str, ...]
+    """Of the splits: first training, then validation unless it is divided off."""
+
+    divided: bool
+
+
 @contextmanager
-def open_archives(source: Path, *, scratch: Path) -> Iterator[DataSet]:
+def open_archives(
+    source: Path,
+    *,
+    scratch: Path,
+    val_name: str = VAL,
+    val_fraction: float | None = None,
+    seed: int = 0,
+) -> Iterator[DataSet]:
     """List the images of `source`: a folder, an archive, or a folder with one for each split.
 
-    A compressed tar is unpacked into the folder `scratch`.
+    `val_name` is what validation is called there. With `val_fraction` that part of every class is
+    divided off for it, as `seed` and the names decide. A compressed tar is unpacked into the folder
+    `scratch`.
     """
+    divided = val_fraction is not None
+    layout = _Layout((TRAIN,) if divided else (TRAIN, val_name), divided)
+    if val_name == TRAIN:
+        raise DataError("--val-name train: validation would be what is trained on; name another")
+    if divided and (source / TRAIN).is_dir() and (source / val_name).is_dir():
+        raise DataError(
+            f"{source}: there are {TRAIN} and {val_name} already; leave --val-fraction out"
+        )
     with ExitStack() as stack:
-        splits: dict[str, Classes] = {split: {} for split in SPLITS}
-        for archive in _archives(source):
+        splits: dict[str, Classes] = {name: {} for name in layout.names}
+        unread: list[str] = []
+        for archive in _archives(source, layout):
             try:
-                files = stack.enter_context(open_files(archive, below=SPLITS, scratch=scratch))
+                below = layout.names if (archive / TRAIN).is_dir() else ("",)
+                files = stack.enter_context(open_files(archive, below=below, scratch=scratch))
             except DAMAGED as error:
                 raise fault(archive, error, expected="zip or tar") from error
-            for split, class_name, image in _images(files):
-                splits[split].setdefault(class_name, []).append(image)
-        yield _data_set(source, splits)
+            wanted, others = _wanted(files, layout.names)
+            unread += others
+            for name, class_name, image in _images(files, wanted, layout):
+                splits[name].setdefault(class_name, []).append(image)
+        remarks = describe(by_kind((suffix_of(path), path) for path in unread), where=str(source))
+        if val_fraction is not None:
+            division = Division(val_fraction, seed)
+            found = _divide(splits[TRAIN], division)
+            remarks.append(division.describe())
+        else:
+            found = {TRAIN: splits[TRAIN], VAL: splits[val_name]}
+        yield _data_set(source, found, remarks)
 
 
-def _archives(source: Path) -> list[Path]:
-    if all((source / split).is_dir() for split in SPLITS) or source.is_file():
+def _divide(images: Classes, division: Division) -> dict[str, Classes]:
+    splits: dict[str, Classes] = {TRAIN: {}, VAL: {}}
+    for name, each in images.items():
+        chosen = division.validating(name, [image.name for image in each])
+        splits[TRAIN][name] = [image for image in each if image.name not in chosen]
+        splits[VAL][name] = [image for image in each if image.name in chosen]
+    return splits
+
+
+def _archives(source: Path, layout: _Layout) -> list[Path]:
+    if all((source / name).is_dir() for name in layout.names) or source.is_file():
         return [source]
     if not source.exists():
         raise DataError(f"{source}: there is no such file or folder; {LAYOUT}")
@@ -81,12 +132,16 @@ def _archives(source: Path) -> list[Path]:
     archives = [
         path
         for path in found
-        if path.is_file() and path.name.lower().endswith(ENDINGS) and _split_of(path) in SPLITS
+        if path.is_file()
+        and path.name.lower().endswith(ENDINGS)
+        and _split_of(path) in layout.names
     ]
-    if sorted(map(_split_of, archives)) != sorted(SPLITS):
-        names = shorten([path.name for path in found])
-        raise DataError(f"{source}: no images for import; {LAYOUT}; found {names}")
-    return archives
+    if sorted(map(_split_of, archives)) == sorted(layout.names):
+        return archives
+    if layout.divided:
+        return [source]  # class folders alone
+    names = shorten([path.name for path in found])
+    raise DataError(f"{source}: no images for import; {LAYOUT}; found {names}")
 
 
 def _split_of(archive: Path) -> str:
@@ -94,23 +149,32 @@ def _split_of(archive: Path) -> str:
     return archive.name.partition(".")[0].rpartition("_")[2]
 
 
-def _images(files: Files) -> Iterator[tuple[str, str, _Image]]:
-    """Find split and class of every image; other files and hidden names are ignored."""
-    wanted = [name for name in files.names if _is_wanted(name)]
+def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the images, and the other files that are not hidden."""
+    shown = [path for path in files.names if _is_shown(path, names)]
+    wanted = [path for path in shown if is_image(path.rpartition("/")[2])]
     if not wanted:
         found = shorten(sorted(files.names))
         raise DataError(f"{files.archive}: there are no images in it; {LAYOUT}; found {found}")
+    return wanted, sorted(set(shown) - set(wanted))
+
+
+def _images(
+    files: Files, wanted: Sequence[str], layout: _Layout
+) -> Iterator[tuple[str, str, _Image]]:
+    """Find split and class of every image."""
     around: dict[tuple[str, ...], str] = {}
     bare: list[str] = []
     for name in wanted:
         parts = name.split("/")
-        place = _place_of_split(parts)
+        place = _place_of_split(parts, layout.names)
         if place is None:
             bare.append(name)
         else:
             around.setdefault(tuple(parts[:place]), name)
-    split = _split_of(files.archive)
-    if bare and (around or files.archive.is_dir() or split not in SPLITS):
+    split = TRAIN if layout.divided else _split_of(files.archive)
+    in_folders = files.archive.is_dir() and not layout.divided
+    if bare and (around or in_folders or split not in layout.names):
         unlike = f", unlike {next(iter(around.values()))}" if around else ""
         raise DataError(
             f"{files.archive}: {bare[0]} lies in no class folder of a split{unlike}; {LAYOUT}"
@@ -126,15 +190,15 @@ def _images(files: Files) -> Iterator[tuple[str, str, _Image]]:
     return _in_class_folders(files, wanted, depth=len(outer) + 1)
 
 
-def _is_wanted(path: str) -> bool:
+def _is_shown(path: str, names: Sequence[str]) -> bool:
     parts = path.split("/")
-    below = parts[_place_of_split(parts) or 0 :]
-    return is_image(parts[-1]) and all(map(visible, below)) and "__MACOSX" not in parts
+    below = parts[_place_of_split(parts, names) or 0 :]
+    return all(map(visible, below)) and "__MACOSX" not in parts
 
 
-def _place_of_split(parts: Sequence[str]) -> int | None:
+def _place_of_split(parts: Sequence[str], names: Sequence[str]) -> int | None:
     """Return which part of a path is the split: the first that has a class and a file below."""
-    return next((place for place, part in enumerate(parts[:-2]) if part in SPLITS), None)
+    return next((place for place, part in enumerate(parts[:-2]) if part in names), None)
 
 
 def _in_class_folders(
@@ -163,7 +227,10 @@ def _without_split(
     if 0 in depths:
         bare = next(path for path in paths if "/" not in path)
         raise DataError(f"{files.archive}: {bare} lies in no class folder; {LAYOUT}")
-    one_around = 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
+    in_archive = not files.archive.is_dir()
+    one_around = (
+        in_archive and 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
+    )
     yield from _in_class_folders(files, paths, depth=int(one_around), split=split)
 
 
@@ -185,7 +252,7 @@ def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
     return classes
 
 
-def _data_set(source: Path, splits: dict[str, Classes]) -> DataSet:
+def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) -> DataSet:
     """Sort the images as class folders are read, so that a sample has the same number there."""
     for split in SPLITS:
         if not splits[split]:
@@ -204,6 +271,7 @@ def _data_set(source: Path, splits: dict[str, Classes]) -> DataSet:
         classes,
         {split: sum(map(len, splits[split].values())) for split in SPLITS},
         lambda split: _samples(source, split, [splits[split][name] for name in classes]),
+        remarks,
     )
 
 

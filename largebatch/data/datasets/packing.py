@@ -24,6 +24,17 @@ from largebatch.storage import THREADS, Progress, new_folder
 PART = 256
 """Samples that are prepared at a time, in several threads."""
 
+STARTS = {
+    b"\xff\xd8\xff": "jpg",
+    b"\x89PNG": "png",
+    b"BM": "bmp",
+    b"II*\0": "tif",
+    b"MM\0*": "tif",
+    **{f"P{n}".encode(): "pgm" for n in (2, 5)},
+    **{f"P{n}".encode(): "ppm" for n in (1, 3, 4, 6)},
+}
+"""What encoded images begin with, and the extension of their format."""
+
 S = TypeVar("S")
 
 
@@ -48,13 +59,17 @@ class DataSet:
     samples: Callable[[str], Iterable[Sample]]
     """Gives those of a split in their order."""
 
+    remarks: Sequence[str] = ()
+    """Lines for who imports it: what was ignored, and how it was divided."""
+
 
 def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:
-    """Copy the class folders `root/{train,val}` into shards; what their indexes drop stays out."""
+    """Copy the images of `root/{train,val}` into shards; what their indexes drop stays out.
+
+    Shards are divided anew: the order of their samples stays.
+    """
     train, val = (load_or_read(root, split) for split in ("train", "val"))
     check_same_classes(train, val)
-    if train.offsets is not None or val.offsets is not None:
-        raise DataError(f"{root}: there are shards already; expected folders of images")
     indexes = {"train": train, "val": val}
     data_set = DataSet(
         train.classes,
@@ -102,9 +117,23 @@ def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
 def _copies(index: Index) -> Iterator[Sample]:
     def copy(row: int) -> Sample:
         location = index.locate(row)
-        return Sample(read(location), location.path.suffix[1:], int(index.labels[row]))
+        content = read(location)
+        in_shard = index.offsets is not None
+        extension = extension_of(content) if in_shard else location.path.suffix[1:]
+        return Sample(content, extension, int(index.labels[row]))
 
     return in_parts(copy, len(index))
+
+
+def extension_of(content: bytes) -> str:
+    """Return the extension of an encoded image's format; of one that is not read, `bin`.
+
+    >>> extension_of(b"P6 1 1 255 rgb")
+    'ppm'
+    """
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "webp"
+    return next((name for start, name in STARTS.items() if content.startswith(start)), "bin")
 
 
 class ShardWriter:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils import dlpack
 
+from largebatch.data.decoders.orientation import as_stored, turn_resized
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
 from largebatch.data.types import Batch, Batches, Bytes, Request, View
@@ -92,7 +93,7 @@ class _Graph:
             start=corners,
             shape=shapes,
             axis_names="HW",
-            adjust_orientation=False,
+            adjust_orientation=False,  # done by turn_resized
             jpeg_fancy_upsampling=True,  # so that the GPU's colours are the processor's
         )
         bicubic = view.interpolation == "bicubic"
@@ -120,7 +121,7 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
     with (
         open_reader() as reader,
         # Else index and buffers stay until Python collects the rings that DALI's graphs are.
-        closing(_inputs(read_ahead(index, requests, reader), under_way)) as inputs,
+        closing(_inputs(index, read_ahead(index, requests, reader), under_way)) as inputs,
     ):
         pipeline = graph.build(inputs, batch_size=batch_size, threads=threads, ahead=AHEAD)
         while True:
@@ -133,26 +134,26 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
                 raise
             reading, _ = under_way.popleft()
             reader.release(reading)
+            pixels = dlpack.from_dlpack(images.as_tensor())
+            turn_resized(pixels, index, reading.request)
             labels = torch.from_numpy(index.labels[reading.request.samples])
-            yield Batch(
-                dlpack.from_dlpack(images.as_tensor()), labels.to(device, non_blocking=True)
-            )
+            yield Batch(pixels, labels.to(device, non_blocking=True))
 
 
 def _inputs(
-    readings: Iterable[Reading], under_way: deque[_UnderWay]
+    index: Index, readings: Iterable[Reading], under_way: deque[_UnderWay]
 ) -> Generator[_Inputs, None, None]:
     """Turn requests into the pipeline's inputs: images, corners, shapes and flips.
 
     DALI reads them where they are, so `under_way` holds them until their batch is finished.
     """
     for reading in readings:
-        request = reading.request
+        boxes, flips = as_stored(index, reading.request)
         inputs = (
             reading.contents,
-            np.ascontiguousarray(request.boxes[:, :2], dtype=np.int32),
-            np.ascontiguousarray(request.boxes[:, 2:], dtype=np.int32),
-            request.flips.astype(np.int32),
+            np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
+            np.ascontiguousarray(boxes[:, 2:], dtype=np.int32),
+            flips.astype(np.int32),
         )
         under_way.append((reading, inputs))
         yield inputs

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from largebatch.data.decoders.orientation import turn_whole
 from largebatch.data.decoders.prefetch import Part, prefetch
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index, Location
@@ -27,6 +28,7 @@ class Encoded(NamedTuple):
     content: Bytes
     height: int
     width: int
+    orientation: int = 1
 
 
 def decode(
@@ -67,15 +69,17 @@ def encoded_images(index: Index, reading: Reading) -> list[Encoded]:
     """Return the images that were read."""
     samples = reading.request.samples
     heights, widths = index.heights[samples].tolist(), index.widths[samples].tolist()
-    each = zip(reading.locations, reading.contents, heights, widths, strict=True)
+    turned = index.orientations
+    orientations = [1] * len(samples) if turned is None else turned[samples].tolist()
+    each = zip(reading.locations, reading.contents, heights, widths, orientations, strict=True)
     return [Encoded(*one) for one in each]
 
 
 def to_pillow(encoded: Encoded) -> Image.Image:
-    """Decode a whole image to RGB; raise DataError with its path where that cannot be done."""
+    """Decode a whole image to RGB, as it is seen; raise DataError with its path if it cannot be."""
     try:
         with Image.open(io.BytesIO(encoded.content.data)) as image:
-            pixels = image.convert("RGB")
+            pixels = turn_whole(image.convert("RGB"), encoded.orientation)
     except Exception as error:  # Pillow raises all kinds over a damaged file
         name = name_of(encoded.location)
         raise DataError(f"{name}: Pillow cannot decode this image: {error}") from error
@@ -91,11 +95,17 @@ def to_pillow(encoded: Encoded) -> Image.Image:
 def _decode_one(
     view: View, encoded: Encoded, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
 ) -> None:
+    show(to_pillow(encoded), view, box, flip, pixels)
+
+
+def show(
+    image: Image.Image, view: View, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
+) -> None:
     """Write the part of an image that was asked for into `pixels`, 1 x H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
     part = functional.resized_crop(
-        to_pillow(encoded),
+        image,
         *box.tolist(),
         list(pixels.shape[1:3]),
         InterpolationMode(view.interpolation),

@@ -9,6 +9,7 @@ whether it can be used and is whole. The pixels of JPEG and PNG, which large dat
 are not decoded; the decoder finds data that is broken in the middle.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -30,6 +31,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from largebatch.data.index.file import FORMAT, Arrays, Bad, Content
 from largebatch.data.index.folder import ClassFolder, Shard, Source
+from largebatch.data.index.ignored import list_ignored
 from largebatch.data.index.shards import Unusable, read_shard
 from largebatch.data.types import IntArray
 from largebatch.storage import OF_THE_FILE, PART, THREADS, Progress, read_again
@@ -60,6 +62,11 @@ PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 PNG_DEPTH = 24
 """The byte of a PNG that states the bits of a channel."""
 
+ORIENTATION, MOST_ORIENTATION = 274, 8
+"""EXIF's tag, and the last of its values; those of TRANSPOSED exchange height and width."""
+
+TRANSPOSED = (5, 6, 7, 8)
+
 OTHER_FRAMES = re.compile(rb"\xff([\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..\x08(....)", re.DOTALL)
 """Frame headers of lossless, hierarchical and arithmetic JPEGs: their marker, height and width."""
 
@@ -69,10 +76,18 @@ class BadImageError(Exception):
 
 
 class Size(NamedTuple):
-    """Of an image as stored, in pixels; EXIF orientation is not applied."""
+    """Of an image as it is seen, in pixels, and how it is stored."""
 
     height: int
     width: int
+    orientation: int = 1
+    """EXIF's number of how the stored image is to be turned; 1: not at all."""
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Height and width of the pixels in the file."""
+        turned = self.orientation in TRANSPOSED
+        return (self.width, self.height) if turned else (self.height, self.width)
 
 
 def measure(read: Read, num_bytes: int) -> Size:
@@ -106,7 +121,7 @@ def measure_bytes(content: bytes) -> Size:
 def _jpeg(read: Read, num_bytes: int) -> Size:
     size, header = _header(read, JpegImageFile)
     for found in OTHER_FRAMES.finditer(header):  # Pillow does not say which frame header it read
-        if found[2] == struct.pack(">HH", *size):
+        if found[2] == struct.pack(">HH", *size.stored):
             raise BadImageError(
                 f"it is a JPEG of process SOF{found[1][0] - 0xC0}, expected baseline or progressive"
             )
@@ -134,7 +149,7 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
             problem = str(error) or type(error).__name__
         else:
             if image.tile:  # the data begins here
-                return _sane(image.height, image.width), content[: file.tell()]
+                return _seen(image), content[: file.tell()]
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
     raise BadImageError(
@@ -148,7 +163,7 @@ def _other(content: bytes) -> Size:
         with Image.open(io.BytesIO(content), formats=OTHER_FORMATS) as image:
             if image.mode not in MODES:
                 raise BadImageError(f"its pixels are {image.mode}, expected 8 bits per channel")
-            size = _sane(image.height, image.width)
+            size = _seen(image)
             if image.format != "WEBP":  # whose opening has looked for all of its parts
                 image.load()
     except BadImageError:
@@ -169,6 +184,34 @@ def _require_end(read: Read, num_bytes: int, mark: bytes, *, after: int) -> None
     start = max(after, num_bytes - TAIL)
     if mark not in read(start, TAIL) and mark not in read(after, num_bytes):
         raise BadImageError("it is cut off: the mark of its end is missing")
+
+
+def _seen(image: Image.Image) -> Size:
+    """Return the size of an image that Pillow has opened, as it is seen.
+
+    Of a PNG, EXIF that stands behind the pixels is not read: both decoders show it as it is stored.
+    """
+    size = _sane(image.height, image.width)
+    if image.format == "TIFF":  # which Pillow turns itself, and DALI does not
+        if _orientation(image.getexif()) != 1:
+            raise BadImageError(
+                "it is a TIFF that is stored turned or mirrored (EXIF orientation), which the "
+                "decoders do not show alike; store it upright, or as a JPEG or PNG"
+            )
+        return size
+    exif = Image.Exif()
+    with contextlib.suppress(Exception):  # Pillow raises all kinds over damaged EXIF
+        exif.load(image.info.get("exif", b""))
+    turned = size._replace(orientation=_orientation(exif))
+    return Size(*turned.stored, turned.orientation)
+
+
+def _orientation(exif: Image.Exif) -> int:
+    """Return EXIF's orientation; 1 where it states none, or one that does not exist."""
+    found = 1
+    with contextlib.suppress(Exception):  # as above
+        found = int(exif.get(ORIENTATION, 1))
+    return found if 1 <= found <= MOST_ORIENTATION else 1
 
 
 def _sane(height: int, width: int) -> Size:
@@ -197,7 +240,9 @@ def build(source: Source, *, progress: Progress | None = None) -> Content:
         "shards": [[shard.name, shard.size, shard.mtime] for shard in source.shards],
         "bad": [list(each) for each in bad],
     }
-    return Content({**header, "digest": _digest(header, arrays)}, arrays)
+    ignored = [list(kind) for kind in list_ignored(source.root, source.split)]
+    # The same images have the same digest whatever lies among them.
+    return Content({**header, "digest": _digest(header, arrays), "ignored": ignored}, arrays)
 
 
 def _digest(header: dict[str, Any], arrays: Arrays) -> str:
@@ -232,6 +277,7 @@ def _build_files(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]]
         "labels": np.repeat(np.arange(len(counts), dtype=np.int64), counts)[usable],
         "heights": measured[usable, 0],
         "widths": measured[usable, 1],
+        "orientations": measured[usable, 2].astype(np.uint8),
         "num_bytes": _column(source, "sizes")[usable],
         "mtimes": _column(source, "mtimes")[usable],
         "names": np.frombuffer(blob, dtype=np.uint8),
@@ -251,8 +297,8 @@ def _parts(source: Source) -> Iterator[tuple[ClassFolder, range]]:
 
 
 def _measure_files(source: Source, folder: ClassFolder, rows: range) -> tuple[IntArray, list[Bad]]:
-    """Return the sizes of some images of a class, 0 x 0 for those that cannot be used."""
-    sizes, bad = np.zeros((len(rows), 2), dtype=np.int64), []
+    """Return the sizes of some images of a class, zeros for those that cannot be used."""
+    sizes, bad = np.zeros((len(rows), len(Size._fields)), dtype=np.int64), []
     for place, row in enumerate(rows):
         path = f"{source.split}/{folder.name}/{folder.names[row]}"
         facts = folder.sizes[row], folder.mtimes[row]
@@ -297,14 +343,15 @@ def _build_shards(source: Source, progress: Progress) -> tuple[Arrays, list[Bad]
             bad += unusable
             progress(done, len(source.shards))
     columns = np.concatenate(rows).T.copy()
-    names = ("labels", "heights", "widths", "offsets", "num_bytes")
+    names = ("labels", "heights", "widths", "orientations", "offsets", "num_bytes")
     counts = [len(found) for found in rows]
     which = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    return {**dict(zip(names, columns, strict=True)), "shards": which}, bad
+    arrays = {**dict(zip(names, columns, strict=True)), "shards": which}
+    return {**arrays, "orientations": arrays["orientations"].astype(np.uint8)}, bad
 
 
 def _measure_shard(source: Source, shard: Shard) -> tuple[IntArray, list[Bad]]:
-    """Return label, height, width, offset and length of every image of a shard."""
+    """Return label, height, width, orientation, offset and length of every image of a shard."""
     path = source.root / source.split / shard.name
     rows, bad = [], []
     file = os.open(path, os.O_RDONLY)
@@ -319,4 +366,4 @@ def _measure_shard(source: Source, shard: Shard) -> tuple[IntArray, list[Bad]]:
                 bad.append(Bad(f"{source.split}/{shard.name}/{found.name}", str(error)))
     finally:
         os.close(file)
-    return np.array(rows, dtype=np.int64).reshape(-1, 5), bad
+    return np.array(rows, dtype=np.int64).reshape(-1, 6), bad

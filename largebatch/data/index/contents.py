@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.data.index.build import MAX_BYTES, MAX_SIDE
+from largebatch.data.index.build import MAX_BYTES, MAX_SIDE, MOST_ORIENTATION
 from largebatch.data.index.file import Arrays, Header
 
 _HEADER: Mapping[str, object] = {
@@ -21,6 +21,7 @@ _HEADER: Mapping[str, object] = {
     "folders": [(str, int)],
     "shards": [(str, int, int)],
     "bad": [(str, str, int, int)],
+    "ignored": [(str, int, [str])],
     "digest": str,
 }
 """What stands in a header: a list has any number of what it holds here, a tuple these."""
@@ -28,10 +29,14 @@ _HEADER: Mapping[str, object] = {
 _OF_EACH = ("labels", "heights", "widths", "num_bytes")
 _OF_FILES = {
     **dict.fromkeys((*_OF_EACH, "mtimes"), np.int64),
+    "orientations": np.uint8,
     "names": np.uint8,
     "name_ends": np.uint32,
 }
-_OF_SHARDS = dict.fromkeys((*_OF_EACH, "offsets", "shards"), np.int64)
+_OF_SHARDS = {
+    **dict.fromkeys((*_OF_EACH, "offsets", "shards"), np.int64),
+    "orientations": np.uint8,
+}
 
 
 def fault_in(header: Header, arrays: Arrays) -> str | None:
@@ -93,6 +98,7 @@ def _check_images(arrays: Arrays, *, num_classes: int) -> None:
     _within(arrays, "labels", 0, num_classes - 1)
     _within(arrays, "heights", 1, MAX_SIDE)
     _within(arrays, "widths", 1, MAX_SIDE)
+    _within(arrays, "orientations", 1, MOST_ORIENTATION)
     _within(arrays, "num_bytes", 1, MAX_BYTES)
 
 

@@ -22,7 +22,7 @@ from largebatch.storage import CHECKSUM_BYTES, checksum, is_undamaged
 Header = Mapping[str, Any]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-FORMAT = 4
+FORMAT = 5
 """Of an index file; one of another format is not used."""
 
 HEADER = "header"
@@ -92,6 +92,16 @@ class Bad(NamedTuple):
     """Of its file, unless that is a shard: it may be mended in its place."""
 
 
+class Ignored(NamedTuple):
+    """Files of one kind that are not read."""
+
+    kind: str
+    """A suffix such as `.gif`, or where they lie."""
+
+    number: int
+    examples: list[str]
+
+
 class Content(NamedTuple):
     """What an index file holds: the images that can be used, and those that cannot."""
 
@@ -104,6 +114,11 @@ class Content(NamedTuple):
     def bad(self) -> tuple[Bad, ...]:
         """The images that were left out."""
         return tuple(Bad(*each) for each in self.header["bad"])
+
+    @property
+    def ignored(self) -> tuple[Ignored, ...]:
+        """The files that are not read, by kind, as they were when the index was made."""
+        return tuple(Ignored(*kind) for kind in self.header["ignored"])
 
 
 class Paths(Sequence[str]):

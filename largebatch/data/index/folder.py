@@ -25,8 +25,10 @@ from largebatch.data.index.file import Content, Paths, paths
 from largebatch.errors import DataError, shorten
 from largebatch.storage import PART, THREADS
 
-EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""What both decoders read. Other files, and names that begin with a dot, are ignored."""
+JPEG = (".jfif", ".jpe", ".jpeg", ".jpg")
+EXTENSIONS = (".bmp", *JPEG, ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""What both decoders read. Other files are ignored, and counted by `ignored`; names that begin with
+a dot are not looked at."""
 
 CLASSES = "classes.txt"
 """Beside shards: the names of the classes, one a line, in the order of their labels."""
@@ -92,7 +94,11 @@ def layout(root: Path, split: str) -> tuple[tuple[str, ...], tuple[Shard, ...]]:
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder; {expected}")
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; {expected}; found {_found(root)}")
+        raise DataError(
+            f"{folder}: there is no such folder; {expected}; found {_found(root)}. Class folders "
+            "alone are divided, and splits of other names are taken, by: largebatch data import "
+            "imagefolder (--val-fraction, --val-name)"
+        )
     with os.scandir(folder) as scanned:
         entries = sorted(
             (entry for entry in scanned if visible(entry.name)), key=lambda e: os.fsencode(e.name)

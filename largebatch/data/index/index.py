@@ -17,9 +17,10 @@ import numpy as np
 
 from largebatch.data.index.build import build
 from largebatch.data.index.contents import fault_in
-from largebatch.data.index.file import FORMAT, Bad, Content, open_mapped, pack, paths
+from largebatch.data.index.file import FORMAT, Bad, Content, Ignored, open_mapped, pack, paths
 from largebatch.data.index.folder import difference, scan
-from largebatch.data.types import IntArray
+from largebatch.data.index.ignored import list_ignored
+from largebatch.data.types import Bytes, IntArray
 from largebatch.errors import DataError, shorten
 from largebatch.storage import Mapped, Progress, user_cache, write_whole
 
@@ -50,7 +51,10 @@ class Index:
     labels: IntArray
     heights: IntArray
     widths: IntArray
-    """In pixels as stored: no decoder applies EXIF orientation, so it is not applied here."""
+    """In pixels of the image that is seen: EXIF orientation is applied."""
+
+    orientations: Bytes | None = None
+    """EXIF's numbers of how the stored images are to be turned; None: not at all."""
 
     num_bytes: IntArray | None = None
     """Lengths of the encoded images; None where there are none to read."""
@@ -63,6 +67,9 @@ class Index:
 
     bad: tuple[Bad, ...] = ()
     """Images that cannot be used and were left out."""
+
+    ignored: tuple[Ignored, ...] = ()
+    """Files that are not read, by kind, as they were when the index was made."""
 
     digest: str = ""
     """Of the content: two indexes with one digest list the same images."""
@@ -192,7 +199,10 @@ def make(
     It is stored beside the images, in the user's cache where that folder cannot be written to, and
     nowhere if that cannot be written to either.
     """
-    content = _read(root, split, drop_bad=drop_bad, progress=progress)
+    return _store(_read(root, split, drop_bad=drop_bad, progress=progress), root, split)
+
+
+def _store(content: Content, root: Path, split: str) -> Content:
     for place in places(root, split):
         with contextlib.suppress(OSError, ValueError):
             write_whole(place, pack(content.header, content.arrays))
@@ -204,7 +214,12 @@ def refresh(root: Path, split: str, *, drop_bad: bool, progress: Progress) -> Co
     """Return a stored index if every file is as it states, else make it anew."""
     for content in find_stored(root, split):
         if _difference(content, root, every_file=True) is None:
-            return content
+            ignored = list_ignored(root, split)
+            if content.ignored == tuple(ignored):
+                return content
+            # The images are the same, and so is their digest.
+            header = {**content.header, "ignored": [list(kind) for kind in ignored]}
+            return _store(Content(header, content.arrays), root, split)
     return make(root, split, drop_bad=drop_bad, progress=progress)
 
 
@@ -218,10 +233,12 @@ def index_of(content: Content, root: Path) -> Index:
         labels=arrays["labels"],
         heights=arrays["heights"],
         widths=arrays["widths"],
+        orientations=arrays["orientations"],
         num_bytes=arrays["num_bytes"],
         offsets=arrays.get("offsets"),
         mtimes=arrays.get("mtimes"),
         bad=content.bad,
+        ignored=content.ignored,
         digest=header["digest"],
         mapped=None if content.file is None else Mapped.of(content.file),
     )

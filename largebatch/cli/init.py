@@ -1,0 +1,144 @@
+"""The command `init`: look at a folder of images and write a recipe for it. It prints."""
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli.arguments import Call
+from largebatch.cli.data import show_index
+from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.plan import make_plan
+
+if TYPE_CHECKING:
+    from largebatch.data.index.index import Index
+    from largebatch.recipe.recipe import Recipe
+    from largebatch.runs.initial import Estimate, Survey
+
+SHOWN = 20
+"""Classes whose images are counted line by line."""
+
+UNEVEN = 4
+"""Times as many images in one class as in another from which that is remarked on."""
+
+VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
+"""Other names of folders that validate."""
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    init = command("init", _init, "look at a folder of images and write a recipe for it")
+    init.add_argument("folder", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar")
+    init.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<DIR>.yaml)")
+
+
+def _init(args: argparse.Namespace) -> int:
+    _require_splits(args.folder)
+    from largebatch.runs.initial import draft, estimate, recipe_name, survey
+
+    name = recipe_name(args.folder)
+    out = args.out or Path(f"{name}.yaml")
+    if out.exists():
+        raise LargebatchError(f"{out}: is there already; choose another file with --out")
+    train, val = show_index(args.folder)
+    _show_classes(train, val)
+    found = survey(train, val)
+    text = draft(found, name=name)
+    recipe = parse_recipe(text, source=str(out))
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
+    _show_choices(found, recipe)
+    _show_time(estimate(recipe, found))
+    where = f"{shlex.quote(str(out))} --data {shlex.quote(str(args.folder))}"
+    print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
+    print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
+    return 0
+
+
+def _require_splits(folder: Path) -> None:
+    """Raise DataError with the command that makes a split of validation where there is none."""
+    if (folder / "val").is_dir() or not folder.is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    other = next((name for name in VALIDATIONS if name in names and "train" in names), None)
+    choice = f"--val-name {other}" if other else "--val-fraction 0.1"
+    if not names:
+        raise DataError(f"{folder}: there are no folders in it; expected one for each class")
+    out = shlex.quote(f"{folder.resolve().name}-shards")
+    raise DataError(
+        f"{folder}: there are no validation images in it (expected val); make a copy that has "
+        f"some with: largebatch data import imagefolder {shlex.quote(str(folder))} {choice} "
+        f"--out {out} && largebatch init {out}"
+    )
+
+
+def _show_classes(train: "Index", val: "Index") -> None:
+    import numpy as np
+
+    number = len(train.classes)
+    counts = [np.bincount(index.labels, minlength=number).tolist() for index in (train, val)]
+    rows = list(zip(train.classes, *counts, strict=True))
+    width = max(len(name) for name in train.classes[:SHOWN])
+    for name, training, validation in rows[:SHOWN]:
+        print(printable(f"  {name:{width}}  {training:,} + {validation:,}"))
+    if number > SHOWN:
+        print(f"  ... and {number - SHOWN} more classes")
+    few, many = min(rows, key=lambda row: row[1]), max(rows, key=lambda row: row[1])
+    if many[1] >= UNEVEN * few[1]:
+        print(
+            printable(
+                f"the classes are uneven: {few[0]} has {few[1]:,} training images, {many[0]} "
+                f"{many[1]:,}; top-1 counts images, so it is mostly that of large classes"
+            )
+        )
+
+
+def _show_choices(found: "Survey", recipe: "Recipe") -> None:
+    """Print what was assumed, one line each."""
+    import numpy as np
+
+    sides = np.minimum(found.train.heights, found.train.widths)
+    quantiles = np.quantile(sides, [0, 0.1, 0.5, 0.9, 1]).astype(int).tolist()
+    data, batch = recipe.data, recipe.batch
+    plan = make_plan(recipe, workers=1)
+    lines = [
+        (
+            f"short sides of the images: {quantiles[0]} to {quantiles[4]} pixels, half up to "
+            f"{quantiles[2]} (10 %: {quantiles[1]}, 90 %: {quantiles[3]})"
+        ),
+        (
+            f"assumed: trained at {data.image_size} x {data.image_size} pixels, by "
+            f"{recipe.model.name} from random weights"
+        ),
+        (
+            f"assumed: a global batch of {batch.global_batch}, {plan.steps_per_epoch:.1f} updates "
+            f"an epoch, for {plan.epoch(plan.steps):.0f} epochs"
+        ),
+        f"measured: mean {list(data.mean)} and std {list(data.std)}",
+        "assumed: an image mirrored left to right is of the same class (data.flip)",
+        f"assumed: decoded images are {'' if recipe.execution.cache else 'not '}cached",
+    ]
+    print("\n".join(lines))
+
+
+def _show_time(found: "Estimate") -> None:
+    print(
+        f"about {_duration(found.seconds)} on this machine, one worker on {found.device}: "
+        f"{found.trained_per_second:,.0f} images a second were trained on"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return a length of time in the unit that suits it.
+
+    >>> [_duration(seconds) for seconds in (5, 600, 36_000)]
+    ['5 s', '10 min', '10.0 h']
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

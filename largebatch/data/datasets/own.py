@@ -1,0 +1,197 @@
+"""A data set of the user's own: map-style, as torch's DataLoader takes them.
+
+It is opened in every worker by a function that can be imported, `module:function`, and not passed
+as an object: workers are processes of their own, on other machines too, and data sets hold files
+and handles that do not travel. The function returns a data set of training and one of validation.
+
+An item is an image, a PIL image or a uint8 tensor of 3 or 1 x H x W, and its class number. What is
+shown of it, in which order and how often, is the recipe's: so worker 0 reads every item once before
+the run, for its size and its label, and the items must be the same each time they are read. One
+thread at a time reads them, since data sets are written for workers that are processes.
+"""
+
+import hashlib
+import importlib
+import operator
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+
+from largebatch.data.decoders.prefetch import Part, prefetch
+from largebatch.data.decoders.torchvision import show
+from largebatch.data.index.file import Paths, pack, unpack
+from largebatch.data.index.index import Index
+from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import broadcast_bytes
+from largebatch.errors import DataError
+from largebatch.optional import require_torchvision
+
+EXPECTED = "expected (image, label): a PIL image or a uint8 tensor of 3 or 1 x H x W, and an int"
+
+
+class MapStyle(Protocol):
+    """A data set whose items have numbers."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Any: ...  # noqa: ANN401 -- what the user returns
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """One split of a data set of the user's own."""
+
+    name: str
+    """Of the split and where it comes from, for messages."""
+
+    dataset: MapStyle
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, number: int) -> tuple[Image.Image, int]:
+        """Return an item as an RGB image and its label; raise DataError where it is neither."""
+        with self.lock:
+            item = self.dataset[number]
+        try:
+            image, label = item
+            return _to_pillow(image), operator.index(label)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.name}, item {number}: {error}; {EXPECTED}. Resizing, random crops, "
+                "ToTensor and Normalize are the recipe's data section; leave them out"
+            ) from None
+
+
+def import_own(module: str) -> ModuleType:
+    """Import a module of the user's own; the current folder is searched too, as by `python -m`."""
+    require_torchvision()  # which timm, and most data sets, need
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise DataError(
+            f"{module}: there is no such module in {here} or on PYTHONPATH; start the "
+            "command where it lies, or install it"
+        ) from None
+
+
+def open_own(name: str) -> tuple[Items, Items]:
+    """Call `module:function` and return what it gives, training first."""
+    module, _, function = name.partition(":")
+    call = getattr(import_own(module), function, None) if function else None
+    if not callable(call):
+        raise DataError(f"{name}: there is no such function; expected module:function")
+    found = call()
+    if not (isinstance(found, tuple) and len(found) == 2 and all(map(_is_map_style, found))):
+        raise DataError(
+            f"{name}: expected it to return two data sets with a length and items, (train, val)"
+        )
+    train, val = found
+    return Items(f"train of {name}", train), Items(f"val of {name}", val)
+
+
+def _is_map_style(found: object) -> bool:
+    return hasattr(found, "__len__") and hasattr(found, "__getitem__")
+
+
+def index_items(items: Items, *, classes: int, backend: Backend) -> Index:
+    """Read every item on worker 0 and return the index on all; raise DataError for a bad one."""
+    content = None
+    if backend.rank == 0:
+        content = pack({"classes": _class_names(items, classes)}, _measure(items, classes))
+    header, arrays = unpack(broadcast_bytes(content, backend))
+    digest = hashlib.sha256(items.name.partition(" ")[0].encode("ascii"))
+    for name in sorted(arrays):
+        digest.update(arrays[name].data)
+    return Index(
+        root=Path(items.name),
+        classes=tuple(header["classes"]),
+        paths=Paths([items.name], np.broadcast_to(np.int64(0), len(arrays["labels"]))),
+        labels=arrays["labels"],
+        heights=arrays["heights"],
+        widths=arrays["widths"],
+        digest=digest.hexdigest(),
+    )
+
+
+def _class_names(items: Items, classes: int) -> list[str]:
+    names = getattr(items.dataset, "classes", None)
+    if isinstance(names, (list, tuple)) and len(names) == classes:
+        return [str(name) for name in names]
+    return [f"class {number}" for number in range(classes)]
+
+
+def _measure(items: Items, classes: int) -> dict[str, IntArray]:
+    rows = np.zeros((len(items.dataset), 3), dtype=np.int64)
+    if not len(rows):
+        raise DataError(f"{items.name}: there are no items in it")
+    for number, row in enumerate(rows):
+        image, label = items.read(number)
+        if not 0 <= label < classes:
+            raise DataError(
+                f"{items.name}, item {number}: its label is {label}, expected 0 to {classes - 1} "
+                "(data.classes of the recipe)"
+            )
+        row[:] = label, image.height, image.width
+    return dict(zip(("labels", "heights", "widths"), rows.T.copy(), strict=True))
+
+
+def decode(
+    items: Items,
+    index: Index,
+    requests: Iterable[Request],
+    view: View,
+    *,
+    device: torch.device,
+    threads: int,
+) -> Batches:
+    """Return one batch for each request, in order; the threads end when it ends or is closed."""
+    require_torchvision()
+
+    def divide(request: Request) -> tuple[IntArray, list[Part]]:
+        parts = [
+            Part(slice(row, row + 1), partial(_fill, items, index, view, request, row))
+            for row in range(len(request.samples))
+        ]
+        return index.labels[request.samples], parts
+
+    return prefetch(requests, divide, view=view, device=device, threads=threads)
+
+
+def _fill(
+    items: Items, index: Index, view: View, request: Request, row: int, pixels: Bytes | Floats
+) -> None:
+    """Write what a row of a request asks for into `pixels`."""
+    sample = int(request.samples[row])
+    image, label = items.read(sample)
+    then = index.heights[sample], index.widths[sample], index.labels[sample]
+    if then != (image.height, image.width, label):
+        raise DataError(
+            f"{items.name}, item {sample}: it is {image.height} x {image.width} pixels of class "
+            f"{label}, and was {then[0]} x {then[1]} of class {then[2]} when the run began; items "
+            "must not change: random crops and flips are the recipe's data section"
+        )
+    show(image, view, request.boxes[row], request.flips[row], pixels)
+
+
+def _to_pillow(image: object) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    if not isinstance(image, torch.Tensor):
+        raise TypeError(f"its image is a {type(image).__name__}")
+    if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] not in {1, 3}:
+        shape = " x ".join(map(str, image.shape))
+        raise TypeError(f"its image is a tensor of {image.dtype}, {shape}")
+    return Image.fromarray(image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())

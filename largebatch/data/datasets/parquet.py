@@ -1,0 +1,205 @@
+"""Parquet files as the Hugging Face hub lays data sets out: encoded images and class numbers.
+
+A split is the files with its name in theirs, `data/train-00000-of-00002.parquet` say, or in that of
+a folder, `default/train/0000.parquet`. The columns and the classes' names stand in the schema,
+where the library `datasets` writes them. Images keep their bytes and their order.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from largebatch.data.datasets.division import Division
+from largebatch.data.datasets.packing import DataSet, Sample, extension_of
+from largebatch.data.index.build import BadImageError, measure_bytes
+from largebatch.errors import DataError, shorten
+from largebatch.optional import require_parquet
+
+TRAIN, VAL = "train", "val"
+
+VAL_NAMES = ("val", "valid", "validation", "dev")
+"""What the hub calls validation; `test` is taken for it only where that is asked for."""
+
+ROWS = 256
+"""Rows that are in memory at a time."""
+
+
+class _Columns(NamedTuple):
+    """Where the images and labels of a data set are."""
+
+    image: str
+    label: str
+    classes: tuple[str, ...]
+
+
+@contextmanager
+def open_parquet(
+    source: Path,
+    *,
+    scratch: Path,  # noqa: ARG001 -- every opener is called alike
+    val_name: str | None = None,
+    label: str | None = None,
+    val_fraction: float | None = None,
+    seed: int = 0,
+) -> Iterator[DataSet]:
+    """Read the Parquet files in the folder `source` and below.
+
+    `val_name` is what validation is called there, `label` the column of class numbers where there
+    are several. With `val_fraction` that part of every class of the training rows is divided off
+    for validation; a row's name is its number.
+    """
+    parquet = require_parquet()
+    files = _files(source, (val_name,) if val_name else VAL_NAMES, divided=val_fraction is not None)
+    found = {path: _open(parquet, path) for split in files.values() for path in split}
+    columns = {_columns(file.schema_arrow, path, label) for path, file in found.items()}
+    if len(columns) > 1:
+        raise DataError(f"{source}: its files have different columns or classes; import one set")
+    (alike,) = columns
+    sizes = {
+        split: sum(found[path].metadata.num_rows for path in paths)
+        for split, paths in files.items()
+    }
+    if val_fraction is None:
+        yield DataSet(alike.classes, sizes, lambda split: _samples(files[split], found, alike))
+    else:
+        yield _divided(files[TRAIN], found, alike, Division(val_fraction, seed))
+    for file in found.values():
+        file.close()
+
+
+def _divided(
+    paths: Sequence[Path], files: dict[Path, Any], columns: _Columns, division: Division
+) -> DataSet:
+    """Return the training rows as two splits; only their labels are read for that."""
+    rows: dict[object, list[str]] = {}
+    number = 0
+    for path in paths:
+        for (label,) in _rows(path, files[path], columns.label):
+            rows.setdefault(label, []).append(str(number))
+            number += 1
+    names = dict(enumerate(columns.classes))
+    chosen = {
+        int(row)
+        for label, each in rows.items()
+        if label in names  # others are refused by name when they are read
+        for row in division.validating(names[label], each)
+    }
+
+    def samples(split: str) -> Iterator[Sample]:
+        for row, sample in enumerate(_samples(paths, files, columns)):
+            if (row in chosen) == (split == VAL):
+                yield sample
+
+    sizes = {TRAIN: number - len(chosen), VAL: len(chosen)}
+    return DataSet(columns.classes, sizes, samples, [division.describe()])
+
+
+def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str, list[Path]]:
+    """Return the files of each split by name, which is their order."""
+    splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
+    names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.parquet"))
+    for name in names:
+        words = set(re.split(r"[^a-z0-9]+", name.lower()))
+        for split, wanted in {TRAIN: [TRAIN], VAL: val_names}.items():
+            if not words.isdisjoint(wanted):
+                splits[split].append(source / name)
+    if divided and splits[VAL]:
+        raise DataError(
+            f"{source}: there is a split of validation already ({shorten(names)}); leave "
+            "--val-fraction out"
+        )
+    missing = [split for split, files in splits.items() if not files and not divided]
+    both = sorted({path.name for path in splits[TRAIN]} & {path.name for path in splits[VAL]})
+    if missing or both or not splits[TRAIN]:
+        raise DataError(
+            f"{source}: expected data/train-*.parquet and data/validation-*.parquet, as on the "
+            "Hugging Face hub; where validation has another name: --val-name test; to divide "
+            f"train: --val-fraction 0.1; found {shorten(names)}"
+        )
+    return splits
+
+
+def _open(parquet: ModuleType, path: Path) -> Any:  # noqa: ANN401 -- pyarrow is optional
+    try:
+        return parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are these
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())
+    return DataError(f"{path}: not a whole Parquet file ({reason}); fetch it again")
+
+
+def _columns(schema: Any, path: Path, label: str | None) -> _Columns:  # noqa: ANN401 -- as above
+    """Find the column of images and that of class numbers, and the classes' names."""
+    metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        features = json.loads(metadata).get("info", {}).get("features", {})
+        kinds = {name: about.get("_type") for name, about in features.items()}
+    except (ValueError, AttributeError):
+        kinds = {}
+    images = [name for name, kind in kinds.items() if kind == "Image"]
+    labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
+    if label is not None:
+        labels = [name for name in labels if name == label]
+    if len(images) != 1 or len(labels) != 1:
+        several = "; choose one of several labels with --label" if len(labels) > 1 else ""
+        raise DataError(
+            f"{path}: expected one column of images and one of class labels in the description "
+            f"that the library `datasets` writes{several}; found {_shown(schema, kinds)}"
+        )
+    return _Columns(images[0], labels[0], tuple(map(str, features[labels[0]]["names"])))
+
+
+def _shown(schema: Any, kinds: dict[str, str]) -> str:  # noqa: ANN401 -- as above
+    return shorten([f"{name} ({kinds.get(name, 'not described')})" for name in schema.names])
+
+
+def _samples(paths: Sequence[Path], files: dict[Path, Any], columns: _Columns) -> Iterator[Sample]:
+    """Give the images in order; raise one DataError in the end that names those of no use."""
+    bad: list[str] = []
+    number = 0
+    for path in paths:
+        for row, (image, label) in enumerate(
+            _rows(path, files[path], columns.image, columns.label)
+        ):
+            number += 1
+            reason = _fault(image, label, len(columns.classes))
+            if reason is None:
+                content = image["bytes"]
+                yield Sample(content, extension_of(content), label)
+            else:
+                bad.append(f"{path.name}, row {row}: {reason}")
+    if bad:
+        raise DataError(
+            f"{paths[0].parent}: {len(bad)} of {number} images cannot be used; mend the files, or "
+            "leave the rows out with the library `datasets`\n  " + shorten(bad, between="\n  ")
+        )
+
+
+def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above
+    """Give the rows of these columns."""
+    try:
+        for batch in file.iter_batches(ROWS, columns=list(names)):
+            yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _fault(image: Any, label: Any, num_classes: int) -> str | None:  # noqa: ANN401 -- as above
+    """Return why a row cannot be used, or None."""
+    content = image.get("bytes") if isinstance(image, dict) else None
+    if not isinstance(content, bytes):
+        return "it holds no bytes of an image"
+    if not isinstance(label, int) or not 0 <= label < num_classes:
+        return f"its label is {label}, expected a number from 0 to {num_classes - 1}"
+    try:
+        measure_bytes(content)
+    except BadImageError as error:
+        return str(error)
+    return None

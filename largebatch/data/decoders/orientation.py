@@ -1,0 +1,65 @@
+"""EXIF orientation: cameras store images turned and note how they are seen.
+
+The index notes it, 1 to 8, and its heights and widths, and so all boxes, are those of the image
+that is seen. That is the stored one transposed for 5 to 8, then turned upside down for UPSIDE and
+mirrored for MIRRORED (EXIF 2.32, tag 274). A decoder that reads whole images turns them before it
+cuts. One that decodes nothing but a box cuts where the box is stored and turns the square it was
+resized to.
+"""
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from largebatch.data.index.index import Index
+from largebatch.data.types import BoolArray, IntArray, Request
+
+UPSIDE, MIRRORED, TRANSPOSED = (3, 4, 7, 8), (2, 3, 6, 7), (5, 6, 7, 8)
+
+METHODS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Pillow's names for what makes the image that is seen of the stored one."""
+
+
+def turn_whole(image: Image.Image, orientation: int) -> Image.Image:
+    """Return the image that is seen."""
+    return image if orientation == 1 else image.transpose(METHODS[orientation])
+
+
+def as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
+    """Return boxes in stored pixels, and flips: none where `turn_resized` does them too."""
+    if index.orientations is None:
+        return request.boxes, request.flips
+    orientations = index.orientations[request.samples]
+    top, left, height, width = request.boxes.T
+    far_top = index.heights[request.samples] - top - height
+    far_left = index.widths[request.samples] - left - width
+    top = np.where(np.isin(orientations, UPSIDE), far_top, top)
+    left = np.where(np.isin(orientations, MIRRORED), far_left, left)
+    boxes = np.stack([top, left, height, width], axis=-1)
+    transposed = np.isin(orientations, TRANSPOSED)[:, None]
+    return (
+        np.where(transposed, boxes[:, [1, 0, 3, 2]], boxes),
+        request.flips & (orientations == 1),
+    )
+
+
+def turn_resized(images: Tensor, index: Index, request: Request) -> None:
+    """Turn the squares, N x C x H x W, that were cut as stored, and flip those that are turned."""
+    if index.orientations is None:
+        return
+    orientations = index.orientations[request.samples]
+    for row in np.flatnonzero(orientations != 1).tolist():
+        orientation, image = int(orientations[row]), images[row]
+        if orientation in TRANSPOSED:
+            image = image.transpose(1, 2)
+        axes = [1] if orientation in UPSIDE else []
+        axes += [2] if (orientation in MIRRORED) != bool(request.flips[row]) else []
+        images[row] = image.flip(axes)  # a copy

@@ -1,0 +1,139 @@
+"""Files among images that are not read: counted by kind and named, wherever a folder is read."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from class_folders import fields, write_folder, write_image
+from importing import imported
+from PIL import Image
+from short_runs import a_recipe
+
+from largebatch import run
+from largebatch.cli.main import DONE, main
+from largebatch.data.index.ignored import NESTED, list_ignored
+from largebatch.data.index.index import index_of, load_or_read, make, refresh
+from largebatch.tracking.events import LOG
+
+READ = ".bmp .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        write_folder(tmp_path / "data", split)
+    return tmp_path / "data"
+
+
+def add_others(root: Path) -> None:
+    """Add what is not read: formats, loose files, folders below a class, and what is hidden."""
+    for number in range(4):
+        Image.new("RGB", (4, 4)).save(root / f"train/cat/{number}.gif")
+    (root / "train/dog/phone.HEIC").write_bytes(b"heic")
+    (root / "train/dog/README").touch()
+    write_image(root / "train/loose.png")
+    write_image(root / "train/dog/more/deep/x.png")
+    write_image(root / "train/dog/more/y.png")
+    (root / "train/dog/.DS_Store").touch()
+    write_image(root / "train/dog/more/.thumbnails/y.png")
+
+
+def test_files_that_are_not_read_are_counted_by_kind_and_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_others(root)
+    assert main(["data", "index", str(root)]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:7] == [
+        f"train: 9 files ignored (read are {READ}):",
+        "  4 .gif: train/cat/0.gif, train/cat/1.gif, train/cat/2.gif, ...",
+        f"  2 {NESTED}: train/dog/more/deep/x.png, train/dog/more/y.png",
+        "  1 .heic: train/dog/phone.HEIC",
+        "  1 beside the class folders or shards: train/loose.png",
+        "  1 without a suffix: train/dog/README",
+    ]
+    assert lines[-1].endswith("4 training and 4 validation images, 9 other files ignored")
+
+
+def test_all_readable_is_printed_where_nothing_is_ignored(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "index", str(root)]) == DONE
+    assert capsys.readouterr().out.rstrip().endswith("4 validation images, all readable")
+
+
+def test_what_is_ignored_changes_neither_the_images_nor_their_digest(root: Path) -> None:
+    before = fields(index_of(make(root, "train"), root))
+    add_others(root)
+    assert fields(load_or_read(root, "train")) == before
+    content = refresh(root, "train", drop_bad=False, progress=lambda _done, _total: None)
+    assert content.ignored
+    assert fields(index_of(content, root)) == before
+    assert fields(load_or_read(root, "train")) == before
+
+
+def test_the_command_counts_what_came_after_the_index_was_made(root: Path) -> None:
+    make(root, "train")
+    times = {path: path.stat().st_mtime_ns for path in (root / "train/cat", root / "train")}
+    add_others(root)
+    for path, time in times.items():
+        os.utime(path, ns=(time, time))
+    content = refresh(root, "train", drop_bad=False, progress=lambda _done, _total: None)
+    assert content.ignored == tuple(list_ignored(root, "train"))
+    assert sum(each.number for each in content.ignored) == 9
+
+
+def test_what_lies_beside_shards_is_counted(root: Path, tmp_path: Path) -> None:
+    shards = imported(root, tmp_path / "shards")
+    (shards / "train/000000.idx").touch()
+    assert [tuple(each) for each in list_ignored(shards, "train")] == [
+        ("beside the class folders or shards", 1, ["train/000000.idx"])
+    ]
+
+
+def test_a_jpeg_by_its_other_suffixes_is_read(root: Path) -> None:
+    for suffix in ("jfif", "JPE"):
+        path = root / f"train/cat/y.{suffix}"
+        Image.new("RGB", (4, 4)).save(path, format="jpeg")
+    names = ["train/cat/x.jpg", "train/cat/y.JPE", "train/cat/y.jfif"]
+    assert list(load_or_read(root, "train").paths)[1:4] == names
+    assert not list_ignored(root, "train")
+
+
+def test_an_import_counts_what_it_leaves_out(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_others(root)
+    (root / "train/loose.png").rename(root / "train/loose.txt")
+    words = ["data", "import", "imagefolder", str(root), "--out", str(tmp_path / "out")]
+    assert main(words) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        f"{root}: 7 files ignored (read are {READ}):",
+        "  4 .gif: train/cat/0.gif, train/cat/1.gif, train/cat/2.gif, ...",
+        "  1 .heic: train/dog/phone.HEIC",
+    ]
+    assert "6 training and 4 validation images, all readable" in lines[-1]
+
+
+def test_a_run_notes_what_is_ignored_when_it_begins(root: Path, tmp_path: Path) -> None:
+    add_others(root)
+    (root / "train/loose.png").rename(root / "train/loose.txt")
+    recipe = a_recipe(
+        changes=(
+            *("data.source=folder", "data.classes=3", "data.train_samples=4", "polish=null"),
+            *(
+                "data.val_samples=4",
+                "batch.global_batch=4",
+                "batch.bn_span=null",
+                "model.name=lenet5",
+            ),
+            *("model.arguments={}", "duration={steps: 1}", "schedule.warmup=null"),
+        )
+    )
+    run(recipe, out=tmp_path / "run", data=root, max_steps=1)
+    records = map(json.loads, (tmp_path / "run" / LOG).read_text().splitlines())
+    (note,) = (record["text"] for record in records if record["event"] == "note")
+    assert note.startswith(f"train: 9 files ignored (read are {READ}): 4 .gif: train/cat/0.gif, ")
+    assert "; 1 .heic: train/dog/phone.HEIC; " in note

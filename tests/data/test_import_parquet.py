@@ -1,0 +1,179 @@
+"""Parquet files as the Hugging Face hub lays them out."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from importing import contents, png
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.data.index.index import read_folder
+
+needs_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"
+)
+
+CLASSES = ["cat", "dog"]
+Features = dict[str, dict[str, Any]]
+
+FEATURES: Features = {
+    "image": {"_type": "Image"},
+    "label": {"names": CLASSES, "_type": "ClassLabel"},
+}
+
+
+def write(
+    path: Path, images: Sequence[object], labels: list[int], *, features: Features = FEATURES
+) -> None:
+    """Write a file as the library `datasets` does."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = list(features)
+    struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = [pa.array(images, type=struct), *[pa.array(labels, pa.int64())] * (len(names) - 1)]
+    about = json.dumps({"info": {"features": features}})
+    table = pa.table(columns, names=names).replace_schema_metadata({"huggingface": about})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=2)
+
+
+def image(number: int) -> dict[str, object]:
+    return {"bytes": png(number), "path": f"{number}.png"}
+
+
+def write_hub(root: Path, *, val: str = "validation", features: Features = FEATURES) -> Path:
+    """Write six training images in two files and two of validation."""
+    for part in range(2):
+        images = [image(3 * part + n) for n in range(3)]
+        write(
+            root / f"data/train-{part:05d}-of-00002.parquet",
+            images,
+            [part, 1, 0],
+            features=features,
+        )
+    path = root / f"data/{val}-00000-of-00001.parquet"
+    write(path, [image(6), image(7)], [0, 1], features=features)
+    return root
+
+
+def command(source: Path, out: Path, *options: str) -> int:
+    return main(["data", "import", "parquet", str(source), "--out", str(out), *options])
+
+
+@needs_pyarrow
+def test_images_keep_their_bytes_order_and_labels(tmp_path: Path) -> None:
+    assert command(write_hub(tmp_path / "in"), tmp_path / "out") == DONE
+    index = read_folder(tmp_path / "out", "train")
+    assert index.classes == ("cat", "dog")
+    assert index.labels.tolist() == [0, 1, 0, 1, 1, 0]
+    expected = {"cat": [png(n) for n in (0, 2, 5)], "dog": [png(n) for n in (1, 3, 4)]}
+    assert contents(tmp_path / "out") == expected
+    assert contents(tmp_path / "out", "val") == {"cat": [png(6)], "dog": [png(7)]}
+
+
+@needs_pyarrow
+def test_test_validates_only_where_that_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_hub(tmp_path / "in", val="test")
+    assert command(source, tmp_path / "out") == USER
+    assert "--val-name test; to divide train: --val-fraction 0.1; found data/test-00000" in (
+        capsys.readouterr().err
+    )
+    assert command(source, tmp_path / "out", "--val-name", "test") == DONE
+
+
+@needs_pyarrow
+def test_a_part_of_training_is_divided_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_hub(tmp_path / "in")
+    options = ("--val-fraction", "0.34")
+    assert command(source, tmp_path / "out", *options) == USER
+    assert "there is a split of validation already" in capsys.readouterr().err
+    (source / "data/validation-00000-of-00001.parquet").unlink()
+    assert command(source, tmp_path / "out", *options) == DONE
+    assert "val: 0.34 of every class, at least one image" in capsys.readouterr().out
+    train, val = contents(tmp_path / "out"), contents(tmp_path / "out", "val")
+    for name, numbers in {"cat": (0, 2, 5), "dog": (1, 3, 4)}.items():
+        assert (len(train[name]), len(val[name])) == (2, 1)
+        assert {*train[name], *val[name]} == {png(number) for number in numbers}
+    assert command(source, tmp_path / "again", *options) == DONE
+    assert contents(tmp_path / "again", "val") == val
+
+
+@needs_pyarrow
+def test_one_of_several_labels_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in CIFAR-100, whose image has another name too."""
+    features = {"img": {"_type": "Image"}} | {
+        name: {"names": [f"{name} {n}" for n in range(2)], "_type": "ClassLabel"}
+        for name in ("fine_label", "coarse_label")
+    }
+    source = write_hub(tmp_path / "in", features=features)
+    assert command(source, tmp_path / "out") == USER
+    shown = capsys.readouterr().err
+    assert "choose one of several labels with --label; found img (Image), fine_label" in shown
+    assert command(source, tmp_path / "out", "--label", "coarse_label") == DONE
+    classes = read_folder(tmp_path / "out", "train").classes
+    assert classes == ("coarse_label 0", "coarse_label 1")
+
+
+BAD: dict[str, tuple[object, int, str]] = {
+    "a GIF": ({"bytes": b"GIF89a" + bytes(40), "path": "x"}, 0, "no readable image"),
+    "a path alone": ({"bytes": None, "path": "x.png"}, 0, "it holds no bytes of an image"),
+    "no image": (None, 0, "it holds no bytes of an image"),
+    "no label": (image(1), -1, "its label is -1, expected a number from 0 to 1"),
+    "cut off": ({"bytes": png(1)[:-20], "path": "x"}, 0, "it is cut off"),
+}
+
+
+@needs_pyarrow
+@pytest.mark.parametrize(
+    ("content", "label", "reason"), [pytest.param(*each, id=name) for name, each in BAD.items()]
+)
+def test_a_row_of_no_use_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, label: int, reason: str
+) -> None:
+    source = write_hub(tmp_path / "in")
+    write(source / "data/train-00002-of-00003.parquet", [image(8), content], [0, label])
+    assert command(source, tmp_path / "out") == USER
+    shown = capsys.readouterr().err
+    assert "1 of 8 images cannot be used" in shown
+    assert f"train-00002-of-00003.parquet, row 1: {reason}" in shown
+    assert not (tmp_path / "out").exists()
+
+
+@needs_pyarrow
+def test_files_of_another_kind_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, tmp_path / "out") == USER
+    assert "expected data/train-*.parquet" in capsys.readouterr().err
+    source = write_hub(tmp_path / "in")
+    plain = {name: {"_type": "Value"} for name in FEATURES}
+    write(source / "data/train-00000-of-00002.parquet", [image(0)], [0], features=plain)
+    assert command(source, tmp_path / "out") == USER
+    assert "found image (Value), label (Value)" in capsys.readouterr().err
+    (source / "data/train-00000-of-00002.parquet").write_bytes(b"PAR1 and no more")
+    assert command(source, tmp_path / "out") == USER
+    assert "not a whole Parquet file" in capsys.readouterr().err
+    other = {**FEATURES, "label": {"names": ["dog", "cat"], "_type": "ClassLabel"}}
+    write(source / "data/train-00000-of-00002.parquet", [image(0)], [0], features=other)
+    assert command(source, tmp_path / "out") == USER
+    assert "different columns or classes" in capsys.readouterr().err
+
+
+def test_without_pyarrow_the_way_to_get_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert command(tmp_path, tmp_path / "out") == USER
+    assert "data import parquet needs pyarrow" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""EXIF orientation: what is seen is what Pillow's own transposition shows, by every decoder."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from decoding import CPU, Decode, augmented, both_decoders, open_cache, photograph, run, view
+from PIL import Image, ImageOps
+
+from largebatch.data.augment import clean_request
+from largebatch.data.datasets.packing import pack_folder
+from largebatch.data.decoders import cached
+from largebatch.data.index.build import BadImageError, measure_bytes
+from largebatch.data.index.index import Index, read_folder
+from largebatch.data.types import Request
+
+ORIENTATION = 0x0112
+
+
+def turned(orientation: object, form: str = "jpeg", **options: object) -> bytes:
+    """An image of 90 x 140 stored pixels."""
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[ORIENTATION] = orientation
+    image = Image.fromarray(photograph(90, 140))
+    image.save(buffer, format=form, exif=exif, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """All orientations as JPEG, and one each as PNG and WebP."""
+    root = tmp_path_factory.mktemp("turned")
+    for split in ("train", "val"):
+        (root / split / "a").mkdir(parents=True)
+    for orientation in range(1, 9):
+        content = turned(orientation, quality=95, subsampling=0)
+        (root / f"train/a/{orientation}.jpg").write_bytes(content)
+    (root / "train/a/9.png").write_bytes(turned(6, "png"))
+    (root / "train/a/A.webp").write_bytes(turned(8, "webp", lossless=True))
+    (root / "val/a/0.png").write_bytes(turned(1, "png"))
+    return read_folder(root, "train")
+
+
+def seen(index: Index, sample: int) -> Image.Image:
+    with Image.open(index.locate(sample).path) as image:
+        found: Image.Image = ImageOps.exif_transpose(image).convert("RGB")
+    return found
+
+
+def test_the_index_lists_sizes_as_they_are_seen(folder: Index) -> None:
+    assert folder.orientations is not None
+    assert folder.orientations.tolist() == [*range(1, 9), 6, 8]
+    sizes = [seen(folder, sample).size for sample in range(len(folder))]
+    assert list(zip(folder.widths.tolist(), folder.heights.tolist(), strict=True)) == sizes
+
+
+@both_decoders
+def test_boxes_are_those_of_the_image_that_is_seen(decode: Decode, folder: Index) -> None:
+    """No box is resized, so nothing but decoding can differ; half of them are flipped."""
+    number = len(folder)
+    boxes = np.tile([11, 23, 64, 64], (number, 1))
+    for flip in (False, True):
+        request = Request(np.arange(number), boxes, np.full(number, flip))
+        (batch,) = run(decode, folder, [request], image_size=64)
+        for sample in range(number):
+            expected = np.asarray(seen(folder, sample))[11:75, 23:87]
+            expected = expected[:, ::-1] if flip else expected
+            found = batch.images[sample].permute(1, 2, 0).round().numpy()
+            assert np.abs(found - expected).max() <= 1, folder.paths[sample]
+
+
+@both_decoders
+def test_augmented_images_are_those_of_upright_copies(
+    decode: Decode, folder: Index, tmp_path: Path
+) -> None:
+    (tmp_path / "train/a").mkdir(parents=True)
+    for sample in range(len(folder)):
+        seen(folder, sample).save(tmp_path / f"train/a/{sample}.png")
+    upright = read_folder(tmp_path, "train")
+    requests = augmented(folder, 10, 3)
+    pairs = zip(run(decode, folder, requests), run(decode, upright, requests), strict=True)
+    for one, other in pairs:
+        assert (one.images - other.images).abs().max() <= 2
+
+
+def test_cached_pixels_are_those_that_are_seen(
+    folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = open_cache(folder)
+    request = clean_request(folder, np.arange(len(folder)), image_size=90, resize=90)
+    shown = view(image_size=90)
+    (batch,) = cached.decode(cache, iter([request]), shown, device=CPU, threads=1)
+    for sample, box in enumerate(request.boxes.tolist()):
+        top, left, height, width = box
+        expected = np.asarray(seen(folder, sample))[top : top + height, left : left + width]
+        found = batch.images[sample].permute(1, 2, 0)
+        assert torch.equal(found.round().to(torch.uint8), torch.from_numpy(expected.copy()))
+
+
+def test_shards_note_the_orientation(folder: Index, tmp_path: Path) -> None:
+    pack_folder(folder.root, tmp_path / "out", shard_bytes=10**6, progress=lambda *_: None)
+    shards = read_folder(tmp_path / "out", "train")
+    for name in ("orientations", "heights", "widths"):
+        assert getattr(shards, name).tolist() == getattr(folder, name).tolist()
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65_535])
+def test_an_orientation_that_does_not_exist_turns_nothing(orientation: int) -> None:
+    assert measure_bytes(turned(orientation)) == (90, 140, 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_exif_turns_nothing() -> None:
+    content = turned(6)
+    place = content.index(b"Exif\0\0")
+    for length in range(8, 28):
+        damaged = content[: place + 6] + b"\xff" * length + content[place + 6 + length :]
+        assert measure_bytes(damaged) in {(90, 140, 1), (140, 90, 6)}
+
+
+def test_a_turned_tiff_is_refused_with_the_way_out() -> None:
+    assert measure_bytes(turned(1, "tiff")) == (90, 140, 1)
+    for orientation in range(2, 9):
+        with pytest.raises(BadImageError, match="store it upright, or as a JPEG or PNG"):
+            measure_bytes(turned(orientation, "tiff"))

@@ -1,0 +1,167 @@
+"""A data set of the user's own: its items in the recipe's order, boxes and flips."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from importing import png
+from short_runs import a_recipe
+
+from largebatch import run
+from largebatch.cli.main import USER, main
+from largebatch.data.datasets.own import open_own
+from largebatch.errors import CheckpointError, DataError
+from largebatch.recipe.recipe import Recipe
+
+FOLDER = """
+from pathlib import Path
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+ROOT = Path(__file__).parent / "data"
+
+def make():
+    return ImageFolder(ROOT / "train"), ImageFolder(ROOT / "val")
+
+def shrinking():
+    train, val = make()
+    first = []
+    train.transform = lambda image: image if not first and not first.append(0) else (
+        image.resize((5, 5)))
+    return train, val
+"""
+
+BAD = """
+import torch
+
+class Items:
+    def __init__(self, *items):
+        self.items = items
+    def __len__(self):
+        return len(self.items)
+    def __getitem__(self, number):
+        return self.items[number]
+
+good = torch.zeros(3, 8, 8, dtype=torch.uint8), 0
+def pair(*items):
+    return lambda: (Items(*items), Items(good))
+
+floats = pair(good, (torch.zeros(3, 8, 8), 0))
+flat = pair(good, (torch.zeros(8, 8, dtype=torch.uint8), 0))
+alone = pair(good, good[0])
+words = pair(good, (good[0], "cat"))
+arrays = pair(good, (good[0].numpy(), 1))
+label = pair(good, (good[0], 2))
+empty = pair()
+one = lambda: Items(good)
+stream = lambda: (iter([good]), iter([good]))
+number = 7
+"""
+
+
+def recipe(*changes: str) -> Recipe:
+    return a_recipe(
+        changes=(
+            *("data.source=folder", "data.classes=2", "data.train_samples=14"),
+            *("data.val_samples=6", "batch.global_batch=8", "batch.bn_span=4", "data.flip=true"),
+            *("execution.cache=null", "polish=null", "evaluation.every_epochs=1", *changes),
+        )
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with images of several sizes and a module that opens them, where commands run."""
+    for split, number in (("train", 14), ("val", 6)):
+        for image in range(number):
+            path = tmp_path / f"data/{split}/{'ab'[image % 2]}/{image:02d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(image, side=16 + image))
+    (tmp_path / "own_folder.py").write_text(FOLDER)
+    (tmp_path / "own_bad.py").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("own_folder", "own_bad", "own_grey", "own_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_a_data_set_of_ones_own_trains_as_its_folder_does(place: Path) -> None:
+    """To the bit: order, boxes and flips are the same, and so are the pixels."""
+    expected = run(recipe(), data=place / "data", out=place / "folder")
+    found = run(recipe(), dataset="own_folder:make", out=place / "own")
+    assert (found.loss, found.top1, found.steps) == (expected.loss, expected.top1, 8)
+    losses = [(stage.loss, stage.top1) for stage in found.stages]
+    assert losses == [(stage.loss, stage.top1) for stage in expected.stages]
+
+
+def test_the_run_is_resumed_and_evaluated_by_command(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(recipe(), dataset="own_folder:make", out=place / "whole")
+    run(recipe(), dataset="own_folder:make", out=place / "parts", max_steps=3)
+    resumed = run(recipe(), dataset="own_folder:make", out=place / "parts", resume=True)
+    assert resumed.loss == whole.loss
+    assert main(["evaluate", "parts", "--dataset", "own_folder:make"]) == 0
+    assert f"top-1 {whole.top1:.2%}" in capsys.readouterr().out
+    (place / "data/train/a/00.png").write_bytes(png(0, side=9))
+    with pytest.raises(CheckpointError, match=r"data\.index\.train\.digest"):
+        run(recipe(), dataset="own_folder:make", out=place / "parts", resume=True)
+
+
+REFUSED = {
+    "floats": "item 1: its image is a tensor of torch.float32, 3 x 8 x 8; expected (image, label)",
+    "flat": "item 1: its image is a tensor of torch.uint8, 8 x 8",
+    "alone": "item 1: ",
+    "words": "item 1: 'str' object cannot be interpreted as an integer",
+    "arrays": "item 1: its image is a ndarray",
+    "label": "item 1: its label is 2, expected 0 to 1",
+    "empty": "train of own_bad:empty: there are no items in it",
+    "one": "own_bad:one: expected it to return two data sets",
+    "stream": "own_bad:stream: expected it to return two data sets",
+    "number": "own_bad:number: there is no such function",
+    "missing": "own_bad:missing: there is no such function",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSED.items())
+def test_what_is_no_such_data_set_is_refused(place: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        run(recipe(), dataset=f"own_bad:{name}", out=place / "out")
+    assert message in str(caught.value)
+
+
+def test_an_item_that_changes_is_named(place: Path) -> None:
+    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: it is .* and was"):
+        run(recipe(), dataset="own_folder:shrinking", out=place / "out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["data.source=digits", "execution.cache=memory", "execution.decoder=dali"],
+)
+def test_a_setting_that_would_not_be_used_is_refused(place: Path, change: str) -> None:
+    key = change.replace("=", ": ")
+    with pytest.raises(DataError, match=f"{key} would not be used"):
+        run(recipe(change), dataset="own_folder:make", out=place / "out")
+
+
+def test_a_module_that_is_not_there_is_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match="no_such: there is no such module in "):
+        open_own("no_such:make")
+    (place / "own_broken.py").write_text("import no_such_package")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        open_own("own_broken:make")
+    (place / "r.yaml").write_text(recipe().model_dump_json())
+    assert main(["train", "r.yaml", "--import", "no_such", "--out", "x"]) == USER
+    assert "no_such: there is no such module" in capsys.readouterr().err
+
+
+def test_grey_tensors_are_shown_as_grey(place: Path) -> None:
+    (place / "own_grey.py").write_text(
+        BAD + "grey = lambda: (Items((torch.full((1, 8, 9), 7, dtype=torch.uint8), 1)),) * 2"
+    )
+    image, label = open_own("own_grey:grey")[0].read(0)
+    assert (image.mode, image.size, image.getpixel((4, 4)), label) == ("RGB", (9, 8), (7, 7, 7), 1)

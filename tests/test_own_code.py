@@ -1,0 +1,82 @@
+"""The code and the commands of docs/own-code.md do what they are there for."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import largebatch
+from largebatch.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "own-code.md"
+
+
+def blocks(language: str) -> list[str]:
+    text = PAGE.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    data_set, model, script = blocks("python")
+    (recipe,) = blocks("yaml")
+    for name, text in {
+        "shapes.py": data_set,
+        "nets.py": model,
+        "script.py": script,
+        "squares.yaml": recipe,
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def output_of(words: list[str], place: Path) -> str:
+    package = str(Path(largebatch.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_trains_on_one_worker(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    train = shlex.split(blocks("console")[0].splitlines()[0][2:].replace("--workers 2", ""))
+    try:
+        assert main([*train[1:], "--max-steps", "2"]) == 0
+    finally:
+        for name in ("shapes", "nets"):
+            sys.modules.pop(name, None)
+    assert "--max-steps 2 is reached" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_commands_train_and_evaluate_on_two_workers(place: Path) -> None:
+    (console,) = blocks("console")
+    train, evaluate = (shlex.split(line[2:]) for line in console.splitlines())
+    assert train[0] == evaluate[0] == "largebatch"
+    trained = output_of(["-m", *train], place)
+    assert "report: runs/squares" in trained
+    found = re.search(r"top-1 ([\d.]+)%", output_of(["-m", *evaluate], place))
+    assert found is not None
+    assert float(found[1]) > 90
+
+
+@pytest.mark.long
+def test_the_script_trains_on_two_workers(place: Path) -> None:
+    assert float(output_of(["script.py"], place).splitlines()[-1]) > 0.9

@@ -1,0 +1,67 @@
+"""The commands of docs/your-own-data.md, on a few photographs, from an empty home."""
+
+import json
+import re
+import shlex
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from largebatch.cli.main import DONE, _parser, main
+
+PAGE = Path(__file__).parents[1] / "docs" / "your-own-data.md"
+SHORT = ("duration={epochs: 2}", "schedule.warmup={steps: 2}", "polish.clean={epochs: 1}")
+
+
+def commands() -> list[list[str]]:
+    (text,) = re.findall(
+        r"^```console\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return [shlex.split(line.removeprefix("$ ")) for line in text.splitlines()]
+
+
+def write_photos(archive: Path, photos: Path) -> None:
+    """Write 30 photographs of each of three classes."""
+    with zipfile.ZipFile(archive) as file:
+        names = sorted(name for name in file.namelist() if name.endswith(".JPEG"))
+        for class_name in sorted({name.split("/")[1] for name in names})[:3]:
+            (photos / class_name).mkdir(parents=True)
+            for name in [name for name in names if name.split("/")[1] == class_name][:30]:
+                (photos / class_name / Path(name).name).write_bytes(file.read(name))
+
+
+@pytest.mark.long
+def test_the_commands_lead_from_photographs_to_a_polished_run(
+    real_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    draws: None,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_photos(real_data / "imagenette224/train.zip", tmp_path / "photos")
+    for program, *words in commands():
+        assert program == "largebatch"
+        short = [word for each in SHORT for word in ("--set", each)] if "train" in words else []
+        assert main([*words, *short]) == DONE
+    summary = json.loads((tmp_path / "runs/photos/summary.json").read_text())
+    assert [stage["name"] for stage in summary["stages"]] == ["train", "clean", "statistics"]
+    assert f"top-1 {summary['top1']:.2%}" in capsys.readouterr().out
+    for name in ("runs/photos/report.html", "sheet.png", "recipe.yaml"):
+        assert (tmp_path / name).exists()
+
+
+def test_every_command_of_the_table_is_understood() -> None:
+    found = re.findall(
+        r"^\|.*?\| .*?`largebatch (data .*?)`", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    assert len(found) >= 6
+    for words in found:
+        _parser().parse_args(shlex.split(words))
+
+
+def test_there_are_at_most_ten_commands() -> None:
+    assert 4 <= len(commands()) <= 10
