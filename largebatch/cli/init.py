@@ -15,7 +15,7 @@ from largebatch.recipe.plan import make_plan
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
     from largebatch.recipe.recipe import Recipe
-    from largebatch.runs.initial import Estimate, Survey
+    from largebatch.runs.initial import Survey, TimeEstimate
 
 SHOWN = 20
 """Classes whose images are counted line by line."""
@@ -36,7 +36,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 def _init(args: argparse.Namespace) -> int:
     _require_splits(args.folder)
-    from largebatch.runs.initial import draft, estimate, recipe_name, survey
+    from largebatch.runs.initial import draft, estimate_time, recipe_name, survey
 
     name = recipe_name(args.folder)
     out = args.out or Path(f"{name}.yaml")
@@ -53,7 +53,7 @@ def _init(args: argparse.Namespace) -> int:
     except OSError as error:
         raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
     _show_choices(found, recipe)
-    _show_time(estimate(recipe, found))
+    _show_time(estimate_time(recipe, found))
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(args.folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
@@ -126,7 +126,7 @@ def _show_choices(found: "Survey", recipe: "Recipe") -> None:
     print("\n".join(lines))
 
 
-def _show_time(found: "Estimate") -> None:
+def _show_time(found: "TimeEstimate") -> None:
     print(
         f"about {_duration(found.seconds)} on this machine, one worker on {found.device}: "
         f"{found.trained_per_second:,.0f} images a second were trained on"

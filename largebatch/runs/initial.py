@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
 from largebatch.data.index.index import Index
 from largebatch.data.types import View
 from largebatch.distributed.environment import available_cores
-from largebatch.models import build
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Triple
+from largebatch.runs.estimate import estimate
 
 SAMPLE = 512
 """Training images whose colours are measured, spread evenly over all."""
@@ -47,9 +45,6 @@ STAGES = 3
 COMMENT = 30
 """The column in which comments behind values begin."""
 
-TIMED_STEPS = 2
-"""After one that is not timed."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
@@ -65,7 +60,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class TimeEstimate:
     """How long a run would take on this machine, on one worker."""
 
     seconds: float
@@ -214,12 +209,11 @@ def recipe_name(folder: Path) -> str:
     return name[:100] or "own-data"
 
 
-def estimate(recipe: Recipe, found: Survey) -> Estimate:
-    """Time some steps of the model on this machine and multiply; data are read beside a GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def estimate_time(recipe: Recipe, found: Survey) -> TimeEstimate:
+    """Measure a step of the model on this machine and multiply; data are read beside a GPU."""
     plan = make_plan(recipe, workers=1)
-    size = min(plan.device_batch, 256 if device.type == "cuda" else 16)
-    trained = _trained_per_second(recipe, device, size=size)
+    step = estimate(recipe, plan)
+    trained = plan.global_batch / step.step_seconds
     # A forward pass alone takes a third of a step.
     passes = STAGES + len(plan.evaluate_after)
     images = plan.steps * plan.global_batch
@@ -227,25 +221,5 @@ def estimate(recipe: Recipe, found: Survey) -> Estimate:
     computing = (images + forward / 3) / trained
     decoded = len(found.train) + len(found.val) if recipe.execution.cache else images + forward
     reading = decoded / found.decoded_per_second
-    seconds = max(computing, reading) if device.type == "cuda" else computing + reading
-    return Estimate(seconds=seconds, trained_per_second=trained, device=str(device))
-
-
-def _trained_per_second(recipe: Recipe, device: torch.device, *, size: int) -> float:
-    """Return how many images go forward and backward in a second, on one worker."""
-    model = build(recipe.model.name, num_classes=recipe.data.classes).to(device).train()
-    side = recipe.data.image_size
-    images = torch.randn(size, 3, side, side, device=device)
-    labels = torch.arange(size, device=device) % recipe.data.classes
-    begun = 0.0
-    for step in range(1 + TIMED_STEPS):
-        if step == 1:
-            begun = _now(device)
-        F.cross_entropy(model(images), labels).backward()
-    return TIMED_STEPS * size / (_now(device) - begun)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    seconds = max(computing, reading) if step.device == "cuda" else computing + reading
+    return TimeEstimate(seconds=seconds, trained_per_second=trained, device=step.device)
