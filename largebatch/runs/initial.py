@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
