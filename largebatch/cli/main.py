@@ -150,17 +150,16 @@ def _train(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(folder)) from None
-    asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     if own_rank() == 0:
-        if summary.status == "interrupted":
+        if summary.status in {"interrupted", "paused"}:
             again = f"to go on: the same command with --resume --out {folder}"
-            if asked_to_stop:
+            if summary.status == "paused":
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
             print(printable(again))
         page = folder / REPORT
         drawn = f"report: {page}" if page.exists() else f"to draw it: largebatch report {folder}"
         print(printable(drawn))
-    return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
+    return INTERRUPTED if summary.status == "interrupted" else DONE
 
 
 def _evaluate(args: argparse.Namespace) -> int:

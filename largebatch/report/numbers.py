@@ -101,6 +101,8 @@ def verdict(run: Run) -> str | None:
     done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
     if summary is None:
         words = f"No summary: the run did not end by itself. Its log ends after {done}."
+    elif summary.status == "paused":
+        words = f"The run paused at --max-steps, after {done}; --resume goes on from there."
     elif summary.status == "interrupted":
         words = f"The run was interrupted after {done}; --resume goes on from there."
     elif summary.status == "stopped":

@@ -203,7 +203,9 @@ def record(
             with suppress(CheckpointError):
                 _finish(trainer, folder, status)
             raise
-        return _finish(trainer, folder, "finished" if complete else "interrupted")
+        if complete:
+            return _finish(trainer, folder, "finished")
+        return _finish(trainer, folder, "interrupted" if trainer.step_log.stopped else "paused")
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:

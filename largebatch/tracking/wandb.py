@@ -5,6 +5,7 @@ offline in the run folder and can be uploaded later with `wandb sync`.
 """
 
 import os
+import shlex
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -55,7 +56,7 @@ class Wandb:
             reason = str(error).strip().split("\n")[0]
             self._note(
                 f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
-                f"wandb sync {self._folder}/wandb/offline-run-*"
+                + self._sync
             )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -104,12 +105,20 @@ class Wandb:
         self._run.log({"step": step, **values})
 
     def _finish(self, summary: Summary) -> None:
-        """Log the summary and the report's image, and end the run."""
+        """Log the summary and the report's image, end the run; note how to send one offline."""
         self._run.summary.update(asdict(summary))
         image = self._folder / OVERVIEW
         if image.exists():
             self._run.log({"report": self._wandb.Image(str(image))})
-        self._run.finish(exit_code=0 if summary.status == "finished" else 1)
+        offline = self._run.offline
+        self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
+        if offline:
+            self._note(f"W&B has this run offline only; to send it: {self._sync}")
+
+    @property
+    def _sync(self) -> str:
+        """The command that sends every part of the run, of which each has a folder of its own."""
+        return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
 
     def _identity(self) -> str:
         """Return the id this run folder has had from its first start on."""

@@ -25,13 +25,13 @@ from largebatch.tracking.events import (
     Evaluation,
     Event,
     Finish,
-    JsonLines,
     LayerDrift,
     StageResult,
     Start,
     Step,
     Summary,
 )
+from largebatch.tracking.log import JsonLines
 from largebatch.tracking.wandb import Wandb
 
 PLAN = Plan(
@@ -125,7 +125,8 @@ def test_a_log_has_one_owner_which_may_be_killed(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write = f"""
 import sys, pathlib, datetime
-from largebatch.tracking.events import JsonLines, Note
+from largebatch.tracking.events import Note
+from largebatch.tracking.log import JsonLines
 log = JsonLines(pathlib.Path({str(path)!r}), resume=False)
 log.record(Note(stage="train", step=0, text="a"))
 print("owned", flush=True)
@@ -346,3 +347,9 @@ def test_a_missing_wandb_is_an_error_with_the_install_command(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingPackageError, match="install it with: pip install wandb"):
         Wandb(tmp_path, {}, note=print)
+
+
+def test_the_last_line_of_a_run_that_paused_names_max_steps() -> None:
+    stream = io.StringIO()
+    Console(stream).record(replace(FINISH, summary=replace(SUMMARY, status="paused")))
+    assert stream.getvalue() == "paused at --max-steps after 1.2 s\n"
