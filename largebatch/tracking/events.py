@@ -74,6 +74,10 @@ class Step:
 
     step_seconds: float = math.nan
     images_per_second: float
+    data_seconds: Measured = math.nan
+    reduction_seconds: Measured = math.nan
+    """Of the seconds of the step, what worker 0 waited for images and for the sums of gradients; on
+    a GPU only what the GPU waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
