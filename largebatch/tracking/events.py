@@ -96,6 +96,33 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mistakes:
+    """Which validation images are classified wrongly at the end of a stage, over all workers."""
+
+    event: Literal["mistakes"] = "mistakes"
+    stage: StageName
+    step: int
+    classes: tuple[str, ...]
+    """Names, by label."""
+
+    sizes: tuple[int, ...]
+    """How many validation images each class has."""
+
+    samples: tuple[int, ...]
+    """The wrong ones as rows of the index of validation images, rising."""
+
+    labels: tuple[int, ...]
+    predicted: tuple[int, ...]
+    """Their classes, and those that got the highest score."""
+
+    worst: tuple[int, ...]
+    """A few of `samples`: those of the largest loss, the largest first."""
+
+    losses: tuple[Measured, ...]
+    """Those of the worst."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Whether a stage was kept: top-1 on training images held out, before it and after it."""
 
@@ -244,7 +271,7 @@ class Finish:
     summary: Summary
 
 
-Event = Start | Step | Evaluation | Decision | Note | Drift | Finish
+Event = Start | Step | Evaluation | Mistakes | Decision | Note | Drift | Finish
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads and writes them."""
 
