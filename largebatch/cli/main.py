@@ -185,8 +185,13 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
+    if args.out is not None and len(args.runs) > 1:
+        raise LargebatchError(
+            f"--out {args.out} is for the report of one run, and {len(args.runs)} are given; draw "
+            "each by a command of its own"
+        )
     for folder in args.runs:
-        print(printable(str(write_report(folder))))
+        print(printable(str(write_report(folder, args.out))))
     return DONE
 
 
@@ -258,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = command("report", _report, "draw a run folder again")
     report.add_argument("runs", type=Path, nargs="+", metavar="run")
+    report.add_argument("--out", type=Path, metavar="DIR", help="write elsewhere (the run folder)")
 
     command("doctor", _doctor, "show what is installed and works, and how to install the rest")
     return parser

@@ -30,6 +30,7 @@ from largebatch.errors import (
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
+from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import (
     check_folder,
@@ -226,6 +227,8 @@ def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
             summary.write(folder / SUMMARY)
             if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
                 with trainer.backend.busy():
+                    with suppress(LargebatchError):  # it has as good a report without them
+                        record_worst(trainer.pipeline, folder)
                     write_report(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
