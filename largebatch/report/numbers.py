@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second, median
 
 UNKNOWN = "–"
+
+INPUT_BOUND = 0.1
+"""The share of the time from which on faster images are worth the trouble."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +31,13 @@ class Headline:
 def headlines(run: Run) -> tuple[Headline, ...]:
     """Return the six numbers that sum up a run."""
     plan = run.plan
-    rate = images_per_second(run)
     seconds = run.summary.seconds if run.summary else None
     time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
     polishing = sum(stage.result.seconds for stage in run.stages[1:] if stage.result)
     return (
         _accuracy(run),
         _gain(run),
-        Headline(
-            "Training speed",
-            UNKNOWN if rate is None else f"{rate:,.0f}",
-            "" if rate is None else "images/s",
-            "no step was timed"
-            if rate is None
-            else _plural(plan.workers, "worker") + ("" if plan.workers == 1 else " together"),
-        ),
+        _speed(run),
         Headline(
             "Global batch",
             f"{plan.global_batch:,}",
@@ -59,6 +54,16 @@ def headlines(run: Run) -> tuple[Headline, ...]:
             "Wall time", time, unit, f"{duration(polishing)} of it polishing" if polishing else ""
         ),
     )
+
+
+def _speed(run: Run) -> Headline:
+    rate = images_per_second(run)
+    if rate is None:
+        return Headline("Training speed", UNKNOWN, "", "no step was timed")
+    together = _plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
+    bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
+    note = f"{together}, input bound" if bound else together
+    return Headline("Training speed", f"{rate:,.0f}", "images/s", note)
 
 
 def _skipped(run: Run) -> str:
@@ -253,3 +258,49 @@ def _division(plan: Plan) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+class Shares(NamedTuple):
+    """Parts of the time of updates: these two, and computing the rest."""
+
+    data: float
+    reduction: float
+
+
+def shares(run: Run) -> Shares:
+    """Return them over all updates that were timed but the first, which warms up, if it has others.
+
+    The run has such updates.
+    """
+    steps = run.timed[1:] or run.timed
+    whole = sum(step.step_seconds for step in steps)
+    return Shares(
+        sum(step.data_seconds for step in steps) / whole,
+        sum(step.reduction_seconds for step in steps) / whole,
+    )
+
+
+def describe_waits(run: Run) -> str:
+    """Return in one sentence whether the run was input bound."""
+    data, reduction = shares(run)
+    parts = f"{_percent(data)} of the time waiting for images"
+    if run.plan.workers > 1:
+        parts += f" and {_percent(reduction)} waiting for the sums of gradients"
+    if data < INPUT_BOUND:
+        return f"Not input bound: updates spent {parts}."
+    return (
+        f"Input bound: updates spent {parts}; images that come at once would make training "
+        f"{1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache and "
+        "execution.decoder, or give each worker more cores)."
+    )
+
+
+def _percent(part: float) -> str:
+    """Return a share in percent.
+
+    >>> [_percent(part) for part in (0.0004, 0.034, 0.417)]
+    ['less than 0.1 %', '3.4 %', '42 %']
+    """
+    if part < 0.001:
+        return "less than 0.1 %"
+    return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"

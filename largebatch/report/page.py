@@ -17,6 +17,7 @@ from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
 from largebatch.report.mistakes import compare, draw_confusion, matrix_is_drawn, pairs, worst
 from largebatch.report.numbers import (
     UNKNOWN,
+    describe_waits,
     duration,
     headlines,
     percent,
@@ -26,7 +27,7 @@ from largebatch.report.numbers import (
 )
 from largebatch.report.run import Run
 from largebatch.report.style import MARGIN, MUTED, make_svg, save_png
-from largebatch.report.waits import describe_waits, draw_waits
+from largebatch.report.waits import draw_waits
 from largebatch.tracking.events import OVERVIEW
 
 if TYPE_CHECKING:

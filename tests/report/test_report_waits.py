@@ -9,9 +9,10 @@ from fake_runs import FakeRun
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from largebatch.report.numbers import describe_waits, headlines
 from largebatch.report.page import make_page
 from largebatch.report.run import Run, read_run
-from largebatch.report.waits import describe_waits, draw_waits
+from largebatch.report.waits import draw_waits
 
 
 def run_that_waited(folder: Path, *, data: float, reduction: float, workers: int = 2) -> Run:
@@ -59,6 +60,7 @@ def test_a_page_says_whether_the_run_was_input_bound(
     monkeypatch.setattr("largebatch.report.page.make_svg", lambda *_, label, **__: f"<{label}>")
     run = run_that_waited(tmp_path / "run", data=data, reduction=reduction, workers=workers)
     assert describe_waits(run) == words
+    assert headlines(run)[2].note.endswith("input bound") == (data >= 0.1)
     page = make_page(run)
     assert f"<p>{words}</p>" in page
     assert page.count("<What updates waited for>") == 2
