@@ -144,15 +144,16 @@ def _has_finished(run: Run) -> bool:
 
 
 def _finished(run: Run) -> Verdict:
-    """Compare the end with chance, with the best of the run, and the losses with each other."""
+    """Compare the end with one answer to all images and with the best of the run."""
     last = run.last_stage
     if last is None:
         return Verdict("The run finished; its accuracy was not measured.", good=False)
-    end, num = last.after, len(last.mistakes.classes) if last.mistakes else 0
-    if num and end.top1 < 1 / num + 2 * math.sqrt((1 - 1 / num) / num / end.samples):
+    end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
+    one = max(sizes, default=0) / end.samples
+    if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
         return Verdict(
-            f"The run finished and learned nothing: top-1 ends at {percent(end.top1)} %, which is "
-            f"chance among {num:,} classes.",
+            f"The run finished, but top-1 ends at {percent(end.top1)} %; the same answer to all "
+            f"images would make {percent(one)} %.",
             good=False,
         )
     undone = {stage.name for stage in run.stages if not stage.kept}

@@ -31,6 +31,9 @@ WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
 WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. What was not sent by then is on the disk."""
 
 
+_OF_A_STEP = "loss lr images_per_second epoch data_seconds reduction_seconds"
+
+
 class Wandb:
     """A Tracker for one W&B run, which belongs to one run folder.
 
@@ -85,7 +88,7 @@ class Wandb:
             case Start():
                 self._open(event)
             case Step():
-                self._log(event.step, _values("train", event, "loss lr images_per_second epoch"))
+                self._log(event.step, _values("train", event, _OF_A_STEP))
             case Evaluation():
                 self._log(event.step, _values("val", event, "top1 top5 loss"))
             case Decision():

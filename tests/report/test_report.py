@@ -158,8 +158,8 @@ def test_colours_in_the_page_follow_its_scheme(full_run: str) -> None:
         ),
         pytest.param(
             fake_runs.learned_nothing,
-            "The run finished and learned nothing: top-1 ends at 11.00 %, which is chance among "
-            "10 classes.",
+            "The run finished, but top-1 ends at 11.00 %; the same answer to all images would make "
+            "10.00 %.",
             id="nothing learned",
         ),
         pytest.param(

@@ -59,6 +59,8 @@ STEPS = [
         lr=0.125,
         step_seconds=0.5,
         images_per_second=192.0,
+        data_seconds=0.25,
+        reduction_seconds=0.125,
     )
     for step in range(2)
 ]
@@ -281,6 +283,8 @@ def test_wandb_records_offline_without_a_key(
     assert config["seed"] == 1
     assert [row["train/loss"] for row in history if "train/loss" in row] == [2.5, 1.5]
     assert [row["train/lr"] for row in history if "train/lr" in row] == [0.125, 0.125]
+    waits = [(row["train/data_seconds"], row["train/reduction_seconds"]) for row in history[:2]]
+    assert waits == [(0.25, 0.125)] * 2
     assert [row["val/top1"] for row in history if "val/top1" in row] == [0.975]
     assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2, 2]
     assert [row["held_out/top1"] for row in history if "held_out/top1" in row] == [0.94]
