@@ -67,8 +67,9 @@ def compare(
     ...     Evaluation(stage="train", step=1, epoch=1, top1=top1, top5=1, loss=1, samples=400)
     ...     for top1 in (0.95, 0.97)
     ... )
-    >>> compare(a, b, None, None)
-    Change(samples=400, images=8, noise=11.067971810589329, fixed=None, broken=None)
+    >>> change = compare(a, b, None, None)
+    >>> change.images, round(change.noise, 1), change.beyond_noise
+    (8, 11.1, False)
     """
     samples = after.samples
     images = round((after.top1 - before.top1) * samples)
