@@ -36,6 +36,7 @@ COVERAGE := --cov --cov-report=term --cov-fail-under=90
 MAKEFLAGS += --jobs=2
 
 quickstart: $(VENV)/.installed
+	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
 
 test: lint $(VENV)/.horovod
@@ -66,7 +67,7 @@ bench: $(VENV)/.horovod
 study: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/polishing_study.py
 
-soak: $(VENV)/.installed-for-tests
+soak: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/soak.py
 
 bench-gpu:

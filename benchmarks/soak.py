@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,9 +56,13 @@ CHANGES = (
     ),
     "polish={clean: {steps: 5}, ema: 0.5, statistics: {samples: 480}}",
 )
-KINDS = ("kill", "suspend", "signal", "no room", "tracker", "damage", "vanished")
+LATER = ("kill", "suspend", "signal", "no room")
+"""These come while a run is under way."""
+
 BETWEEN = ("damage", "vanished")
 """These come while no process runs."""
+
+KINDS = (*LATER, "tracker", *BETWEEN)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HANG_SECONDS = 300
@@ -140,7 +145,7 @@ def soak(
     done = 0
     while done < num_faults:
         setting = draw_from.choice(settings)
-        most = min(num_faults - done, 12 if setting.workers == 1 else 4)
+        most = min(num_faults - done, 12)
         kinds = draw_from.choices(KINDS, k=most)
         out = folder / f"round-{len(rounds)}"
         rounds.append(disturb(out, setting, kinds, draw_from, seconds=expected[setting][1]))
@@ -155,24 +160,17 @@ def soak(
 def disturb(
     out: Path, setting: Setting, kinds: list[str], draw_from: random.Random, *, seconds: float
 ) -> Round:
-    """Start a run again and again, with a fault each time, until it has finished."""
+    """Start a run again and again, with faults each time, until it has finished."""
     found = Round(setting)
     begun = time.monotonic()
     left = list(kinds)
     while len(found.attempts) < 3 * len(kinds) + 3:
-        while left and left[0] in BETWEEN:
-            if spoil(out, left.pop(0), draw_from) and found.attempts:
-                found.faults.append((kinds[len(kinds) - len(left) - 1], time.monotonic() - begun))
-        kind = left.pop(0) if left else None
         started = time.monotonic()
-        process = start(out, setting, tracker=kind == "tracker")
-        delay = draw_from.uniform(0.2, 1.0) * seconds
-        if kind is not None and inject_later(kind, process, draw_from, delay=delay):
-            found.faults.append((kind, time.monotonic() - begun))
+        process = disturb_once(out, found, left, draw_from, begun=begun, seconds=seconds)
         try:
             code = process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
-            found.problem = f"hung after {kind}"
+            found.problem = f"hung after {found.faults[-1:]}"
             code = -signal.SIGKILL
         found.orphans += end_session(process.pid, hung=found.problem is not None)
         found.attempts.append((started - begun, time.monotonic() - begun, code))
@@ -180,6 +178,39 @@ def disturb(
             return found
     found.problem = "never finished"
     return found
+
+
+def disturb_once(
+    out: Path,
+    found: Round,
+    left: list[str],
+    draw_from: random.Random,
+    *,
+    begun: float,
+    seconds: float,
+) -> "Process":
+    """Start a run, after what comes while none runs, and do to it the faults that come then."""
+    kind = take(left, BETWEEN)
+    if kind and spoil(out, kind, draw_from):
+        found.faults.append((kind, time.monotonic() - begun))
+    tracker = take(left, ("tracker",))
+    process = start(out, found.setting, tracker=tracker is not None)
+    if tracker:  # it is there from the start
+        found.faults.append((tracker, time.monotonic() - begun))
+    while kind := take(left, LATER):
+        delay = draw_from.uniform(0.1, 0.7) * seconds
+        if not inject_later(kind, process, draw_from, delay=delay):
+            break
+        found.faults.append((kind, time.monotonic() - begun))
+    return process
+
+
+def take(left: list[str], kinds: Sequence[str]) -> str | None:
+    """Remove the first of these kinds from what is left and return it; None where there is none."""
+    kind = next((each for each in left if each in kinds), None)
+    if kind is not None:
+        left.remove(kind)
+    return kind
 
 
 class Forked:
@@ -259,8 +290,6 @@ def members(session: int) -> list[int]:
 
 def inject_later(kind: str, process: Process, draw_from: random.Random, *, delay: float) -> bool:
     """Do a fault to a run after a while, unless it has ended; return whether it was done."""
-    if kind == "tracker":
-        return True  # it is there from the start
     with suppress(subprocess.TimeoutExpired):
         process.wait(delay)
     return process.poll() is None and inject(kind, process.pid, draw_from)
@@ -374,8 +403,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
     colours = dict(zip(KINDS, [*COLOURS.values(), "#7b4ab5", INK], strict=True))
     for row, each in enumerate(result["rounds"]):
         for begin, end, code in each["attempts"]:
-            shade = COLOURS["statistics"] if code == 0 else MUTED
-            axes.barh(row, end - begin, left=begin, height=0.5, color=shade, alpha=0.35)
+            depth = 0.2 if code else 0.45
+            axes.barh(row, end - begin, left=begin, height=0.5, color=MUTED, alpha=depth)
         for kind, at in each["faults"]:
             axes.plot(at, row, "o", color=colours[kind], markersize=3.5)
     for kind, number in result["by_kind"].items():
@@ -386,7 +415,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
         fontsize=6,
     )
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since the run began; green: the start that finished")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("seconds since the run began; dark: the start that finished", fontsize=8)
     axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=7, frameon=False)
     axes.set_title(
         f"{result['faults']} faults in {result['runs']} runs, {len(result['lost'])} lost; "
@@ -394,6 +424,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
         loc="left",
         pad=34,
         fontsize=9,
+        color=INK,
     )
 
 

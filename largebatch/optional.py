@@ -69,6 +69,13 @@ def require_wandb() -> ModuleType:
     return _import("wandb", "wandb", "tracking: [wandb]")
 
 
+def require_onnx() -> ModuleType:
+    """Import onnx, and what PyTorch writes it with."""
+    purpose, install = "export --onnx", "pip install 'largebatch[onnx]'"
+    _import("onnxscript", "onnxscript", purpose, install=install)
+    return _import("onnx", "onnx", purpose, install=install)
+
+
 def require_horovod() -> ModuleType:
     """Import horovod.torch."""
     return _import("horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD)

@@ -70,6 +70,13 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Let the command be done by several local processes; as `train` is by `run`."""
+    parser.add_argument(
+        "--workers", type=count, default=1, metavar="N", dest="processes", help="local processes"
+    )
+
+
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
     parser.add_argument(

@@ -18,19 +18,29 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from largebatch import __version__
 from largebatch.cli import data as cli_data
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli.arguments import (
+    Call,
     add_command,
     add_execution,
     add_machine,
+    add_processes,
     add_set,
     count,
     seconds,
 )
-from largebatch.distributed.environment import join_slurm, own_rank
+from largebatch.distributed.environment import (
+    LAUNCHER,
+    join_slurm,
+    let_threads_sleep,
+    own_rank,
+    worker_rank,
+)
 from largebatch.errors import (
+    BackendError,
     CheckpointError,
     LargebatchError,
     MismatchError,
@@ -60,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     join_slurm()
+    let_threads_sleep()
     args = _parser().parse_args(_with_resume(words))
     try:
-        code = _call(args)
+        code = _call(args, words)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
@@ -78,11 +89,34 @@ def _with_resume(words: Sequence[str]) -> list[str]:
     return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
-def _call(args: argparse.Namespace) -> int:
+def _on_workers(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do a command here, or start the same command as each of its local workers.
+
+    `train` starts its workers by itself, in `run`.
+    """
+    call: Call = args.call
+    workers = getattr(args, "processes", 1)
+    if workers == 1:
+        return call(args)
+    from largebatch.runs.launch import reporting_errors, start_workers
+
+    if LAUNCHER in os.environ:  # this is one of them
+        with reporting_errors():
+            return call(args)
+    if worker_rank() is not None:
+        raise BackendError(
+            f"this process is already one of several workers; leave --workers {workers} out"
+        )
+    horovod = args.backend == "horovod"
+    start_workers(["-m", "largebatch", *words], workers=workers, horovod=horovod)
+    return DONE
+
+
+def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Do what was asked; print what the user can fix, and what befell other workers."""
     rank = own_rank()
     try:
-        code: int = args.call(args)
+        code = _on_workers(args, words)
     except LargebatchError as error:
         if rank == 0:
             _show(str(error))
@@ -182,6 +216,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _export(args: argparse.Namespace) -> int:
+    from largebatch.runs.export import export
+
+    for path in export(args.checkpoint, args.out, onnx=args.onnx):
+        print(printable(str(path)))
+    return DONE
+
+
 def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
@@ -214,6 +256,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )
+    parser.add_argument("--version", action="version", version=f"largebatch {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = partial(add_command, commands)
 
@@ -253,7 +296,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
     add_set(evaluate)
     add_execution(evaluate)
+    add_processes(evaluate)
     add_machine(evaluate)
+
+    exported = command("export", _export, "write a saved model for timm, and as ONNX")
+    exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
+    exported.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    exported.add_argument("--onnx", action="store_true", help="model.onnx besides")
 
     cli_polish.add_commands(command)
     cli_recipe.add_commands(command)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.cli.arguments import Call, add_execution, add_machine, add_set, count
+from largebatch.cli.arguments import Call, add_execution, add_machine, add_processes, add_set, count
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.recipe.sections import LARGEST, MAX_EPOCHS
@@ -51,6 +51,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     )
     add_set(polish)
     add_execution(polish)
+    add_processes(polish)
     add_machine(polish)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def _plan(args: argparse.Namespace) -> int:
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
         "images": describe_decoding(recipe),
-        "an epoch": f"{plan.steps_per_epoch:.2f} steps",
+        "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
         "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
         "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
@@ -66,8 +67,44 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"{name:>15}  {value}", flush=True)
     from largebatch.runs.build import describe_groups
 
-    print(f"gradient groups  {describe_groups(recipe)}")  # last: building the model takes seconds
+    print(f"gradient groups  {describe_groups(recipe)}", flush=True)  # last: this takes seconds
+    print(f"{'this machine':>15}  {_this_machine(recipe, plan)}")
     return 0
+
+
+def _epoch(plan: Plan) -> str:
+    """Describe an epoch, and what a batch that is larger than one means."""
+    found = f"{plan.steps_per_epoch:.2f} steps"
+    if plan.steps_per_epoch < 1:
+        times = plan.global_batch / plan.train_samples
+        found += f": a batch is larger than an epoch and holds every image {times:.2f} times"
+    return found
+
+
+def _this_machine(recipe: Recipe, plan: Plan) -> str:
+    """Describe what one worker takes here, measured on a few samples."""
+    from largebatch.runs.estimate import estimate
+
+    found = estimate(recipe, plan)
+    step, run = found.step_seconds, found.step_seconds * plan.updates
+    return (
+        f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
+        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples; "
+        "reading images, communication and evaluations come on top"
+    )
+
+
+def _time(seconds: float) -> str:
+    """Return a time as it is written.
+
+    >>> [_time(seconds) for seconds in (0.0312, 100, 5000, 1e6)]
+    ['0.031 s', '0:01:40', '1:23:20', '11.6 days']
+    """
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    if seconds < 86_400:
+        return str(timedelta(seconds=round(seconds)))
+    return f"{seconds / 86_400:,.1f} days"
 
 
 def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:

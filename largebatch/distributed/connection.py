@@ -25,12 +25,16 @@ from largebatch.errors import BackendError
 def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool = True) -> Backend:
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
 
-    A worker that waits for another one for `timeout` s ends, and so it does soon after what
-    started it. `splits`: the workers may be divided into groups.
+    A process group of torch.distributed, or Horovod, that this process has initialised is used as
+    it is and stays open. Else a worker that waits for another one for `timeout` s ends, and so it
+    does soon after what started it. `splits`: the workers may be divided into groups.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.
     """
     join_slurm()
+    adopted = _adopted(name)
+    if adopted is not None:
+        return adopted
     if name == "auto":
         if "RANK" in os.environ:
             name = "torch"
@@ -52,6 +56,24 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
             return Serial()
 
 
+def _adopted(name: BackendName) -> Backend | None:
+    """Return the workers that this process has connected by itself, on the device it has chosen."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    running = _running(device)
+    return running if running is not None and name in {"auto", running.name} else None
+
+
+def _running(device: torch.device) -> Backend | None:
+    if dist.is_available() and dist.is_initialized():
+        return RunningTorch(device)
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized():
+        return RunningHorovod(hvd, device)
+    return None
+
+
 def running_backend(device: torch.device) -> Backend:
     """Return the workers that are connected already, for tensors on `device`; nothing is opened.
 
@@ -61,11 +83,9 @@ def running_backend(device: torch.device) -> Backend:
     Raises BackendError where a launcher started several workers and neither is initialised: each
     would take its own share of the data for all of it.
     """
-    if dist.is_available() and dist.is_initialized():
-        return RunningTorch(device)
-    hvd = sys.modules.get("horovod.torch")
-    if hvd is not None and hvd.is_initialized():
-        return RunningHorovod(hvd, device)
+    running = _running(device)
+    if running is not None:
+        return running
     if launched_size() > 1:
         raise BackendError(
             f"this process was started as worker {launched_rank()} of {launched_size()}, and "

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from typing import Literal
 
 BackendName = Literal["auto", "serial", "torch", "horovod"]
@@ -86,9 +87,15 @@ def _first_host(hosts: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", hosts)[0])
 
 
+def worker_rank() -> int | None:
+    """Return this process's rank if it was started as one of many or has joined them, else None."""
+    joined = _joined()
+    return launched_rank() if joined is None else joined[0]
+
+
 def own_rank() -> int:
-    """Return this process's rank; one that was started alone is worker 0."""
-    return launched_rank() or 0
+    """Return this process's rank; one that is alone is worker 0."""
+    return worker_rank() or 0
 
 
 def launched_size() -> int:
@@ -97,6 +104,33 @@ def launched_size() -> int:
         if name in os.environ:
             return int(os.environ[name])
     return 1
+
+
+def world_size() -> int:
+    """Return how many workers this process was started as one of or has joined, itself included."""
+    joined = _joined()
+    return launched_size() if joined is None else joined[1]
+
+
+def _joined() -> tuple[int, int] | None:
+    """Return rank and number of the workers where this process has connected them by itself."""
+    dist, hvd = map(sys.modules.get, ("torch.distributed", "horovod.torch"))
+    found = None
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        found = dist.get_rank(), dist.get_world_size()
+    elif hvd is not None and hvd.is_initialized():
+        found = hvd.rank(), hvd.size()
+    return found if found is not None and found[1] > 1 else None
+
+
+def let_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user chose otherwise.
+
+    By itself GNU's library lets them spin for a while, which is time that other processes of a busy
+    machine, or other workers, do not get. Of use before PyTorch is imported, and to what is started
+    then.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def loopback() -> str:

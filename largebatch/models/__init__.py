@@ -46,6 +46,11 @@ def build(
     return model
 
 
+def is_timms(name: str) -> bool:
+    """Return whether the model of this name would be built by timm."""
+    return name not in _OURS and not name.startswith(zoo.TORCHVISION)
+
+
 def param_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters into those that are decayed and adapted, and those that are neither.
 

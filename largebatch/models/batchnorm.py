@@ -5,9 +5,10 @@ on another machine. Here the global batch is divided into contiguous groups of `
 normalised by itself: several groups in a device batch ("ghost batches", Hoffer et al. 2017,
 arXiv:1705.08741, section 4), or one over several workers, who then train with common statistics.
 
-The running statistics move once per optimizer step, towards the mean over all spans of the global
-batch: over groups, micro-batches and workers. PyTorch moves them once per forward pass, so that
-accumulation changes them and every worker keeps its own.
+With `Spans`, the running statistics move once per optimizer step, towards the mean over all spans
+of the global batch: over groups, micro-batches and workers. Without it a model moves them as
+PyTorch does, once per forward pass, so that accumulation changes them and every worker keeps its
+own.
 
 Every forward pass in training mode counts once, as in PyTorch. What a backward pass computes again
 (activation checkpointing: torch.utils.checkpoint, a network's `memory_efficient`) does not.
@@ -35,9 +36,10 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class SpanBatchNorm(_BatchNorm):
     """BatchNorm over contiguous groups of `span` samples; 1d, 2d and 3d inputs (N x C x ...).
 
-    In training mode the running buffers stay as they are; each group's mean, unbiased variance and
-    a one are added to `moments` (C + C + 1) until `Spans` moves the buffers. Children of the layer
-    it stands for (an activation) are kept under their names and come after it, in their order.
+    A forward pass in training mode moves the running buffers towards the mean over its groups.
+    Where `Spans` moves them, each group's mean, unbiased variance and a one are added to `moments`
+    instead. Children of the layer it stands for (an activation) are kept under their names and come
+    after it, in their order.
     """
 
     running_mean: Tensor
@@ -58,8 +60,8 @@ class SpanBatchNorm(_BatchNorm):
         self.group: Group | None = None
         """The workers that share each span while training, or None: this one holds whole spans."""
 
-        dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
-        self.moments = self.running_mean.new_zeros(2 * like.num_features + 1, dtype=dtype)
+        self.moments: Tensor | None = None
+        """Sums over the spans of a step (C + C + 1), where `Spans` moves the buffers."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""
@@ -74,12 +76,27 @@ class SpanBatchNorm(_BatchNorm):
         out, moments = normalise(
             images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
         )
-        # A span over several workers counts once: for the first of them.
-        counts = self.track_running_stats and not _in_backward()
-        if counts and (group is None or group.rank == 0):
+        if self.track_running_stats and not _in_backward():
+            # A span over several workers counts once: for the first of them.
+            self._count(moments, first=group is None or group.rank == 0)
+        return out
+
+    @torch.no_grad()
+    def _count(self, moments: Tensor, *, first: bool) -> None:
+        """Take the moments of S spans, S x 2 x C: add them up, or move the buffers."""
+        if self.moments is None:
+            self._move_buffers(moments.mean(0))
+        elif first:
             self.moments[:-1] += moments.sum(0).flatten()
             self.moments[-1] += len(moments)
-        return out
+
+    def _move_buffers(self, means: Tensor) -> None:
+        """Move the buffers once towards the spans' mean mean and variance, 2 x C, as PyTorch."""
+        self.num_batches_tracked += 1
+        average = (1 / self.num_batches_tracked).to(means.dtype)  # PyTorch's, without momentum
+        weight = average if self.momentum is None else self.momentum
+        for buffer, mean in zip((self.running_mean, self.running_var), means, strict=True):
+            buffer.copy_(buffer.to(mean.dtype).lerp(mean, weight))
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 -- PyTorch's signature
         if input.dim() < 2:
@@ -140,13 +157,15 @@ def _is_timms_with_activation(layer: _BatchNorm) -> bool:
 class Spans:
     """The moments of every BatchNorm layer in one flat tensor, averaged with one all-reduce.
 
+    From now on the model's running statistics move by `update` alone.
+
     With `sync_workers` > 1, so many workers side by side share each span from now on.
     """
 
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
-        sizes = [layer.moments.numel() for layer in self._layers]
-        dtypes = {layer.moments.dtype for layer in self._layers}
+        sizes = [2 * layer.num_features + 1 for layer in self._layers]
+        dtypes = {layer.running_mean.dtype for layer in self._layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._moments = torch.zeros(sum(sizes), dtype=dtype, device=backend.device)
         self._sums = torch.zeros_like(self._moments)  # what has been sent, while more is added

@@ -24,6 +24,13 @@ _FRESH: dict[str, dict[str, bool | None]] = {
 argument can say otherwise: Python takes a keyword once."""
 
 
+_REFUSALS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What the constructors raise for arguments that they do not expect."""
+
+
 def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """Build a known model with fresh weights; raise RecipeError where its library refuses."""
     own, plain = name.startswith(TORCHVISION), name.removeprefix(TORCHVISION)
@@ -32,9 +39,10 @@ def build(name: str, *, num_classes: int, arguments: Mapping[str, Any]) -> nn.Mo
     fixed = {"num_classes": num_classes, **_FRESH[library]}
     try:
         model: nn.Module = create(plain, **fixed, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except _REFUSALS as error:
+        reason = str(error) or type(error).__name__
         raise RecipeError(
-            f"model.arguments: {library} cannot build {name} with them: {error}"
+            f"model.arguments: {library} cannot build {name} with them: {reason}"
         ) from None
     return model
 

@@ -9,6 +9,7 @@ written out: ten levels of them are a gigabyte of a file of a few lines.
 
 import io
 import json
+import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ _MOVED = {
 }
 """Keys that recipes had, and what stands in their place."""
 
+
+_LOG = logging.getLogger(__name__)
 
 MAX_LENGTH = 2**16
 """Of a recipe, in bytes: twenty times the longest we know. YAML of this length takes seconds."""
@@ -268,7 +271,29 @@ def _override(tree: dict[str, Any], override: str) -> None:
             found = clip(repr(below), LONGEST_NAME)
             raise RecipeError(f"{shown}: {key} is {found}, not a section with keys of its own")
         section = below
+    if keys[-1] == "kind" and isinstance(value, str):
+        _leave_out_other_kind(section, keys, value, shown=shown)
     section[keys[-1]] = value
+
+
+def _leave_out_other_kind(
+    section: dict[str, Any], keys: Sequence[str], kind: str, *, shown: str
+) -> None:
+    """Remove what the kind that a section had knows and its new one does not; log a warning."""
+    known: list[type[Section]] = [Recipe]
+    for key in keys[:-1]:
+        fields = [each.model_fields[key] for each in known if key in each.model_fields]
+        known = [each for field in fields for each in sections_of(field.annotation)]
+    before = [each for each in known if section.get("kind") in kinds_of(each)]
+    after = [each for each in known if kind in kinds_of(each)]
+    if before and after:
+        gone = [
+            key for key in section if key in before[0].model_fields.keys() - after[0].model_fields
+        ]
+        for key in gone:
+            del section[key]
+        if gone:
+            _LOG.warning("%s: left out, for it has none: %s", shown, ", ".join(gone))
 
 
 def _explain(problem: ErrorDetails) -> str:

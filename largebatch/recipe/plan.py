@@ -17,6 +17,10 @@ DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""
 
 
+MAX_EVALUATIONS = 100_000
+"""On the way of a run: more of them would take longer to plan than a second."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How one recipe runs on `workers` workers. Positions count samples from the run's start."""
@@ -221,6 +225,12 @@ def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
     if every is None:
         return ()
     steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
+    number = min(steps, round(steps / (every * steps_per_epoch)))
+    if number > MAX_EVALUATIONS:
+        raise RecipeError(
+            f"evaluation.every_epochs: {every:g} makes {number:,} evaluations, expected at most "
+            f"{MAX_EVALUATIONS:,}"
+        )
     if every * steps_per_epoch <= 1:  # as often as it can be, or more often
         return tuple(range(_whole(offset * steps_per_epoch), steps + 1))
     last_epoch = steps * recipe.batch.global_batch / recipe.train_samples

@@ -20,7 +20,7 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import (
     LAUNCHER,
     available_cores,
-    launched_size,
+    world_size,
 )
 from largebatch.distributed.reducer import (
     Grouping,
@@ -289,7 +289,7 @@ def open_trainer(
     """Join the other workers and build every object of a run; see join and build_trainer."""
     facts = {**facts, **recipe.model_dump(mode="json")}
     with (
-        join(options, facts, splits=may_share_spans(recipe, workers=launched_size())) as backend,
+        join(options, facts, splits=may_share_spans(recipe, workers=world_size())) as backend,
         build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
         yield trainer

@@ -177,7 +177,7 @@ class Evaluated(NamedTuple):
 
 def evaluate_checkpoint(path: Path, options: Options) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
-    path = _find(path)
+    path = find_checkpoint(path)
     checkpoint = _load(path, options)
     facts = {"command": "evaluate", "checkpoint": checksum(checkpoint.state["model"])}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
@@ -248,7 +248,7 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
 
     Raises CheckpointError where the EMA is asked for and there is none.
     """
-    checkpoint = load_checkpoint(_find(path))
+    checkpoint = load_checkpoint(find_checkpoint(path))
     if ema and not checkpoint.state["ema"]:
         raise CheckpointError(
             f"{path}: holds no EMA: a checkpoint has one beside the weights if its recipe has "
@@ -258,7 +258,7 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
     return replace(checkpoint, recipe=recipe)
 
 
-def _find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run folder that can be read, or the file that `path` is."""
     if not path.is_dir():
         return path

@@ -1,7 +1,7 @@
 """The run folder as a record: what it holds at the start, and what a run resumes from."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -36,16 +36,20 @@ _SUMMARY = TypeAdapter(Summary)
 
 
 @contextmanager
-def open_folder(trainer: Trainer, folder: Path, *, resume: bool) -> Iterator[list[Tracker]]:
+def open_folder(
+    trainer: Trainer, folder: Path, *, resume: bool, ids: Mapping[str, str | None]
+) -> Iterator[list[Tracker]]:
     """Make the run folder, own it, and yield what follows the run; worker 0 only.
 
+    `ids` are those that the trackers gave this run before, of its checkpoint.
     Raises CheckpointError where it cannot be written, or another run writes to it.
     """
     recipe = trainer.recipe
     trackers: list[Tracker] = [Console()]
     if "wandb" in recipe.tracking:
         config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
-        trackers.append(Wandb(folder, config, note=partial(trainer.note, "train")))
+        note = partial(trainer.note, "train")
+        trackers.append(Wandb(folder, config, note=note, identity=ids.get("wandb")))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)

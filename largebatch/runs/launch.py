@@ -25,7 +25,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch.distributed.environment import ABSENT, LAUNCHER, LOST, loopback
+from largebatch.distributed.environment import (
+    ABSENT,
+    LAUNCHER,
+    LOST,
+    let_threads_sleep,
+    loopback,
+)
 from largebatch.distributed.watch import leave_with, report
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.optional import require_horovod
@@ -53,6 +59,7 @@ def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False
     Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
     the failing worker's traceback otherwise, KeyboardInterrupt after the second request.
     """
+    let_threads_sleep()
     store = _open_store()
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:

@@ -5,10 +5,11 @@ charts and checkpoints/. It is made when everything that the user can get wrong 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
@@ -16,7 +17,7 @@ from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
     join_slurm,
-    launched_rank,
+    worker_rank,
 )
 from largebatch.errors import (
     BackendError,
@@ -92,7 +93,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         time_limit=time_limit,
         allow=tuple(allow),
     )
-    rank = launched_rank()
+    rank = worker_rank()
     if restarts and (workers == 1 or rank is not None):
         raise BackendError(
             "--restarts starts the processes of --workers again; leave it out, and start this "
@@ -177,19 +178,26 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 trainer.note("train", f"nothing is saved in {options.out}; the run begins afresh")
             return run_stages(trainer, until=until)
 
-        return record(trainer, folder, train, resume=bool(options.resume))
+        ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
+        return record(trainer, folder, train, resume=bool(options.resume), ids=ids)
 
 
 def record(
-    trainer: Trainer, folder: Path, work: Callable[[], bool], *, resume: bool = False
+    trainer: Trainer,
+    folder: Path,
+    work: Callable[[], bool],
+    *,
+    resume: bool = False,
+    ids: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Summary:
     """Do the work in a run folder; whatever comes of it, leave a summary and a report.
 
+    `ids` are those that the trackers gave the run before it was stopped.
     `work` returns whether the run is complete. Only worker 0 touches the folder.
     """
     opened: AbstractContextManager[list[Tracker]] = nullcontext([])
     if trainer.backend.rank == 0:
-        opened = open_folder(trainer, folder, resume=resume)
+        opened = open_folder(trainer, folder, resume=resume, ids=ids)
     with opened as trackers:
         trainer.trackers.extend(trackers)
         with trainer.backend.busy():

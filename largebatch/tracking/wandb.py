@@ -5,6 +5,7 @@ offline in the run folder and can be uploaded later with `wandb sync`.
 """
 
 import os
+import re
 import shlex
 import uuid
 from collections.abc import Callable, Mapping
@@ -30,6 +31,10 @@ WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
 """Seconds that a run waits for W&B when it begins and when it ends, unless the environment has
 WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. What was not sent by then is on the disk."""
 
+_ID = "wandb-id"
+_IS_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What becomes part of a path; an id may come from a stranger's checkpoint."""
+
 
 _OF_A_STEP = "loss lr images_per_second epoch data_seconds reduction_seconds"
 
@@ -37,25 +42,33 @@ _OF_A_STEP = "loss lr images_per_second epoch data_seconds reduction_seconds"
 class Wandb:
     """A Tracker for one W&B run, which belongs to one run folder.
 
-    `note` takes a remark on the run.
+    `note` takes a remark on the run. `identity` is the run's id in W&B where the folder lost it.
     """
 
     def __init__(
-        self, folder: Path, config: Mapping[str, object], *, note: Callable[[str], None]
+        self,
+        folder: Path,
+        config: Mapping[str, object],
+        *,
+        note: Callable[[str], None],
+        identity: str | None = None,
     ) -> None:
         self._wandb = require_wandb()
         self._folder, self._config, self._note = folder, dict(config), note
         self._run: Any = None
+        known = str(wandb_id(folder) or identity or "")  # which anything may have written
+        self._identity = known if _IS_ID.fullmatch(known) else uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:
         """Open the run, offline where W&B is not reached; a resumed one goes on under its id."""
+        write_whole(self._folder / _ID, self._identity.encode())
         chosen = os.environ.get("WANDB_MODE")
         offline = chosen is None and not self._wandb.login(prompt=False, verify=False)
         resume = "allow" if start.resume_step else None
         try:
-            self._run = self._init("offline" if offline else None, self._identity(), resume)
+            self._run = self._init("offline" if offline else None, self._identity, resume)
         except Exception as error:  # W&B's service holds on to that id
-            self._run = self._init("offline", f"{self._identity()}-offline", None)
+            self._run = self._init("offline", f"{self._identity}-offline", None)
             reason = str(error).strip().split("\n")[0]
             self._note(
                 f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
@@ -123,12 +136,11 @@ class Wandb:
         """The command that sends every part of the run, of which each has a folder of its own."""
         return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
 
-    def _identity(self) -> str:
-        """Return the id this run folder has had from its first start on."""
-        path = self._folder / "wandb-id"
-        if not path.exists():
-            write_whole(path, uuid.uuid4().hex[:8].encode())
-        return path.read_text(encoding="utf-8")
+
+def wandb_id(folder: Path) -> str | None:
+    """Return the id that a run folder has in W&B from its first start on, None without one."""
+    path = folder / _ID
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _values(group: str, event: Event, keys: str) -> dict[str, object]:

@@ -56,7 +56,8 @@ class Checkpoint:
     """All of it, as TrainState.state_dict."""
 
     origin: dict[str, Any] = field(default_factory=dict)
-    """What it was made with: `plan`, `data` (what identifies the images), `versions`."""
+    """What it was made with: `plan`, `data` (what identifies the images), `versions`, `trackers`
+    (their ids for the run)."""
 
     @classmethod
     def of(cls, recipe: Recipe, state: dict[str, Any], **origin: object) -> Self:
@@ -64,6 +65,8 @@ class Checkpoint:
         for key in _PARTS:
             if not isinstance(state[key], dict):
                 raise TypeError(f"{key} is no mapping")
+        if not isinstance(origin.get("trackers", {}), dict):
+            raise TypeError("trackers is no mapping")
         progress = _PROGRESS.validate_json(json.dumps(state["progress"]), strict=True)
         stages = _STAGES.validate_python(state["stages"])
         return cls(recipe, progress, stages, state, origin)

@@ -99,6 +99,7 @@ def test_under_autocast_halves_are_normalised_by_float32_moments(dtype: torch.dt
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5))
     ghost = with_span(copy.deepcopy(plain), 4)
+    Spans(ghost, CPU)
     x = (images(8, 3, 8, 8) + 20).float()
     weights = images(8, 5, 6, 6, seed=1).to(dtype)
     with torch.autocast("cpu", dtype):
@@ -115,6 +116,7 @@ def test_under_autocast_halves_are_normalised_by_float32_moments(dtype: torch.dt
         rounding = torch.finfo(dtype).eps * parameter.grad.abs().max().item()
         torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=4 * rounding)
     assert isinstance(ghost[1], SpanBatchNorm)
+    assert ghost[1].moments is not None
     assert ghost[1].moments.dtype == torch.float32
     mean = torch.stack([part.mean((0, 2, 3)) for part in features.split(4)]).sum(0)
     torch.testing.assert_close(ghost[1].moments[:5].double(), mean, rtol=1e-5, atol=1e-5)
@@ -282,11 +284,31 @@ def test_a_smaller_last_group_is_normalised_by_itself() -> None:
     torch.testing.assert_close(out[4:].mean(0), torch.zeros(3, dtype=torch.float64))
 
 
-def test_evaluation_and_polishing_do_not_count_as_training() -> None:
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_alone_it_moves_its_statistics_with_every_forward_pass(momentum: float | None) -> None:
+    """By the mean over its groups; of one group just as nn.BatchNorm does."""
+    plain = nn.BatchNorm2d(3, momentum=momentum).double()
+    whole = with_span(nn.Sequential(copy.deepcopy(plain)), 99)
+    groups = with_span(nn.Sequential(copy.deepcopy(plain)), 4)
+    mean, var = torch.zeros(3).double(), torch.ones(3).double()
+    for step in range(3):
+        x = images(8, 3, 5, 5, seed=step) * (step + 1)
+        for model in (plain, whole, groups):
+            model(x)
+        weight = 1 / (step + 1) if momentum is None else momentum
+        parts = [part.transpose(0, 1).flatten(1) for part in x.split(4)]
+        mean += weight * (torch.stack([part.mean(1) for part in parts]).mean(0) - mean)
+        var += weight * (torch.stack([part.var(1) for part in parts]).mean(0) - var)
+    torch.testing.assert_close(whole[0].state_dict(), plain.state_dict())
+    torch.testing.assert_close(groups[0].running_mean, mean)
+    torch.testing.assert_close(groups[0].running_var, var)
+
+
+def test_evaluation_does_not_count_as_training() -> None:
     model = with_span(nn.Sequential(nn.BatchNorm1d(3).double()), 4)
+    before = copy.deepcopy(model.state_dict())
     model.eval()(images(4, 3))
-    assert isinstance(model[0], SpanBatchNorm)
-    assert not model[0].moments.any()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_timms_batchnorm_with_activation_keeps_what_comes_after_it() -> None:

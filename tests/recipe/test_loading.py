@@ -136,3 +136,29 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_recipe_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_recipe(DIGITS).seed = 2  # type: ignore[misc]  # wrong on purpose
+
+
+@pytest.mark.parametrize(
+    ("overrides", "left_out"),
+    [
+        (["schedule.decay.kind=cosine"], "power"),
+        (["optimizer.kind=sgd"], "convention, eta"),
+        (
+            ["execution.groups={kind: constant, tensors: 3}", "execution.groups.kind=cubic"],
+            "tensors",
+        ),
+        (["schedule.decay.kind=polynomial"], None),
+    ],
+)
+def test_another_kind_leaves_out_what_only_the_one_before_had(
+    overrides: list[str], left_out: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = load_recipe(DIGITS, overrides)
+    assert parse_recipe(dump_recipe(recipe)) == recipe
+    said = [f"--set {overrides[-1]}: left out, for it has none: {left_out}"]
+    assert caplog.messages == (said if left_out else [])
+
+
+def test_what_neither_kind_knows_stays_an_error() -> None:
+    text = DIGITS.read_text().replace("power: 2.0", "pwoer: 2.0")
+    assert "schedule.decay.pwoer: unknown key" in problems(["schedule.decay.kind=cosine"], text)

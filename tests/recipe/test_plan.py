@@ -146,3 +146,9 @@ def test_accuracy_is_measured_every_so_many_epochs() -> None:
     )
     assert plan.evaluate_after == (15, 75, 135)
     assert make_plan(digits("evaluation={}"), workers=1).evaluate_after == ()
+
+
+def test_a_run_that_would_hardly_do_more_than_evaluate_is_refused() -> None:
+    changes = ["duration={steps: 2000000}", "evaluation.every_epochs=0.1"]
+    with pytest.raises(RecipeError, match="0.1 makes 1,33.,... evaluations, expected at most 100,"):
+        make_plan(digits(*changes), workers=1)

@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "what backward computes again counts again",
         "models/batchnorm.py",
-        "counts = self.track_running_stats and not _in_backward()",
-        "counts = self.track_running_stats",
+        "if self.track_running_stats and not _in_backward():",
+        "if self.track_running_stats:",
         "models/test_activation_checkpointing.py::test_recomputed_layers_count_once_on_one_worker",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -41,7 +42,7 @@ from largebatch.tracking.events import (
     Tracker,
 )
 from largebatch.tracking.log import JsonLines, record
-from largebatch.tracking.wandb import Wandb
+from largebatch.tracking.wandb import Wandb, wandb_id
 
 ALL: list[Event] = [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH]
 KEY = "0123456789abcdef" * 2 + "5ec2e700"
@@ -89,6 +90,33 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
     assert shown.getvalue().count(f"{text}\n") == 1
     assert there.calls[-1] == fails
     assert wandb not in trackers
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "right"),
+    [
+        (None, "ab12-cd", "ab12-cd"),
+        ("its-own", "ab12-cd", "its-own"),
+        (None, "../../../etc", None),
+        ("a b\n", None, None),
+        (None, None, None),
+    ],
+)
+def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
+    there: str | None,
+    given: str | None,
+    right: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the folder, else of the checkpoint; a new one where neither has one."""
+    monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", FakeWandb)
+    if there is not None:
+        (tmp_path / "wandb-id").write_text(there)
+    Wandb(tmp_path, CONFIG, note=print, identity=given).record(START)
+    found = wandb_id(tmp_path)
+    assert found is not None
+    assert re.fullmatch(r"[0-9a-f]{8}" if right is None else right, found)
 
 
 def _place(event: Event) -> tuple[str, int]:

@@ -231,6 +231,7 @@ def _with(value: object, *keys: str) -> Any:  # noqa: ANN401 -- a function of JS
         (_with("name: x", "recipe"), "its recipe"),
         (_with({"recipe": 1}, "origin"), "not a complete checkpoint"),
         (_with(7, "origin"), "not a complete checkpoint"),
+        (_with(7, "origin", "trackers"), "trackers is no mapping"),
     ],
 )
 def test_wrong_contents_with_a_right_checksum_are_refused(

@@ -1,0 +1,46 @@
+"""timm's training script with LARS and BatchNorm spans; the words after its path are its own.
+
+python docs/examples/timm_train.py pytorch-image-models/train.py --data-dir DIR \
+    --model with_span --model-kwargs of=resnet18 span=16 --opt larsreference --lr 4 ...
+
+What it saves is polished by
+largebatch polish --model resnet18 --weights output/train/.../last.pth.tar --data DIR --out FILE
+"""
+
+import runpy
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import timm
+from timm.models import register_model
+from timm.optim._optim_factory import OptimInfo, default_registry
+from torch import nn
+
+from largebatch import models
+from largebatch.optim import LARS
+
+
+@register_model
+def with_span(*, of: str, span: int, **words: Any) -> nn.Module:  # noqa: ANN401 -- of any model
+    """Build the model `of`, in which every `span` images share BatchNorm statistics."""
+    words.pop("pretrained_cfg", None)
+    words.pop("pretrained_cfg_overlay", None)
+    return models.with_span(timm.create_model(of, **words), span)
+
+
+class Lars(LARS):
+    """LARS that neither decays nor adapts what timm does not decay: biases and normalisation."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, **words: Any) -> None:  # noqa: ANN401
+        groups = [{"adapt": group["weight_decay"] > 0, **group} for group in params]
+        super().__init__(groups, lr, **words)
+
+
+default_registry.register(
+    OptimInfo("larsreference", Lars, has_eps=True, has_momentum=True, defaults={"eta": 0.001})
+)
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,102 @@
+"""What a run takes of this machine, from a few samples that are trained on here."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.plan import Plan
+from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.runs.build import build_model, build_optimizer
+from largebatch.training.loss import cross_entropy
+
+_ENOUGH_SECONDS = 0.3
+"""A pass that takes so long is no longer all overhead."""
+
+
+class Estimate(NamedTuple):
+    """Of one worker that has this machine's device to itself."""
+
+    device: str
+    precision: str
+    samples: int
+    """So many were trained on at a time."""
+
+    step_seconds: float
+    """Forward, backward and update; input and communication not."""
+
+    memory_bytes: int
+    """Weights, gradients, optimizer and EMA, and what forward keeps for backward."""
+
+
+def estimate(recipe: Recipe, plan: Plan) -> Estimate:
+    """Train on 2, 4, 8 ... random samples, up to a device batch, until that takes long enough.
+
+    Time and activations are those of the last of these in proportion to the device batch.
+    """
+    backend = Serial()
+    recipe = anywhere(recipe)
+    if backend.device.type == "cpu":  # where fp16 is several times slower, and no way to train
+        recipe = recipe.model_copy(update={"precision": "fp32"})
+    model = build_model(recipe, backend)
+    optimizer = build_optimizer(recipe, model)
+    criterion = cross_entropy(
+        smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
+    )
+    num, seconds, kept = min(2, plan.device_batch), 0.0, 0
+    for attempt in count():
+        images, labels = _batch(recipe, num, backend.device)
+        with _saved_bytes(model) as found:
+            begun = time.perf_counter()
+            criterion(model(images), labels).backward()
+            before, seconds = seconds, _elapsed(begun, backend.device)
+        kept = sum(found.values())
+        if attempt and (num == plan.device_batch or before + seconds > _ENOUGH_SECONDS):
+            break
+        num = min(2 * num, plan.device_batch) if attempt else num  # the first pass is slower
+    begun = time.perf_counter()
+    optimizer.step()
+    update = _elapsed(begun, backend.device)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    copies = 3 + (recipe.polish is not None and recipe.polish.ema is not None)
+    per_sample = seconds / num
+    return Estimate(
+        device=backend.device.type,
+        precision=recipe.precision,
+        samples=num,
+        step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
+        memory_bytes=copies * weights + kept * plan.device_batch // num,
+    )
+
+
+def _batch(recipe: Recipe, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    side = recipe.data.image_size
+    labels = torch.randint(recipe.data.classes, (num,), device=device)
+    return torch.randn(num, 3, side, side, device=device), labels
+
+
+def _elapsed(begun: float, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # sync: this is a measurement
+    return time.perf_counter() - begun
+
+
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield the bytes of what forward keeps for backward besides the weights, by its address."""
+    found: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found

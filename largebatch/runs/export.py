@@ -1,0 +1,130 @@
+"""A saved run -> files that other programs load: weights, timm's configuration, a card, ONNX."""
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from largebatch.errors import CheckpointError
+from largebatch.models import build, is_timms
+from largebatch.optional import require_onnx
+from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.storage import write_whole
+from largebatch.tracking.environment import versions
+from largebatch.tracking.events import RECIPE
+from largebatch.training.checkpoint import Checkpoint, load_checkpoint
+
+WEIGHTS, CONFIG, CARD, ONNX = "model.safetensors", "config.json", "README.md", "model.onnx"
+
+
+def export(path: Path, out: Path, *, onnx: bool = False) -> list[Path]:
+    """Write the model of a checkpoint, or of the newest one of a run folder; return the files.
+
+    `timm.create_model("local-dir:OUT", pretrained=True)` loads a model of timm from there. ONNX
+    takes N x 3 x H x W images, normalised by the recipe's mean and std, and gives N x classes.
+
+    Raises CheckpointError where `out` holds files or cannot be written.
+    """
+    path = find_checkpoint(path)
+    checkpoint = load_checkpoint(path)
+    recipe = checkpoint.recipe
+    model = build(
+        recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
+    )
+    model.load_state_dict(checkpoint.state["model"])
+    model.eval()
+    if onnx:
+        require_onnx()
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    files = {
+        WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
+        CARD: _card(checkpoint, source=path).encode(),
+        RECIPE: dump_recipe(recipe).encode(),
+    }
+    if is_timms(recipe.model.name):
+        files[CONFIG] = json.dumps(_config(recipe), indent=2).encode()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise CheckpointError(f"{out}: already holds files; choose another --out")
+        for name, content in files.items():
+            write_whole(out / name, content)
+        if onnx:
+            _write_onnx(model, recipe, out / ONNX)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written: {error.strerror}") from None
+    return sorted(out.iterdir())
+
+
+def _config(recipe: Recipe) -> dict[str, object]:
+    """Return what timm reads of a model, in its words."""
+    data = recipe.data
+    return {
+        "architecture": recipe.model.name.partition(".")[0],
+        "num_classes": data.classes,
+        "model_args": recipe.model.arguments,
+        "pretrained_cfg": {
+            "input_size": [3, data.image_size, data.image_size],
+            "interpolation": data.interpolation,
+            "crop_pct": data.image_size / data.eval_resize if data.eval_resize else 1.0,
+            "crop_mode": "center" if data.eval_resize else "squash",
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "num_classes": data.classes,
+        },
+    }
+
+
+def _card(checkpoint: Checkpoint, *, source: Path) -> str:
+    """Return a model card: what the model is, how it was trained, what was measured."""
+    recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
+    load = 'model = timm.create_model("local-dir:<this folder>", pretrained=True)'
+    if not is_timms(name):
+        load = (
+            f'model = largebatch.models.build("{name}", num_classes={recipe.data.classes})\n'
+            f'model.load_state_dict(safetensors.torch.load_file("{WEIGHTS}"))'
+        )
+    rows = [
+        f"| {stage.name} | {stage.top1:.2%} | {stage.top5:.2%} | {stage.loss:.4f} | "
+        f"{'yes' if stage.kept else 'rolled back'} |"
+        for stage in checkpoint.stages
+    ]
+    return f"""---
+library_name: timm
+pipeline_tag: image-classification
+---
+# {recipe.name}: {name}, {recipe.data.classes} classes
+
+Trained with largebatch {versions()["largebatch"]} in batches of {recipe.batch.global_batch:,} for
+{checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it. From `{source.name}`.
+
+```python
+{load}
+```
+
+On {recipe.data.val_samples:,} validation images, after each stage that has ended:
+
+| stage | top-1 | top-5 | loss | kept |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+"""
+
+
+def _write_onnx(model: nn.Module, recipe: Recipe, path: Path) -> None:
+    """Write the model for batches of any size."""
+    side = recipe.data.image_size
+    torch.onnx.export(
+        model,
+        (torch.zeros(2, 3, side, side),),
+        path,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+        external_data=False,
+        dynamo=True,
+        verbose=False,
+    )

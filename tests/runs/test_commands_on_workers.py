@@ -1,0 +1,78 @@
+"""`evaluate` and `polish` on several local workers, started by --workers as `train` starts them."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from short_runs import CLEAN, STATISTICS, a_recipe, weights
+
+from largebatch import run
+from largebatch.cli.main import DONE, USER, main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("largebatch.runs.run.write_report", lambda _: None)
+        run(a_recipe(CLEAN, STATISTICS), out=folder)
+    return folder
+
+
+def numbers(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", printed.partition("(")[0])]
+
+
+def test_evaluate_measures_on_two_workers_what_one_measures(
+    trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(trained)]) == DONE
+    alone = capfd.readouterr().out
+    assert main(["evaluate", str(trained), "--workers", "2"]) == DONE
+    together = capfd.readouterr().out
+    assert numbers(together) == pytest.approx(numbers(alone), abs=1e-4)
+    assert together.count("top-1") == 1
+    assert "(360 samples)" in together
+
+
+@pytest.mark.long
+def test_polish_measures_on_two_workers_what_one_measures(trained: Path, tmp_path: Path) -> None:
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        words = ["polish", str(trained), "--out", str(out), "--workers", str(workers)]
+        assert main(words) == DONE
+        assert json.loads((out / "summary.json").read_text())["workers"] == workers
+    one, two = (weights(tmp_path / str(workers)) for workers in (1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_user_can_fix_is_one_message_of_all_workers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(tmp_path), "--workers", "2"]) == USER
+    assert capfd.readouterr().err == (
+        f"largebatch: {tmp_path}: this folder holds no checkpoints/step-*.safetensors\n"
+    )
+
+
+def test_one_of_several_workers_starts_no_others(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["evaluate", str(trained), "--workers", "2"]) == USER
+    assert "already one of several workers; leave --workers 2 out" in capsys.readouterr().err
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for before, after in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if before:
+            monkeypatch.setenv("OMP_WAIT_POLICY", before)
+        assert main(["recipes"]) == DONE
+        assert os.environ["OMP_WAIT_POLICY"] == after

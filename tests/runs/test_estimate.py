@@ -1,0 +1,49 @@
+import pytest
+from short_runs import DIGITS
+
+from largebatch import load_recipe
+from largebatch.cli.main import main
+from largebatch.models import build
+from largebatch.recipe.plan import make_plan
+from largebatch.runs.estimate import Estimate, estimate
+
+SMALL = ["model={name: lenet5}", "batch.bn_span=null", "polish=null", "data.image_size=28"]
+
+
+def measured(*changes: str) -> Estimate:
+    recipe = load_recipe(DIGITS, [*SMALL, *changes])
+    return estimate(recipe, make_plan(recipe, workers=1))
+
+
+def test_memory_is_that_of_the_weights_and_of_a_device_batch() -> None:
+    """Twice as many samples keep twice as much for backward, beside as many weights."""
+    model = build("lenet5", num_classes=10, arguments={}, head_std=None)
+    weights = 4 * sum(weight.numel() for weight in model.parameters())
+    one, two = (measured(f"execution.device_batch={size}") for size in (24, 48))
+    kept = [found.memory_bytes - 3 * weights for found in (one, two)]
+    assert kept[1] == pytest.approx(2 * kept[0], abs=100)  # and a few numbers of the loss
+    assert kept[0] > 24 * 4 * 3 * 28 * 28  # the images are part of it
+    assert 2 <= one.samples <= 24
+    assert (one.device, one.precision) == ("cpu", "fp32")
+
+
+def test_an_ema_is_one_more_copy_of_the_model() -> None:
+    model = build("cifar_resnet8", num_classes=10, arguments={}, head_std=None)
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    changes = ["model={name: cifar_resnet8}", "batch.bn_span=48", "data.image_size=16"]
+    plain, ema = (
+        measured(*changes, f"polish={{{words}}}") for words in ("ema: 0.9", "clean: {steps: 1}")
+    )
+    assert plain.memory_bytes == ema.memory_bytes + size
+
+
+def test_plan_shows_what_a_run_takes_here_and_that_a_batch_is_larger_than_an_epoch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [word for change in SMALL for word in ("--set", change)]
+    assert main(["plan", str(DIGITS), *words, "--set", "batch.global_batch=2874"]) == 0
+    shown = capsys.readouterr().out
+    assert "0.50 steps: a batch is larger than an epoch and holds every image 2.00 times" in shown
+    assert "a step of one worker on cpu in fp32" in shown
+    assert main(["plan", str(DIGITS), *words]) == 0
+    assert "larger than an epoch" not in capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""What `export` writes, loaded by timm and by ONNX's own interpreter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from short_runs import DIGITS, weights
+from torch import Tensor
+
+from largebatch import load_recipe, run
+from largebatch.cli.main import DONE, USER, main
+from largebatch.models import build
+from largebatch.optional import require_timm
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of timm's ResNet and one of our own, each polished, by the model's name."""
+    folder = tmp_path_factory.mktemp("trained")
+    short = ["duration={steps: 3}", "schedule.warmup={steps: 1}", "polish.clean={steps: 1}"]
+    models = {
+        "resnet10t": ["model={name: resnet10t, arguments: {stem_width: 16}}", "data.image_size=32"],
+        "cifar_resnet8": ["model={name: cifar_resnet8}", "data.image_size=16"],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("largebatch.runs.run.write_report", lambda _: None)
+        for name, changes in models.items():
+            changes += [f"data.eval_resize={36 if name == 'resnet10t' else 18}"]
+            run(load_recipe(DIGITS, [*short, *changes]), out=folder / name)
+    return {name: folder / name for name in models}
+
+
+def logits(folder: Path, model: torch.nn.Module, images: Tensor) -> Tensor:
+    """What the weights of the run's checkpoint give."""
+    model.load_state_dict(weights(folder))
+    with torch.no_grad():
+        return model.eval()(images)  # type: ignore[no-any-return]  # a module's
+
+
+def test_timm_loads_the_model_and_prepares_images_alike(
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(trained["resnet10t"]), "--out", str(tmp_path / "out")]) == DONE
+    names = ["README.md", "config.json", "model.safetensors", "recipe.yaml"]
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in names]
+    timm = require_timm()
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
+    images = torch.randn(4, 3, 32, 32)
+    plain = build("resnet10t", num_classes=10, arguments={"stem_width": 16})
+    expected = logits(trained["resnet10t"], plain, images)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=0)
+    found: dict[str, Any] = timm.data.resolve_data_config(pretrained_cfg=model.pretrained_cfg)
+    assert tuple(found["input_size"]) == (3, 32, 32)
+    assert (found["crop_pct"], found["crop_mode"]) == (32 / 36, "center")
+    recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
+    assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.data.mean, recipe.data.std)
+
+
+def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(trained["cifar_resnet8"]), "--out", str(out)]) == DONE
+    card = (out / "README.md").read_text()
+    summary = json.loads((trained["cifar_resnet8"] / "summary.json").read_text())
+    for stage in summary["stages"]:
+        assert f"| {stage['name']} | {stage['top1']:.2%} | {stage['top5']:.2%} |" in card
+    assert 'largebatch.models.build("cifar_resnet8", num_classes=10)' in card
+    assert not (out / "config.json").exists()  # timm has no such model
+    found = safetensors.torch.load_file(out / "model.safetensors")
+    torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's exporter uses what Python deprecates
+def test_onnx_gives_the_same_for_any_number_of_images(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """Computed by the reference implementation of the ONNX package."""
+    pytest.importorskip("onnx", reason="no ONNX: pip install 'largebatch[onnx]'")
+    from onnx.reference import ReferenceEvaluator
+
+    out, folder = tmp_path / "out", trained["cifar_resnet8"]
+    assert main(["export", str(folder), "--out", str(out), "--onnx"]) == DONE
+    session = ReferenceEvaluator(str(out / "model.onnx"))
+    for num in (1, 3):
+        images = torch.randn(num, 3, 16, 16)
+        (found,) = session.run(None, {"images": images.numpy()})
+        expected = logits(folder, build("cifar_resnet8", num_classes=10), images)
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_overwritten(
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    assert main(["export", str(trained["cifar_resnet8"]), "--out", str(tmp_path)]) == USER
+    assert "already holds files; choose another --out" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,0 +1,107 @@
+"""Every file of docs/examples runs, as its first lines say."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+PRELUDE = """
+import runpy, sys
+from largebatch.optional import require_torchvision
+require_torchvision()  # where it was built for another torch, other libraries cannot import it
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+TRAIN_PY = """
+import sys
+import timm, torch
+from timm.optim import create_optimizer_v2
+
+assert sys.argv[1:] == ["--opt", "larsreference"], sys.argv
+model = timm.create_model("with_span", of="resnet10t", span=4, num_classes=3)
+optimizer = create_optimizer_v2(model, opt=sys.argv[2], lr=0.1, weight_decay=1e-4, momentum=0.9)
+adapted, plain = (
+    {id(w) for group in optimizer.param_groups if group["adapt"] == on for w in group["params"]}
+    for on in (True, False)
+)
+assert {id(w) for w in model.parameters() if w.ndim > 1} == adapted
+assert {id(w) for w in model.parameters() if w.ndim == 1} == plain
+before = model.bn1.running_mean.clone()
+model(torch.randn(8, 3, 64, 64)).sum().backward()
+optimizer.step()
+moved = bool((model.bn1.running_mean != before).any())
+print(type(optimizer).__mro__[1].__module__, model.bn1.span, moved)
+"""
+
+
+def output_of(*command: str) -> str:
+    here = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def on_torchrun(name: str) -> str:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return output_of(*torchrun, "--nproc-per-node=2", str(EXAMPLES / name))
+
+
+def test_there_is_a_test_for_every_example() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in text
+
+
+def test_a_plain_loop_with_distributed_data_parallel() -> None:
+    found = re.search(r"top-1 .*%, polished (.*)% of 360 images", on_torchrun("ddp.py"))
+    assert found is not None
+    assert float(found[1]) > 80
+
+
+def same_weights(printed: str) -> bool:
+    sums = dict(re.findall(r"worker (\d): (\S+)", printed))
+    return sums.keys() == {"0", "1"} and sums["0"] == sums["1"]
+
+
+def test_the_reducer_in_a_loop_of_ones_own() -> None:
+    assert same_weights(on_torchrun("reducer.py"))
+
+
+@pytest.mark.long
+def test_the_same_reducer_with_horovod() -> None:
+    pytest.importorskip(
+        "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
+    )
+    horovodrun = str(Path(sysconfig.get_path("scripts"), "horovodrun"))
+    words = ["-np", "2", "--gloo", sys.executable, str(EXAMPLES / "reducer.py")]
+    assert same_weights(output_of(horovodrun, *words))
+
+
+def test_timms_training_script(tmp_path: Path) -> None:
+    """A script that makes model and optimizer as timm's does; that one is in no package."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_PY, encoding="utf-8")
+    words = [str(EXAMPLES / "timm_train.py"), str(script), "--opt", "larsreference"]
+    found = output_of(sys.executable, "-c", PRELUDE, *words)
+    assert found.split() == ["largebatch.optim.lars", "4", "True"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("lightning") is None, reason="no Lightning: pip install lightning")
+def test_a_lightning_module() -> None:
+    found = output_of(sys.executable, "-c", PRELUDE, str(EXAMPLES / "lightning_module.py"))
+    (top1,) = re.findall("polished: top-1 (.*)% of 360 images", found)
+    assert float(top1) > 80
