@@ -3,6 +3,7 @@
 `make bench-gpu` runs these before it measures anything.
 """
 
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.plan import make_plan
+from largebatch.report.run import read_run
+from largebatch.training.loop import Stopwatch
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"
@@ -158,6 +161,27 @@ def test_the_digits_are_learned_in_every_precision(precision: str, tmp_path: Pat
     assert summary.top1 is not None
     assert summary.top1 > 0.8
     assert summary.skipped_steps < 10
+
+
+def test_what_the_host_waits_behind_a_busy_gpu_is_no_wait_and_before_an_idle_one_is() -> None:
+    busy, idle = Stopwatch(GPU), Stopwatch(GPU)
+    torch.cuda._sleep(1_000_000_000)  # cycles: longer than the host sleeps
+    with busy:
+        time.sleep(0.2)
+    torch.cuda.synchronize()
+    with idle:
+        time.sleep(0.2)
+    torch.cuda.synchronize()
+    assert 10 * busy.seconds() < idle.seconds()
+
+
+def test_the_steps_of_a_run_say_what_the_gpu_waited_for(tmp_path: Path) -> None:
+    run(load_recipe(DIGITS, SHORT), out=tmp_path / "run", max_steps=5)
+    steps = read_run(tmp_path / "run").steps
+    assert len(steps) == 5
+    for step in steps:
+        assert step.data_seconds > 0
+        assert step.reduction_seconds >= 0
 
 
 @pytest.fixture

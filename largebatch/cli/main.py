@@ -187,17 +187,16 @@ def _train(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_saved(folder)) from None
-    asked_to_stop = args.max_steps is not None and summary.steps >= args.max_steps
     if own_rank() == 0:
-        if summary.status == "interrupted":
+        if summary.status in {"interrupted", "paused"}:
             again = f"to go on: the same command with --resume --out {folder}"
-            if asked_to_stop:
+            if summary.status == "paused":
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
             print(printable(again))
         page = folder / REPORT
         drawn = f"report: {page}" if page.exists() else f"to draw it: largebatch report {folder}"
         print(printable(drawn))
-    return INTERRUPTED if summary.status == "interrupted" and not asked_to_stop else DONE
+    return INTERRUPTED if summary.status == "interrupted" else DONE
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -233,8 +232,13 @@ def _export(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from largebatch.report import write_report
 
+    if args.out is not None and len(args.runs) > 1:
+        raise LargebatchError(
+            f"--out {args.out} is for the report of one run, and {len(args.runs)} are given; draw "
+            "each by a command of its own"
+        )
     for folder in args.runs:
-        print(printable(str(write_report(folder))))
+        print(printable(str(write_report(folder, args.out))))
     return DONE
 
 
@@ -314,6 +318,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = command("report", _report, "draw a run folder again")
     report.add_argument("runs", type=Path, nargs="+", metavar="run")
+    report.add_argument("--out", type=Path, metavar="DIR", help="write elsewhere (the run folder)")
 
     command("doctor", _doctor, "show what is installed and works, and how to install the rest")
     return parser

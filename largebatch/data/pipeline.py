@@ -104,6 +104,13 @@ class Pipeline:
         data = self.recipe.data
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
 
+    @property
+    def validation_samples(self) -> IntArray:
+        """The rows of the index that `validation` shows this worker, in its order."""
+        samples = np.arange(len(self.val_index))
+        parts = self._dealt(samples, size=self.plan.device_batch)
+        return np.concatenate([*parts, samples[:0]])
+
     def _samples(self, positions: range) -> IntArray:
         return training_samples(self.train_index, positions, seed=self.recipe.seed)
 
@@ -114,9 +121,12 @@ class Pipeline:
                 yield self.training_request(positions, clean=clean)
 
     def _clean(self, index: Index, samples: np.ndarray, *, size: int) -> Iterator[Request]:
+        return (self.clean_request(index, part) for part in self._dealt(samples, size=size))
+
+    def _dealt(self, samples: np.ndarray, *, size: int) -> Iterator[IntArray]:
         """Deal batches of `size` out to the workers in turn; only the very last may be smaller."""
         for start in range(self.rank * size, len(samples), self.plan.workers * size):
-            yield self.clean_request(index, samples[start : start + size])
+            yield samples[start : start + size]
 
 
 def open_pipeline(

@@ -28,6 +28,8 @@ from largebatch.errors import LargebatchError
 from largebatch.recipe.plan import Plan, describe_decoding, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
+from largebatch.report.mistakes import WORST, drawn_side, write_worst
+from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER
 from largebatch.storage import whole_file
 
@@ -175,6 +177,26 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
             sheet.save(file, format="PNG")
     except OSError as error:
         raise LargebatchError(f"{path}: cannot write the sheet: {error.strerror}") from None
+
+
+def record_worst(pipeline: Pipeline, folder: Path) -> None:
+    """Write the images that the model of a run folder got most wrong beside its records.
+
+    Nothing is written where none was wrong or is known. Raises DataError where an image cannot be
+    read any more.
+    """
+    last = read_run(folder).last_stage
+    samples = last.mistakes.worst if last and last.mistakes else ()
+    if not samples:
+        return
+    index, data = pipeline.val_index, pipeline.recipe.data
+    requests = (pipeline.clean_request(index, np.array([sample])) for sample in samples)
+    side = (drawn_side(data.image_size),) * 2
+    tiles = [
+        Image.fromarray(denormalized(image, data)).resize(side, Image.Resampling.BOX)
+        for image in _images(pipeline.decode(index, requests))
+    ]
+    write_worst(folder / WORST, tiles, samples)
 
 
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:

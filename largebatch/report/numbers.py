@@ -2,11 +2,18 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from largebatch.recipe.plan import Plan
-from largebatch.report.run import Run, images_per_second
+from largebatch.report.mistakes import compare
+from largebatch.report.run import Run, Stage, images_per_second, median
 
 UNKNOWN = "–"
+
+INPUT_BOUND = 0.1
+"""The share of the time from which on faster images are worth the trouble."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,28 +24,20 @@ class Headline:
     value: str
     unit: str
     note: str
-    good: bool | None = None
-    """False for a loss, None where there is nothing to judge."""
+    colour: Literal["", "good", "bad", "grey"] = ""
+    """Of the value, where it is judged; grey: it may be chance."""
 
 
 def headlines(run: Run) -> tuple[Headline, ...]:
     """Return the six numbers that sum up a run."""
     plan = run.plan
-    rate = images_per_second(run)
     seconds = run.summary.seconds if run.summary else None
     time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
     polishing = sum(stage.result.seconds for stage in run.stages[1:] if stage.result)
     return (
         _accuracy(run),
         _gain(run),
-        Headline(
-            "Training speed",
-            UNKNOWN if rate is None else f"{rate:,.0f}",
-            "" if rate is None else "images/s",
-            "no step was timed"
-            if rate is None
-            else _plural(plan.workers, "worker") + ("" if plan.workers == 1 else " together"),
-        ),
+        _speed(run),
         Headline(
             "Global batch",
             f"{plan.global_batch:,}",
@@ -57,6 +56,16 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     )
 
 
+def _speed(run: Run) -> Headline:
+    rate = images_per_second(run)
+    if rate is None:
+        return Headline("Training speed", UNKNOWN, "", "no step was timed")
+    together = _plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
+    bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
+    note = f"{together}, input bound" if bound else together
+    return Headline("Training speed", f"{rate:,.0f}", "images/s", note)
+
+
 def _skipped(run: Run) -> str:
     """Say how many updates fp16 lost."""
     skipped = run.summary.skipped_steps if run.summary else 0
@@ -67,40 +76,119 @@ def _accuracy(run: Run) -> Headline:
     last = run.result
     if last is None:
         return Headline("Top-1 accuracy", UNKNOWN, "", "never measured")
-    polished = any(stage.kept for stage in run.stages[1:]) and verdict(run) is None
+    polished = any(stage.kept for stage in run.stages[1:]) and _has_finished(run)
     when = "after polishing" if polished else f"after {last.step:,} steps"
     return Headline("Top-1 accuracy", percent(last.top1), "%", when)
 
 
 def _gain(run: Run) -> Headline:
-    """Say what came after stage train, which is not only polishing's: updates are part of it."""
-    label = "Gain during polishing"
-    if len(run.stages) < 2:
-        return Headline(label, UNKNOWN, "", "not polished")
-    first, last = run.stages[0].after, run.result
-    assert last is not None
-    made = sum(stage.result.steps for stage in run.stages[1:] if stage.result and stage.kept)
-    epochs = made / run.plan.steps_per_epoch
-    images = abs(round((last.top1 - first.top1) * last.samples))
-    good = None if last.top1 == first.top1 else last.top1 > first.top1
+    """Describe what polishing gained after the schedule, whose clean epochs are no gain of its own.
+
+    The schedule would have trained these epochs anyway, if on augmented images.
+    """
+    base, last = _end_of_schedule(run), run.last_stage
+    if base is None or last is None or len(run.stages) < 2:
+        return Headline("Gain by polishing", UNKNOWN, "", "not polished")
+    first = run.stages[0]
+    if all(stage.name in {"train", "clean"} for stage in run.stages):
+        return _gain_between(run, "Gain in the clean epochs", first, base, also="", judged=False)
+    clean = f"; clean epochs before: {points(first.after.top1, base.after.top1)}"
+    also = clean if base is not first else ""
+    return _gain_between(run, "Gain by polishing", base, last, also=also, judged=True)
+
+
+def _end_of_schedule(run: Run) -> Stage | None:
+    """Return the last stage that was kept of those that the schedule has; else the first."""
+    kept = [stage for stage in run.stages if stage.kept and stage.name in {"train", "clean"}]
+    return kept[-1] if kept else next(iter(run.stages), None)
+
+
+def _gain_between(
+    run: Run, label: str, before: Stage, after: Stage, *, also: str, judged: bool
+) -> Headline:
+    """Describe a change of top-1; it is `judged` good where chance would not do as much."""
+    change = compare(before.after, after.after, before.mistakes, after.mistakes)
+    images = f"{abs(change.images):,} of {change.samples:,} validation images"
+    if not change.beyond_noise:
+        images = f"within the noise of {change.samples:,} validation images"
+    place = run.stages.index(before)
+    made = sum(s.result.steps for s in run.stages[place + 1 :] if s.result and s.kept)
+    epochs = f", in {made / run.plan.steps_per_epoch:,.1f} epochs" if made else ""
+    colour: Literal["", "good", "bad", "grey"] = "grey"
+    if change.beyond_noise:
+        colour = "bad" if change.images < 0 else "good" if judged else ""
     return Headline(
         label,
-        points(first.top1, last.top1),
+        points(before.after.top1, after.after.top1),
         "points",
-        f"{images:,} of {last.samples:,} images"
-        + (f", in {epochs:,.1f} more epochs" if epochs else ""),
-        good,
+        f"{images}{epochs}{also}",
+        colour,
     )
 
 
-def verdict(run: Run) -> str | None:
-    """Say how a run ended that did not finish; None for one that did."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run went, in one sentence or two."""
+
+    words: str
+    good: bool
+
+
+def verdict(run: Run) -> Verdict:
+    """Describe how a run ended, and for one that finished whether it went well."""
+    return _finished(run) if _has_finished(run) else Verdict(_unfinished(run), good=False)
+
+
+def _has_finished(run: Run) -> bool:
+    return run.summary is not None and run.summary.status == "finished"
+
+
+def _finished(run: Run) -> Verdict:
+    """Compare the end with one answer to all images and with the best of the run."""
+    last = run.last_stage
+    if last is None:
+        return Verdict("The run finished; its accuracy was not measured.", good=False)
+    end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
+    one = max(sizes, default=0) / end.samples
+    if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
+        return Verdict(
+            f"The run finished, but top-1 ends at {percent(end.top1)} %; the same answer to all "
+            f"images would make {percent(one)} %.",
+            good=False,
+        )
+    undone = {stage.name for stage in run.stages if not stage.kept}
+    kept = [found for found in run.evaluations if found.stage not in undone]
+    best = max(kept, key=lambda found: found.top1)
+    of_best = next((stage.mistakes for stage in run.stages if stage.after == best), None)
+    if compare(best, end, of_best, last.mistakes).beyond_noise:
+        return Verdict(
+            f"The run finished, but top-1 ends at {percent(end.top1)} %, below the "
+            f"{percent(best.top1)} % that it was after {best.step:,} steps in {best.stage}.",
+            good=False,
+        )
+    words = "the best of the run"
+    if best.top1 > end.top1:
+        words = f"within the noise of its best, {percent(best.top1)} %"
+    begin = f"The run went well: {_losses(run)}" if run.steps else "Polishing is done: "
+    return Verdict(f"{begin}top-1 ends at {percent(end.top1)} %, {words}.", good=True)
+
+
+def _losses(run: Run) -> str:
+    """Describe how the training loss fell, by the medians of the first and the last updates."""
+    losses = np.array([step.loss for step in run.steps])
+    few = max(1, len(losses) // 20)
+    begin, end = median(losses[:few]), median(losses[-few:])
+    return f"the training loss fell from {begin:.3g} to {end:.3g} and " if end < begin else ""
+
+
+def _unfinished(run: Run) -> str:
+    """Describe how a run ended that did not finish."""
     summary = run.summary
-    if summary is not None and summary.status == "finished":
-        return None
     done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
     if summary is None:
         words = f"No summary: the run did not end by itself. Its log ends after {done}."
+    elif summary.status == "paused":
+        words = f"The run paused at --max-steps, after {done}; --resume goes on from there."
     elif summary.status == "interrupted":
         words = f"The run was interrupted after {done}; --resume goes on from there."
     elif summary.status == "stopped":
@@ -171,3 +259,49 @@ def _division(plan: Plan) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+class Shares(NamedTuple):
+    """Parts of the time of updates: these two, and computing the rest."""
+
+    data: float
+    reduction: float
+
+
+def shares(run: Run) -> Shares:
+    """Return them over all updates that were timed but the first, which warms up, if it has others.
+
+    The run has such updates.
+    """
+    steps = run.timed[1:] or run.timed
+    whole = sum(step.step_seconds for step in steps)
+    return Shares(
+        sum(step.data_seconds for step in steps) / whole,
+        sum(step.reduction_seconds for step in steps) / whole,
+    )
+
+
+def describe_waits(run: Run) -> str:
+    """Return in one sentence whether the run was input bound."""
+    data, reduction = shares(run)
+    parts = f"{_percent(data)} of the time waiting for images"
+    if run.plan.workers > 1:
+        parts += f" and {_percent(reduction)} waiting for the sums of gradients"
+    if data < INPUT_BOUND:
+        return f"Not input bound: updates spent {parts}."
+    return (
+        f"Input bound: updates spent {parts}; images that come at once would make training "
+        f"{1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache and "
+        "execution.decoder, or give each worker more cores)."
+    )
+
+
+def _percent(part: float) -> str:
+    """Return a share in percent.
+
+    >>> [_percent(part) for part in (0.0004, 0.034, 0.417)]
+    ['less than 0.1 %', '3.4 %', '42 %']
+    """
+    if part < 0.001:
+        return "less than 0.1 %"
+    return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"

@@ -14,8 +14,10 @@ from markupsafe import Markup
 
 from largebatch.report.drift import draw_drift
 from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
+from largebatch.report.mistakes import compare, draw_confusion, matrix_is_drawn, pairs, worst
 from largebatch.report.numbers import (
     UNKNOWN,
+    describe_waits,
     duration,
     headlines,
     percent,
@@ -25,6 +27,7 @@ from largebatch.report.numbers import (
 )
 from largebatch.report.run import Run
 from largebatch.report.style import MARGIN, MUTED, make_svg, save_png
+from largebatch.report.waits import draw_waits
 from largebatch.tracking.events import OVERVIEW
 
 if TYPE_CHECKING:
@@ -61,6 +64,10 @@ def make_page(run: Run) -> str:
         charts=CHARTS,
         widths=(WIDE, NARROW),
         environment=_environment(run),
+        waits=describe_waits(run) if run.timed else None,
+        compare=compare,
+        pairs=pairs,
+        worst=worst(run),
     )
 
 
@@ -99,16 +106,15 @@ class Chart:
     """Heights in points at the two widths; the drift's follows from the number of layers."""
 
     content: Callable[[Run], object]
-    """What is drawn; nothing where that is empty."""
-
-    missing: str
-    """What stands there instead."""
+    """What is drawn; where that is empty there is no chart."""
 
     def size(self, run: Run, width: float) -> tuple[float, float]:
         """Return width and height in points."""
         if self.draw is draw_drift:
             rows = len(run.drift.layers) if run.drift else 0
             return width, 120 + 14 * max(8, rows)
+        if self.draw is draw_confusion and run.last_stage and run.last_stage.mistakes:
+            return width, 120 + 18 * max(8, len(run.last_stage.mistakes.classes))
         return width, self.wide if width == WIDE else self.narrow
 
     def svg(self, run: Run, name: str, width: int) -> Markup:
@@ -118,6 +124,7 @@ class Chart:
             lambda figure: self.draw(figure, run),
             size=self.size(run, width),
             name=f"{name} {shape}",
+            label=self.title,
         )
         return Markup(svg)  # noqa: S704 -- matplotlib escapes the text in it
 
@@ -125,6 +132,9 @@ class Chart:
 def write_charts(run: Run, folder: Path) -> None:
     """Write every chart, and the overview report.png, as PNG files."""
     for name, chart in CHARTS.items():
+        if not chart.content(run):
+            (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier part of the run
+            continue
 
         def draw(figure: "Canvas", chart: Chart = chart) -> None:
             _draw_titled(figure, chart, run)
@@ -142,12 +152,11 @@ def write_charts(run: Run, folder: Path) -> None:
 def _draw_titled(figure: "Canvas", chart: Chart, run: Run) -> None:
     left = MARGIN * figure.dpi / 72 / figure.bbox.width
     figure.suptitle(chart.title, x=left, ha="left", size=14, weight="bold")
-    if chart.content(run):
-        chart.draw(figure, run)
-    else:
-        axes = figure.add_subplot()  # the layout needs one in every part of a figure
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, chart.missing, ha="center", va="center", color=MUTED)
+    chart.draw(figure, run)
+
+
+_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "waits", "confusion")
+"""Of these charts it shows the first four that there are."""
 
 
 def _draw_overview(figure: "Figure", run: Run) -> None:
@@ -160,8 +169,13 @@ def _draw_overview(figure: "Figure", run: Run) -> None:
         x = left + place * (1 - left) / 6
         head.text(x, 0.28, f"{number.value} {number.unit}", size=15, weight="bold")
         head.text(x, 0.2, number.label, color=MUTED, va="top")
-    quarters = body.add_gridspec(2, 2)
-    for place, chart in enumerate(CHARTS.values()):
+    there = [name for name, chart in CHARTS.items() if chart.content(run)]
+    charts = [CHARTS[name] for name in sorted(there, key=_OVERVIEW.index)[:4]]
+    if not charts:
+        body.add_subplot().set_axis_off()  # the layout needs one
+        return
+    quarters = body.add_gridspec(-(-len(charts) // 2), min(2, len(charts)))
+    for place, chart in enumerate(charts):
         _draw_titled(body.add_subfigure(quarters[place]), chart, run)
 
 
@@ -172,7 +186,6 @@ CHARTS = {
         wide=440,
         narrow=380,
         content=lambda run: run.steps,
-        missing="No updates were recorded.",
     ),
     "accuracy": Chart(
         "Accuracy",
@@ -180,7 +193,6 @@ CHARTS = {
         wide=340,
         narrow=500,
         content=lambda run: run.evaluations,
-        missing="Accuracy was not measured.",
     ),
     "throughput": Chart(
         "Training speed",
@@ -188,7 +200,13 @@ CHARTS = {
         wide=240,
         narrow=220,
         content=lambda run: run.steps,
-        missing="No updates were recorded.",
+    ),
+    "waits": Chart(
+        "What updates waited for",
+        draw_waits,
+        wide=200,
+        narrow=200,
+        content=lambda run: run.timed,
     ),
     "drift": Chart(
         "What polishing changed in BatchNorm",
@@ -196,6 +214,12 @@ CHARTS = {
         wide=0,
         narrow=0,
         content=lambda run: run.drift and run.drift.quantiles,
-        missing="No change of BatchNorm statistics was recorded.",
+    ),
+    "confusion": Chart(
+        "Classes and what they are taken for",
+        draw_confusion,
+        wide=0,
+        narrow=0,
+        content=matrix_is_drawn,
     ),
 }

@@ -26,6 +26,7 @@ from largebatch.tracking.events import (
     Drift,
     Evaluation,
     Event,
+    Mistakes,
     Note,
     StageName,
     StageResult,
@@ -49,6 +50,10 @@ class Stage:
 
     decision: Decision | None = None
     """None where there was no decision: it was kept."""
+
+    mistakes: Mistakes | None = None
+    mistakes_before: Mistakes | None = None
+    """At the ends of this stage and of the one it went on from; None in older logs."""
 
     @property
     def kept(self) -> bool:
@@ -76,12 +81,16 @@ class Trace:
 class Run:
     """A run folder."""
 
+    path: Path
     folder: str
+    """Its name."""
+
     starts: tuple[Start, ...]
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     drift: Drift | None
     decisions: tuple[Decision, ...] = ()
+    mistakes: tuple[Mistakes, ...] = ()
     notes: tuple[Note, ...] = ()
     summary: Summary | None
     recipe: str | None
@@ -117,12 +126,22 @@ class Run:
         results = {stage.name: stage for stage in self.summary.stages} if self.summary else {}
         last = {evaluation.stage: evaluation for evaluation in self.evaluations}
         decisions = {decision.stage: decision for decision in self.decisions}
+        mistakes = {found.stage: found for found in self.mistakes}
         stages: list[Stage] = []
         before = None
         for name, after in last.items():
-            stages.append(Stage(name, before, after, results.get(name), decisions.get(name)))
-            if stages[-1].kept:
-                before = after
+            stage = Stage(
+                name,
+                before.after if before else None,
+                after,
+                results.get(name),
+                decisions.get(name),
+                mistakes.get(name),
+                before.mistakes if before else None,
+            )
+            stages.append(stage)
+            if stage.kept:
+                before = stage
         return tuple(stages)
 
     @property
@@ -132,10 +151,20 @@ class Run:
         return judged.get("statistics", True)
 
     @property
+    def last_stage(self) -> Stage | None:
+        """The stage that left the model as it is; None if none was evaluated."""
+        kept = [stage for stage in self.stages if stage.kept]
+        return kept[-1] if kept else None
+
+    @property
     def result(self) -> Evaluation | None:
         """The last evaluation of the model as it was left; None if there was none."""
-        kept = [stage.after for stage in self.stages if stage.kept]
-        return kept[-1] if kept else None
+        return self.last_stage.after if self.last_stage else None
+
+    @property
+    def timed(self) -> tuple[Step, ...]:
+        """The updates of which it is known what they waited for."""
+        return tuple(step for step in self.steps if math.isfinite(step.data_seconds))
 
 
 def _trace(stage: StageName, steps: list[Step]) -> Trace:
@@ -172,12 +201,14 @@ def read_run(folder: Path) -> Run:
         )
     recipe = folder / RECIPE
     return Run(
+        path=folder,
         folder=folder.resolve().name,
         starts=tuple(log.starts),
         steps=tuple(step for _, step in sorted(log.steps.items())),
         evaluations=tuple(log.evaluations.values()),
         drift=log.drift,
         decisions=tuple(log.decisions.values()),
+        mistakes=tuple(log.mistakes.values()),
         notes=tuple(log.notes.values()),
         summary=_read_summary(folder / SUMMARY),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
@@ -192,7 +223,10 @@ class _Log:
     steps: dict[int, Step] = field(default_factory=dict)
     evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
-    notes: dict[str, Note] = field(default_factory=dict)
+    mistakes: dict[str, Mistakes] = field(default_factory=dict)
+    notes: dict[tuple[str, str], Note] = field(default_factory=dict)
+    """By stage and first word: of many that begin alike the last is shown."""
+
     drift: Drift | None = None
 
     def add(self, event: Event) -> None:
@@ -206,8 +240,10 @@ class _Log:
                 self.evaluations[event.stage, event.step] = event
             case Decision():
                 self.decisions[event.stage] = event
+            case Mistakes():
+                self.mistakes[event.stage] = event
             case Note():
-                self.notes[event.stage] = event
+                self.notes[event.stage, event.text.partition(" ")[0]] = event
             case Drift():
                 self.drift = event
 
@@ -219,6 +255,9 @@ class _Log:
         }
         self.decisions = {
             key: found for key, found in self.decisions.items() if found.step <= resume_step
+        }
+        self.mistakes = {
+            key: found for key, found in self.mistakes.items() if found.step <= resume_step
         }
         self.notes = {key: found for key, found in self.notes.items() if found.step <= resume_step}
         if self.drift is not None and self.drift.step > resume_step:

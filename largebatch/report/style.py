@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,10 +87,13 @@ def save_png(
         figure.savefig(file, format="png", dpi=72 * pixels / size[0])
 
 
-def make_svg(draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str) -> str:
+def make_svg(
+    draw: Callable[["Figure"], None], *, size: tuple[float, float], name: str, label: str
+) -> str:
     """Return a drawing as an SVG element whose colours are CSS variables.
 
-    `name` is its class, and keeps its ids apart from those of other drawings in the page.
+    `name` is its class, and keeps its ids apart from those of other drawings in the page; `label`
+    is what is read out in its place.
     """
     buffer = io.StringIO()
     with _style({"svg.hashsalt": name}):
@@ -99,7 +103,8 @@ def make_svg(draw: Callable[["Figure"], None], *, size: tuple[float, float], nam
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" class="{name}"', 1)
+    named = f'<svg role="img" aria-label="{escape(label)}" class="{name}"'
+    svg = svg[svg.index("<svg") :].replace("<svg", named, 1)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{variable})")

@@ -45,7 +45,8 @@ from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import CHECKPOINTS, Tracker, record
+from largebatch.tracking.events import CHECKPOINTS, Tracker
+from largebatch.tracking.log import record
 from largebatch.training.checkpoint import Retention, Writer
 from largebatch.training.ema import EMA
 from largebatch.training.loss import cross_entropy

@@ -24,10 +24,10 @@ from largebatch.tracking.events import (
     LOG,
     RECIPE,
     SUMMARY,
-    JsonLines,
     Summary,
     Tracker,
 )
+from largebatch.tracking.log import JsonLines
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import Checkpoint, newest_checkpoint, parse_checkpoint
 from largebatch.training.trainer import Trainer

@@ -31,6 +31,7 @@ from largebatch.errors import (
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
+from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.build import open_trainer
 from largebatch.runs.folder import (
     check_folder,
@@ -221,7 +222,9 @@ def record(
             with suppress(CheckpointError):
                 _finish(trainer, folder, status)
             raise
-        return _finish(trainer, folder, "finished" if complete else "interrupted")
+        if complete:
+            return _finish(trainer, folder, "finished")
+        return _finish(trainer, folder, "interrupted" if trainer.step_log.stopped else "paused")
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
@@ -242,6 +245,8 @@ def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
             summary.write(folder / SUMMARY)
             if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
                 with trainer.backend.busy():
+                    with suppress(LargebatchError):  # it has as good a report without them
+                        record_worst(trainer.pipeline, folder)
                     write_report(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None

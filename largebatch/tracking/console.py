@@ -88,8 +88,9 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
         skipped = summary.skipped_steps
+        end = "paused at --max-steps" if summary.status == "paused" else summary.status
         self._console.print(
-            f"{summary.status} after {summary.seconds:.1f} s"
+            f"{end} after {summary.seconds:.1f} s"
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
         )
 

@@ -6,21 +6,16 @@ not finite, such as the loss of a step that overflowed in fp16, is null there, f
 it is read as NaN. A field that older runs did not write has a default, so their folders still draw.
 """
 
-import fcntl
-import logging
 import math
-import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 from pydantic_core import to_json
 
-from largebatch.errors import CheckpointError
 from largebatch.recipe.plan import Plan
 from largebatch.storage import write_whole
 
@@ -31,8 +26,9 @@ REPORT, OVERVIEW = "report.html", "report.png"
 StageName = Literal["train", "clean", "ema", "affine", "statistics"]
 """The stages of a run, in their order."""
 
-Status = Literal["finished", "interrupted", "stopped", "failed"]
-"""interrupted: saved where it ends; stopped: at once, by a second request."""
+Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]
+"""paused: saved at --max-steps; interrupted: saved where it ends, after a signal or near a time
+limit; stopped: at once, by a second signal. Older folders have interrupted for paused, too."""
 
 Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A number that may not be finite: null in JSON, which is read as NaN."""
@@ -78,6 +74,10 @@ class Step:
 
     step_seconds: float = math.nan
     images_per_second: float
+    data_seconds: Measured = math.nan
+    reduction_seconds: Measured = math.nan
+    """Of the seconds of the step, what worker 0 waited for images and for the sums of gradients; on
+    a GPU only what the GPU waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,33 @@ class Evaluation:
     loss: Measured
     samples: int
     seconds: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistakes:
+    """Which validation images are classified wrongly at the end of a stage, over all workers."""
+
+    event: Literal["mistakes"] = "mistakes"
+    stage: StageName
+    step: int
+    classes: tuple[str, ...]
+    """Names, by label."""
+
+    sizes: tuple[int, ...]
+    """How many validation images each class has."""
+
+    samples: tuple[int, ...]
+    """The wrong ones as rows of the index of validation images, rising."""
+
+    labels: tuple[int, ...]
+    predicted: tuple[int, ...]
+    """Their classes, and those that got the highest score."""
+
+    worst: tuple[int, ...]
+    """A few of `samples`: those of the largest loss, the largest first."""
+
+    losses: tuple[Measured, ...]
+    """Those of the worst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +271,7 @@ class Finish:
     summary: Summary
 
 
-Event = Start | Step | Evaluation | Decision | Note | Drift | Finish
+Event = Start | Step | Evaluation | Mistakes | Decision | Note | Drift | Finish
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads and writes them."""
 
@@ -261,120 +288,6 @@ class Tracker(Protocol):
         """Take one event. A finish is the last."""
 
 
-_LOG = logging.getLogger(__name__)
-
-_PIECE = 2**16
-"""Bytes that are searched at a time for the last end of a line."""
-
-
-class JsonLines:
-    """A Tracker that appends each record at once, so that a killed run leaves all it did.
-
-    The file is locked while it is open: a run folder has one owner. The system takes the lock from
-    a process that ends, however it ends; NFS keeps it on the server.
-
-    Raises CheckpointError where another process has the file, or where a new run finds records.
-    """
-
-    def __init__(self, path: Path, *, resume: bool) -> None:
-        self._path = path
-        with ExitStack() as opened:
-            self._file = opened.enter_context(path.open("ab", buffering=0))
-            _lock(self._file)
-            if not resume and os.fstat(self._file.fileno()).st_size:
-                raise CheckpointError(
-                    f"{path.parent}: another run began here; choose another --out"
-                )
-            _drop_unfinished_line(path)
-            opened.pop_all()  # it stays open until `close`
-
-    def record(self, event: Event) -> None:
-        """Write one line. Raises CheckpointError where it cannot be written whole."""
-        line = EVENTS.dump_json(event) + b"\n"
-        before = os.fstat(self._file.fileno())
-        if before.st_nlink == 0:
-            raise CheckpointError(f"{self._path}: was removed while the run wrote to it")
-        try:
-            whole, reason = self._file.write(line) == len(line), "no space left on the device"
-        except OSError as error:
-            whole, reason = False, str(error.strerror)
-        if not whole:
-            os.ftruncate(self._file.fileno(), before.st_size)
-            raise CheckpointError(f"{self._path}: cannot be written: {reason}")
-
-    def close(self) -> None:
-        """Let another process own the file."""
-        self._file.close()
-
-
-def record(trackers: list[Tracker], event: Event) -> None:
-    """Hand an event to every tracker; one that fails is taken out of the list, with a note.
-
-    A run does not end because who follows it does. Its own record is no such follower: without
-    log.jsonl there is no report. At a finish that record comes last, to hold such notes too.
-    """
-    last = isinstance(event, Finish)
-    for tracker in sorted(trackers, key=lambda each: last and isinstance(each, JsonLines)):
-        if tracker not in trackers:  # a note before this was too much for it
-            continue
-        try:
-            tracker.record(event)
-        except Exception as error:
-            if isinstance(tracker, JsonLines):
-                raise
-            trackers.remove(tracker)
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            text = f"{type(tracker).__name__} failed and follows the run no more: {reason}"
-            record(trackers, _note_at(event, text))
-
-
-def _note_at(event: Event, text: str) -> Note:
-    """Return a note for the stage and the step of an event."""
-    match event:
-        case Start():
-            return Note(stage="train", step=event.resume_step, text=text)
-        case Finish():
-            stages = event.summary.stages
-            last = stages[-1].name if stages else "train"
-            return Note(stage=last, step=event.summary.steps, text=text)
-        case _:
-            return Note(stage=event.stage, step=event.step, text=text)
-
-
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
     """Write JSON for a person; a number that is not finite becomes null."""
     write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Lock a file for this process; log a warning where the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(
-            f"{Path(file.name).parent}: another run is writing to this folder; wait for its end or "
-            "choose another --out"
-        ) from None
-    except OSError as error:
-        _LOG.warning(
-            "%s: cannot be locked (%s); see that no other run writes to its folder",
-            file.name,
-            error.strerror,
-        )
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    """Cut off what a run that was killed while writing left behind its last whole line.
-
-    No other byte is touched, so a kill here loses nothing.
-    """
-    with path.open("rb") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        found = -1
-        while end and found < 0:
-            start = max(0, end - _PIECE)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            end = start + found + 1
-    if end < size:
-        os.truncate(path, end)

@@ -6,6 +6,7 @@ offline in the run folder and can be uploaded later with `wandb sync`.
 
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -33,6 +34,9 @@ WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. What was not sent by then is on the 
 _ID = "wandb-id"
 _IS_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What becomes part of a path; an id may come from a stranger's checkpoint."""
+
+
+_OF_A_STEP = "loss lr images_per_second epoch data_seconds reduction_seconds"
 
 
 class Wandb:
@@ -68,7 +72,7 @@ class Wandb:
             reason = str(error).strip().split("\n")[0]
             self._note(
                 f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
-                f"wandb sync {self._folder}/wandb/offline-run-*"
+                + self._sync
             )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -97,7 +101,7 @@ class Wandb:
             case Start():
                 self._open(event)
             case Step():
-                self._log(event.step, _values("train", event, "loss lr images_per_second epoch"))
+                self._log(event.step, _values("train", event, _OF_A_STEP))
             case Evaluation():
                 self._log(event.step, _values("val", event, "top1 top5 loss"))
             case Decision():
@@ -117,12 +121,20 @@ class Wandb:
         self._run.log({"step": step, **values})
 
     def _finish(self, summary: Summary) -> None:
-        """Log the summary and the report's image, and end the run."""
+        """Log the summary and the report's image, end the run; note how to send one offline."""
         self._run.summary.update(asdict(summary))
         image = self._folder / OVERVIEW
         if image.exists():
             self._run.log({"report": self._wandb.Image(str(image))})
-        self._run.finish(exit_code=0 if summary.status == "finished" else 1)
+        offline = self._run.offline
+        self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
+        if offline:
+            self._note(f"W&B has this run offline only; to send it: {self._sync}")
+
+    @property
+    def _sync(self) -> str:
+        """The command that sends every part of the run, of which each has a folder of its own."""
+        return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
 
 
 def wandb_id(folder: Path) -> str | None:

@@ -5,8 +5,9 @@ nothing of YAML, of LARS, or of how many workers there are; `run` puts those tog
 generator: whoever drives it logs, evaluates and saves between two updates, or stops.
 """
 
+import time
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,41 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.schedules.functions import Schedule
 from largebatch.training.loss import Criterion
+
+T = TypeVar("T")
+
+
+class Stopwatch:
+    """Adds up the time in its `with` blocks: a CPU's own, or what the stream of a GPU spends there.
+
+    Nothing waits for a GPU: events are left in its stream. A wait of the host for which the GPU did
+    not run out of work counts as nothing, for it costs nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._seconds.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Return the sum; a GPU must have come by the last block."""
+        seconds = (end - begin for begin, end in _pairs(self._seconds))
+        milliseconds = (begin.elapsed_time(end) for begin, end in _pairs(self._events))
+        return sum(seconds) + float(sum(milliseconds)) / 1000
 
 
 class Update(NamedTuple):
@@ -37,6 +73,13 @@ class Update(NamedTuple):
 
     finite: Tensor
     """Whether all gradients of the global batch were finite: 0-d, bool, on the device."""
+
+    data: Stopwatch
+    """What the update waited for its images."""
+
+    reduction: Stopwatch
+    """What it waited for the sums of the gradients when it had computed its own: the network, and
+    slower workers. Sums for BatchNorm that a forward pass waits for are not in it."""
 
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
@@ -71,15 +114,18 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             group["lr"] = lr
         reducer.zero()
         loss = torch.zeros((), device=reducer.device)
+        data, reduction = Stopwatch(reducer.device), Stopwatch(reducer.device)
         for micro in range(accumulation):
-            images, labels = next(batches)
+            with data:
+                images, labels = next(batches)
             part = criterion(model(images), labels) / global_batch
             if micro == accumulation - 1:
                 spans.reduce()
                 reducer.arm()
             scaler.scale(part).backward()
             loss += part.detach()
-        reducer.wait()
+        with reduction:
+            reducer.wait()
         finite = reducer.finite()
         skipped = skip_nonfinite and not finite.item()  # sync: only where the recipe skips updates
         if not skipped:
@@ -91,7 +137,12 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             spans.discard()
         else:
             spans.update()
-        yield Update(step, lr, loss, scale, skipped=skipped, finite=finite)
+        yield Update(step, lr, loss, scale, skipped, finite, data, reduction)
+
+
+def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
+    """Return each block's begin and end."""
+    return zip(marks[::2], marks[1::2], strict=True)
 
 
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:

@@ -14,7 +14,7 @@ from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import Note, StageName, Step
-from largebatch.training.loop import Update
+from largebatch.training.loop import Stopwatch, Update
 from largebatch.training.state import TrainState
 
 
@@ -22,6 +22,8 @@ class _Pending(NamedTuple):
     """An update whose loss is still being summed."""
 
     step: Step
+    data: Stopwatch
+    reduction: Stopwatch
     sums: Tensor
     arrive: Callable[[], None]
     """Waits for them."""
@@ -111,7 +113,8 @@ class StepLog:
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        self._pending = _Pending(step, sums, self._arrival(work))
+        arrive = self._arrival(work)
+        self._pending = _Pending(step, update.data, update.reduction, sums, arrive)
         if self._stream is None:
             self.flush()
 
@@ -147,14 +150,16 @@ class StepLog:
         """
         if self._pending is None:
             return
-        step, sums, arrive = self._pending
-        self._pending = None
+        pending, self._pending = self._pending, None
+        step = pending.step
         with torch.cuda.stream(self._stream):  # not behind the update that was queued since
-            arrive()
-            found = _Sums(*sums.tolist())  # sync: with the update before; on a CPU with this one
+            pending.arrive()
+            sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
+        found = _Sums(*sums)
         self.stopped = self.stopped or found.stop > 0
         self.save_due = self.save_due or found.save > 0
-        self._emit(replace(step, loss=found.loss))
+        data, reduction = pending.data.seconds(), pending.reduction.seconds()
+        self._emit(replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction))
         self._judge(step, found)
 
     def _judge(self, step: Step, found: "_Sums") -> None:

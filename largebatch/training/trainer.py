@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+from torch import Tensor
+
 from largebatch.data.pipeline import Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
@@ -24,6 +27,7 @@ from largebatch.tracking.events import (
     Decision,
     Evaluation,
     Event,
+    Mistakes,
     Note,
     StageName,
     StageResult,
@@ -39,10 +43,13 @@ from largebatch.training.checkpoint import (
     newest_checkpoint,
     parse_checkpoint,
 )
-from largebatch.training.evaluation import Metrics, evaluate
+from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
 from largebatch.training.loss import Criterion
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
+
+WORST = 16
+"""How many images of the largest loss are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,19 +122,22 @@ class Trainer:
         self.begin()
         return True
 
-    def measure(self) -> Metrics:
-        """Evaluate the model as it is on the validation data."""
+    def measure(self, each: Callable[[Tensor, Tensor], object] = lambda *_: None) -> Metrics:
+        """Evaluate the model as it is on the validation data; `each` is as in evaluate."""
         return evaluate(
             self.state.model,
             self.pipeline.validation(),
             self.backend,
             expected=self.plan.val_samples,
+            each=each,
         )
 
-    def evaluate(self, stage: StageName) -> Metrics:
-        """Measure the model as it is and emit the event."""
+    def evaluate(
+        self, stage: StageName, each: Callable[[Tensor, Tensor], object] = lambda *_: None
+    ) -> Metrics:
+        """Measure the model as it is and emit the event; `each` is as in evaluate."""
         begun = time.perf_counter()
-        metrics = self.measure()
+        metrics = self.measure(each)
         step = self.state.progress.step
         self.emit(
             Evaluation(
@@ -138,6 +148,15 @@ class Trainer:
                 **asdict(metrics),
             )
         )
+        return metrics
+
+    def _evaluate_at_the_end(self, stage: StageName) -> Metrics:
+        """Do the same and emit what was wrong, image by image."""
+        answers = Answers()
+        metrics = self.evaluate(stage, answers.add)
+        found = answers.gather(self.pipeline.validation_samples, self.backend)
+        classes, step = self.pipeline.val_index.classes, self.state.progress.step
+        self.emit(_mistakes(found, stage=stage, step=step, classes=classes))
         return metrics
 
     def note(self, stage: StageName, text: str) -> None:
@@ -224,7 +243,7 @@ class Trainer:
         state = self.state
         if note is not None:
             self.note(name, note)
-        metrics = self.evaluate(name)
+        metrics = self._evaluate_at_the_end(name)
         last = state.last_kept
         held_out, kept = self._decide(name, last, failed=failed)
         if kept:
@@ -282,3 +301,21 @@ class Trainer:
             )
         )
         return found.top1, kept
+
+
+def _mistakes(found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]) -> Mistakes:
+    """Return what was wrong; a loss that is no number counts as the largest."""
+    wrong = np.flatnonzero(found.label != found.predicted)
+    sizes = np.where(np.isnan(found.loss[wrong]), math.inf, found.loss[wrong])
+    worst = wrong[np.argsort(-sizes, kind="stable")[:WORST]]
+    return Mistakes(
+        stage=stage,
+        step=step,
+        classes=classes,
+        sizes=tuple(np.bincount(found.label, minlength=len(classes)).tolist()),
+        samples=tuple(found.sample[wrong].tolist()),
+        labels=tuple(found.label[wrong].tolist()),
+        predicted=tuple(found.predicted[wrong].tolist()),
+        worst=tuple(found.sample[worst].tolist()),
+        losses=tuple(found.loss[worst].tolist()),
+    )

@@ -1,5 +1,6 @@
 """The report of every kind of run folder: complete, self-contained, true to the log."""
 
+import errno
 import itertools
 import math
 import re
@@ -19,14 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from PIL import Image
 
+from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import MissingPackageError
 from largebatch.report import write_report
 from largebatch.report.figures import POINTS, ceiling, draw_accuracy, draw_loss, thin
-from largebatch.report.numbers import duration, headlines, verdict
-from largebatch.report.page import make_page
-from largebatch.report.run import read_run
-
-PNGS = ("loss", "accuracy", "throughput", "drift", "report")
+from largebatch.report.numbers import Verdict, duration, headlines, verdict
+from largebatch.report.page import CHARTS, make_page
+from largebatch.report.run import Run, read_run
 
 
 class Attributes(HTMLParser):
@@ -88,14 +88,17 @@ def more(make: Callable[[Path], Path]) -> Any:  # noqa: ANN401 -- pytest's own t
         fake_runs.polished_checkpoint,
     ],
 )
-def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_figures(
+def test_every_kind_of_run_has_a_page_that_loads_nothing_and_figures_of_what_it_has(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "run")
     before = dict(mpl.rcParams)
     page = write_report(folder)
     assert page == folder / "report.html"
-    for name in PNGS:
+    run = read_run(folder)
+    there = [name for name, chart in CHARTS.items() if chart.content(run)]
+    assert {path.stem for path in folder.glob("*.png")} == {*there, "report"}
+    for name in (*there, "report"):
         with Image.open(folder / f"{name}.png") as image:
             image.verify()
             assert image.width == (1600 if name == "report" else 1920)
@@ -103,6 +106,7 @@ def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_figures(
     assert not found.tags & {"script", "link", "img", "iframe", "object", "base"}
     assert "http" not in page.read_text(encoding="utf-8").replace("http-equiv", "")
     assert len(found.ids) == len(set(found.ids))
+    assert set(found.ids) & set(CHARTS) == set(there)
     assert {reference.lstrip("#") for reference in found.references} <= set(found.ids)
     assert all(reference.startswith("#") for reference in found.references)
     assert dict(mpl.rcParams) == before
@@ -110,7 +114,7 @@ def test_every_kind_of_run_has_a_page_that_loads_nothing_and_five_figures(
 
 def test_the_page_shows_the_numbers_of_the_run(full_run: str) -> None:
     words = Attributes(full_run).words
-    shown = ("98.61", "+2.78", "806", "96", "600", "74.7")  # the headlines, in order
+    shown = ("98.61", "+1.39", "806", "96", "600", "74.7")  # the headlines, in order
     assert [word for word in words if word in shown][: len(shown)] == list(shown)
     for cell in ("95.83 →", "97.22 %", "+1.39", "0.2834", "525", "4f2a9c1d5e6b+", "0.75 GiB"):
         assert cell in words, cell
@@ -122,6 +126,9 @@ def test_the_page_shows_the_numbers_of_the_run(full_run: str) -> None:
 def test_colours_in_the_page_follow_its_scheme(full_run: str) -> None:
     drawings = re.findall(r"<svg.*?</svg>", full_run, flags=re.DOTALL)
     assert len(drawings) == 8
+    names = re.findall(r'<svg role="img" aria-label="([^"]+)"', full_run)
+    assert [name for name in names if names.count(name) == 2] == names
+    assert len(names) == 8  # on a desktop and on a phone
     assert not re.search(r":\s*#[0-9a-f]{6}", "".join(drawings))
     used = set(re.findall(r"var\(--(\w+)\)", full_run))
     assert used == set(re.findall(r"--(\w+): #", full_run.split("prefers-color-scheme")[1]))
@@ -131,7 +138,41 @@ def test_colours_in_the_page_follow_its_scheme(full_run: str) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        pytest.param(fake_runs.full_run, None, id="finished"),
+        pytest.param(
+            fake_runs.full_run,
+            "The run went well: the training loss fell from 2.09 to 0.552 and top-1 ends at "
+            "98.61 %, the best of the run.",
+            id="finished",
+        ),
+        pytest.param(
+            fake_runs.statistics_that_hurt,
+            "The run went well: the training loss fell from 2.09 to 0.552 and top-1 ends at "
+            "94.72 %, within the noise of its best, 96.39 %.",
+            id="within the noise",
+        ),
+        pytest.param(
+            fake_runs.ended_below_its_best,
+            "The run finished, but top-1 ends at 80.00 %, below the 96.39 % that it was after 600 "
+            "steps in train.",
+            id="below its best",
+        ),
+        pytest.param(
+            fake_runs.learned_nothing,
+            "The run finished, but top-1 ends at 11.00 %; the same answer to all images would make "
+            "10.00 %.",
+            id="nothing learned",
+        ),
+        pytest.param(
+            fake_runs.polished_checkpoint,
+            "Polishing is done: top-1 ends at 96.00 %, the best of the run.",
+            id="polished",
+        ),
+        pytest.param(
+            fake_runs.paused,
+            "The run paused at --max-steps, after 40 of 600 steps; --resume goes on from there. "
+            "Accuracy was not measured before that.",
+            id="paused",
+        ),
         pytest.param(
             fake_runs.interrupted_after_one_step,
             "The run was interrupted after 1 of 600 steps; --resume goes on from there. "
@@ -164,19 +205,20 @@ def test_colours_in_the_page_follow_its_scheme(full_run: str) -> None:
         ),
     ],
 )
-def test_a_page_says_how_a_run_ended_that_did_not_finish(
-    make: Callable[[Path], Path], words: str | None, tmp_path: Path
+def test_a_page_begins_with_how_the_run_went(
+    make: Callable[[Path], Path], words: str, tmp_path: Path
 ) -> None:
     run = read_run(make(tmp_path / "run"))
-    assert verdict(run) == words
-    assert words is None or words in Attributes(make_page(run)).words
+    assert verdict(run) == Verdict(
+        words, good=words.startswith(("The run went well", "Polishing is done"))
+    )
+    assert words in Attributes(make_page(run)).words
 
 
 @pytest.mark.usefixtures("no_drawings")
 def test_a_stage_that_lowered_top1_is_named_and_marked(tmp_path: Path) -> None:
     page = make_page(read_run(fake_runs.statistics_that_hurt(tmp_path / "run")))
     assert "Here the statistics stage lowered it." in page
-    assert re.search(r'<div class="bad"><dt>Gain during polishing</dt><dd><b>−1.67</b> po', page)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +226,12 @@ def test_a_stage_that_lowered_top1_is_named_and_marked(tmp_path: Path) -> None:
     [
         pytest.param(
             fake_runs.like_resnet50,
-            ["76.08", "+0.96", "1,624,000", "86,016", "1,350", "74.7"],
+            ["76.08", "+0.17", "1,624,000", "86,016", "1,350", "74.7"],
             id="large",
         ),
         pytest.param(fake_runs.train_only, ["96.67", "–", "806", "96", "600", "74.7"], id="train"),
         pytest.param(fake_runs.failed_at_once, ["–", "–", "–", "96", "0", "74.7"], id="nothing"),
-        pytest.param(fake_runs.killed, ["98.61", "+2.78", "816", "96", "600", "–"], id="killed"),
+        pytest.param(fake_runs.killed, ["98.61", "+1.39", "816", "96", "600", "–"], id="killed"),
     ],
 )
 def test_what_is_unknown_is_a_dash(
@@ -199,14 +241,75 @@ def test_what_is_unknown_is_a_dash(
     assert [number.value for number in headlines(run)] == values
 
 
-def test_a_gain_says_how_many_updates_are_part_of_it(tmp_path: Path) -> None:
-    makers = (fake_runs.statistics_that_hurt, fake_runs.full_run, fake_runs.decided)
-    runs = [read_run(make(tmp_path / make.__name__)) for make in makers]
-    assert [headlines(run)[1].note for run in runs] == [
-        "6 of 360 images",
-        "10 of 360 images, in 5.0 more epochs",  # 75 updates
-        "8 of 360 images, in 9.0 more epochs",  # and 60; those of the EMA are not its own
-    ]
+def gain(run: Run) -> tuple[str, str, str, str]:
+    """Return what the tile on polishing shows, and its colour: green, red or grey."""
+    tile = headlines(run)[1]
+    return tile.label, tile.value, tile.note, tile.colour
+
+
+def test_a_gain_is_that_over_the_end_of_the_schedule_and_grey_within_the_noise(
+    tmp_path: Path,
+) -> None:
+    """Clean epochs are epochs of the schedule, so what they add is not what polishing gained."""
+    noise = "within the noise of 360 validation images"
+    for make, shown in {
+        fake_runs.train_only: ("–", "not polished"),
+        fake_runs.full_run: ("+1.39", f"{noise}; clean epochs before: +1.39"),
+        fake_runs.statistics_that_hurt: ("−1.67", noise),
+        fake_runs.decided: ("+0.84", f"{noise}, in 4.0 epochs; clean epochs before: +1.39"),
+        fake_runs.all_discarded: ("±0.00", noise),
+        fake_runs.polished_checkpoint: ("+1.00", noise),
+    }.items():
+        run = read_run(make(tmp_path / make.__name__))
+        assert gain(run) == ("Gain by polishing", *shown, "" if shown[0] == "–" else "grey"), (
+            make.__name__
+        )
+
+
+def test_a_run_that_ends_with_clean_epochs_claims_no_gain_by_polishing(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.end("train", 525, 0.5)
+    run.end("clean", 75, 0.9)
+    tile = gain(read_run(run.write()))
+    assert tile[:2] == ("Gain in the clean epochs", "+40.00")
+    assert tile[2:] == ("144 of 360 validation images, in 5.0 epochs", "")
+
+
+@pytest.mark.parametrize(("after", "colour"), [(0.95, "good"), (0.60, "bad")])
+def test_a_gain_beyond_the_noise_is_green_and_a_loss_red(
+    after: float, colour: str, tmp_path: Path, no_drawings: None
+) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.end("train", 600, 0.85)
+    run.end("statistics", 0, after)
+    found = read_run(run.write())
+    assert gain(found)[3] == colour
+    assert f'<div class="{colour}"><dt>Gain by polishing</dt>' in make_page(found)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "broken", "colour"),
+    [
+        pytest.param(5, 0, "good", id="5 of 5 changed for the better"),
+        pytest.param(4, 0, "grey", id="4 of 4 may be chance"),
+        pytest.param(15, 10, "grey", id="so may 15 of 25"),
+        pytest.param(2, 14, "bad", id="14 of 16 for the worse"),
+    ],
+)
+def test_the_noise_is_that_of_the_images_that_changed(
+    fixed: int, broken: int, colour: str, tmp_path: Path, no_drawings: None
+) -> None:
+    """McNemar: what stays as it was adds no noise, so less is seen than with counts alone."""
+    run = FakeRun(tmp_path / "run")
+    wrong = set(range(20))
+    run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
+    now = wrong - set(range(fixed)) | set(range(100, 100 + broken))
+    run.end("statistics", 0, 1 - len(now) / 360, wrong=now)
+    found = read_run(run.write())
+    assert gain(found)[3] == colour
+    words = " ".join(" ".join(Attributes(make_page(found)).words).split())
+    noise = "" if colour != "grey" else " (within the noise)"
+    assert f"turned {fixed} from wrong to right and {broken} from right to wrong{noise}." in words
 
 
 def test_who_discarded_all_that_polishing_did_is_not_polished(tmp_path: Path) -> None:
@@ -221,7 +324,7 @@ def test_stages_that_were_discarded_are_shown_as_such_and_do_not_count(tmp_path:
     assert [stage.kept for stage in run.stages] == [True, True, False, True, False]
     befores = [stage.before.top1 if stage.before else None for stage in run.stages]
     assert befores == [None, 0.9583, 0.9722, 0.9722, 0.9806]
-    assert [number.value for number in headlines(run)][:2] == ["98.06", "+2.23"]
+    assert [number.value for number in headlines(run)][:2] == ["98.06", "+0.84"]
     page = make_page(run)
     words = Attributes(page).words
     for word in ("clean", "ema (discarded)", "affine", "statistics (discarded)"):
@@ -355,3 +458,44 @@ def test_what_a_stage_had_to_say_is_on_the_page_until_it_runs_again(tmp_path: Pa
     run.start(600)
     run.folder = tmp_path / "resumed"
     assert read_run(run.write()).notes == ()
+
+
+def test_sections_that_a_run_does_not_have_are_absent(tmp_path: Path) -> None:
+    """What an earlier part of the run left as a file goes, too."""
+    folder = fake_runs.failed_at_once(tmp_path / "run")
+    (folder / "recipe.yaml").unlink()
+    (folder / "drift.png").write_bytes(b"of another part")
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Environment"]
+    assert [path.name for path in folder.glob("*.png")] == ["report.png"]
+
+
+def test_a_report_of_a_folder_that_is_only_read_is_written_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = fake_runs.paused(tmp_path / "run"), tmp_path / "new" / "reports"
+    before = {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+    assert main(["report", str(folder), "--out", str(out)]) == DONE
+    assert capsys.readouterr().out == f"{out}/report.html\n"
+    assert {path.name for path in out.iterdir()} == {
+        *("report.html", "report.png", "loss.png", "throughput.png")
+    }
+    assert {path.name: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("largebatch.report.page.save_png", refuse)
+    assert main(["report", str(folder)]) == USER
+    assert capsys.readouterr().err == (
+        f"largebatch: {folder}: the report cannot be written there: Read-only file system; choose "
+        "a folder for it with: largebatch report RUN --out DIR\n"
+    )
+
+
+def test_one_folder_takes_the_report_of_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "a", "b", "--out", str(tmp_path / "out")]) == USER
+    assert "is for the report of one run, and 2 are given" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

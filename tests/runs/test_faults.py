@@ -158,7 +158,7 @@ def test_the_summary_of_a_part_goes_when_the_next_part_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    assert run(recipe(), out=out, max_steps=3).status == "interrupted"
+    assert run(recipe(), out=out, max_steps=3).status == "paused"
     (out / "checkpoints/.step-00000009.safetensors.0123.partial").write_bytes(b"killed")
 
     def killed(*_: object, **__: object) -> bool:

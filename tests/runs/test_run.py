@@ -205,7 +205,7 @@ def test_a_resumed_run_ends_with_identical_weights(tmp_path: Path, workers: int)
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_on(workers, recipe, whole).status == "finished"
-    assert run_on(workers, recipe, parts, max_steps=7).status == "interrupted"
+    assert run_on(workers, recipe, parts, max_steps=7).status == "paused"
     assert run_on(workers, recipe, parts, max_steps=16, resume=True).steps == 16
     resumed = run_on(workers, recipe, parts, resume=True)
     assert (resumed.status, resumed.steps, resumed.samples) == ("finished", 20, 20 * 96)
@@ -328,7 +328,7 @@ def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: st
         ],
     )
     result = run(recipe.with_execution(device_batch=4), out=tmp_path / "run", max_steps=2)
-    assert (result.status, result.steps, result.accumulation) == ("interrupted", 2, 2)
+    assert (result.status, result.steps, result.accumulation) == ("paused", 2, 2)
     first, second = log(tmp_path / "run", "step")
     assert first["loss"] == pytest.approx(math.log(1000), abs=0.7)
     assert math.isfinite(second["loss"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class FakeRun:
             "clean_steps": 75,
             "evaluate_after": [],
         } | plan
+        self.classes = [str(digit) for digit in range(10)]
         self.records: list[dict[str, Any]] = []
         self.stages: list[dict[str, Any]] = []
         self.random = np.random.default_rng(1)
@@ -85,13 +87,34 @@ class FakeRun:
             if tenth < 10:
                 self.evaluate("train", until * tenth // 10, best * (1 - 0.9 ** (4 * tenth)))
 
-    def end(self, stage: str, steps: int, top1: float) -> None:
-        """Evaluate after so many steps of this stage."""
+    def end(
+        self, stage: str, steps: int, top1: float, *, wrong: Collection[int] | None = None
+    ) -> None:
+        """Evaluate after so many steps of this stage; note which images are `wrong`, if given."""
         before = {k: self.stages[-1][k] for k in ("top1", "top5", "loss")} if self.stages else None
         done = sum(found["steps"] for found in self.stages) + steps
         after = self.evaluate(stage, done, top1)
+        if wrong is not None:
+            self.mistakes(stage, done, sorted(wrong))
         self.stages.append(
             {"name": stage, "steps": steps, "seconds": 3.2, **after, "before": before}
+        )
+
+    def mistakes(self, stage: str, step: int, wrong: list[int]) -> None:
+        """Take these images for one class too high; the first have the largest loss."""
+        names = self.classes
+        labels = [sample % len(names) for sample in wrong]
+        self.add(
+            "mistakes",
+            stage=stage,
+            step=step,
+            classes=names,
+            sizes=np.bincount(np.arange(360) % len(names)).tolist(),
+            samples=wrong,
+            labels=labels,
+            predicted=[(label + 1) % len(names) for label in labels],
+            worst=wrong[:16],
+            losses=[9.5 - 0.5 * place for place in range(len(wrong[:16]))],
         )
 
     def decide(self, stage: str, *, before: float, after: float) -> None:
@@ -252,6 +275,27 @@ def interrupted_after_a_skipped_step(folder: Path) -> Path:
     run.train(0, 40)
     run.records[-1] |= {"loss": None, "skipped": True}
     return run.write(status="interrupted", skipped_steps=1)
+
+
+def paused(folder: Path) -> Path:
+    run = FakeRun(folder)
+    run.train(0, 40)
+    return run.write(status="paused")
+
+
+def ended_below_its_best(folder: Path) -> Path:
+    run = FakeRun(folder, clean_steps=0)
+    run.curve(600, best=0.9)
+    run.end("train", 600, 0.9639)
+    run.end("statistics", 0, 0.8)
+    return run.write()
+
+
+def learned_nothing(folder: Path) -> Path:
+    run = FakeRun(folder, clean_steps=0)
+    run.train(0, 600)
+    run.end("train", 600, 0.11, wrong=range(40, 360))
+    return run.write()
 
 
 def stopped_at_once(folder: Path) -> Path:

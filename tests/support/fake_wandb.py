@@ -10,6 +10,7 @@ class FakeWandb:
     def __init__(self, fails: str = "", *, at_key: str = "") -> None:
         self.fails, self.at_key = fails, at_key
         self.calls: list[str] = []
+        self.offline = False
         self.summary = SimpleNamespace(update=self._summary)
         self.Settings = Settings
 
@@ -24,6 +25,7 @@ class FakeWandb:
 
     def init(self, **words: Any) -> "FakeWandb":  # noqa: ANN401 -- whatever init takes
         self._call("init", words["mode"])
+        self.offline = words["mode"] == "offline"
         return self
 
     def define_metric(self, *_: object, **__: object) -> None:

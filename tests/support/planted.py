@@ -218,4 +218,25 @@ MUTANTS = (
         "",
         "runs/test_faults.py::test_a_bad_number_that_comes_back_stops_the_run",
     ),
+    Mutant(
+        "what a worker's share is padded with counts as images",
+        "training/evaluation.py",
+        "part[:length] for part, length in parts",
+        "part for part, _ in parts",
+        "training/test_mistakes.py::test_shares_of_any_length_are_gathered_in_the_order_of_the_index",
+    ),
+    Mutant(
+        "a gain is judged by one standard error",
+        "report/mistakes.py",
+        "2 * math.sqrt(fixed + broken)",
+        "math.sqrt(fixed + broken)",
+        "report/test_report.py::test_the_noise_is_that_of_the_images_that_changed",
+    ),
+    Mutant(
+        "an update waits for its last images only",
+        "training/loop.py",
+        "return zip(marks[::2], marks[1::2], strict=True)",
+        "return zip(marks[-2::2], marks[-1::2], strict=True)",
+        "training/test_step_times.py",
+    ),
 )

@@ -37,12 +37,11 @@ from largebatch.tracking.events import (
     Evaluation,
     Event,
     Finish,
-    JsonLines,
     Note,
     Step,
     Tracker,
-    record,
 )
+from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.wandb import Wandb, wandb_id
 
 ALL: list[Event] = [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH]
@@ -179,6 +178,17 @@ def test_a_server_that_is_not_reached_leaves_an_offline_run(
     assert there.calls[:3] == ["login", "init", "init"]
     assert there.calls[-1] == "log"
     assert notes == [f"{reason}; the run is recorded offline, to be sent with: {command}"]
+    wandb.record(FINISH)
+    assert notes[1:] == [f"W&B has this run offline only; to send it: {command}"]
+
+
+def test_a_run_that_reached_the_server_needs_no_line_on_how_to_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, notes, wandb = fake(tmp_path, monkeypatch, "")
+    wandb.record(START)
+    wandb.record(Finish(time=FINISH.time, summary=SUMMARY))
+    assert notes == []
 
 
 def a_recipe(*changes: str) -> Recipe:
@@ -225,7 +235,9 @@ def test_a_refused_connection_is_one_line_and_no_file_holds_the_key(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("W&B cannot be reached (") == 1
     assert "Traceback" not in done.stdout + done.stderr
-    assert len(log(tmp_path / "run", "note")) == 1
+    command = f"wandb sync {tmp_path}/run/wandb/offline-run-*"
+    assert [note["text"].endswith(command) for note in log(tmp_path / "run", "note")] == [True] * 2
+    assert done.stdout.splitlines()[-2].endswith(f"offline only; to send it: {command}")
     assert list((tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb"))
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"log.jsonl", "summary.json", "report.html"} <= {path.name for path in files}

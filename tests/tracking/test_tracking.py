@@ -25,13 +25,13 @@ from largebatch.tracking.events import (
     Evaluation,
     Event,
     Finish,
-    JsonLines,
     LayerDrift,
     StageResult,
     Start,
     Step,
     Summary,
 )
+from largebatch.tracking.log import JsonLines
 from largebatch.tracking.wandb import Wandb
 
 PLAN = Plan(
@@ -59,6 +59,8 @@ STEPS = [
         lr=0.125,
         step_seconds=0.5,
         images_per_second=192.0,
+        data_seconds=0.25,
+        reduction_seconds=0.125,
     )
     for step in range(2)
 ]
@@ -125,7 +127,8 @@ def test_a_log_has_one_owner_which_may_be_killed(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write = f"""
 import sys, pathlib, datetime
-from largebatch.tracking.events import JsonLines, Note
+from largebatch.tracking.events import Note
+from largebatch.tracking.log import JsonLines
 log = JsonLines(pathlib.Path({str(path)!r}), resume=False)
 log.record(Note(stage="train", step=0, text="a"))
 print("owned", flush=True)
@@ -280,6 +283,8 @@ def test_wandb_records_offline_without_a_key(
     assert config["seed"] == 1
     assert [row["train/loss"] for row in history if "train/loss" in row] == [2.5, 1.5]
     assert [row["train/lr"] for row in history if "train/lr" in row] == [0.125, 0.125]
+    waits = [(row["train/data_seconds"], row["train/reduction_seconds"]) for row in history[:2]]
+    assert waits == [(0.25, 0.125)] * 2
     assert [row["val/top1"] for row in history if "val/top1" in row] == [0.975]
     assert [row["step"] for row in history if "step" in row] == [0, 1, 2, 2, 2, 2]
     assert [row["held_out/top1"] for row in history if "held_out/top1" in row] == [0.94]
@@ -346,3 +351,9 @@ def test_a_missing_wandb_is_an_error_with_the_install_command(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingPackageError, match="install it with: pip install wandb"):
         Wandb(tmp_path, {}, note=print)
+
+
+def test_the_last_line_of_a_run_that_paused_names_max_steps() -> None:
+    stream = io.StringIO()
+    Console(stream).record(replace(FINISH, summary=replace(SUMMARY, status="paused")))
+    assert stream.getvalue() == "paused at --max-steps after 1.2 s\n"

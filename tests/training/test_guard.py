@@ -116,7 +116,7 @@ def test_only_updates_that_were_made_are_counted_however_often_the_run_was_stopp
     assert [stage.steps for stage in whole.stages] == [3, 2, 0, 3]
     for stop in (4, 5, 7):
         part = run(recipe, out=tmp_path / "parts", max_steps=stop, resume=stop > 4)
-        assert (part.status, part.steps) == ("interrupted", stop)
+        assert (part.status, part.steps) == ("paused", stop)
     parts = run(recipe, out=tmp_path / "parts", resume=True)
     assert (parts.steps, parts.samples) == (whole.steps, whole.samples)
     assert [stage.steps for stage in parts.stages] == [3, 2, 0, 3]

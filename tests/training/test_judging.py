@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class Second:
             held_out_samples=range(10),
             held_out=lambda: iter(batches),
             validation=lambda: iter(batches),
+            validation_samples=np.arange(10),
+            val_index=SimpleNamespace(classes=tuple("abcde")),
         )
         plan: Any = SimpleNamespace(val_samples=10, epoch=float)
         recipe: Any = SimpleNamespace(polish=SimpleNamespace(keep="better"))

@@ -30,7 +30,7 @@ from largebatch.models.batchnorm import Spans, with_span
 from largebatch.runs.build import build_model
 from largebatch.tracking.events import Note, Step
 from largebatch.training.checkpoint import load_checkpoint
-from largebatch.training.loop import Update, train
+from largebatch.training.loop import Stopwatch, Update, train
 from largebatch.training.state import Progress
 from largebatch.training.step_log import StepLog
 
@@ -195,8 +195,8 @@ def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
         emit=events.append,
         wants_stop=lambda: False,
     )
-    nan, finite = torch.tensor(float("nan")), torch.tensor(False)
-    log.add("train", Update(0, 0.1, nan, 1.0, skipped=True, finite=finite))
+    nan, finite, waited = torch.tensor(float("nan")), torch.tensor(False), Stopwatch(CPU.device)
+    log.add("train", Update(0, 0.1, nan, 1.0, True, finite, waited, waited))
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
-        log.add("train", Update(1, 0.1, nan, 0.5, skipped=True, finite=finite))
+        log.add("train", Update(1, 0.1, nan, 0.5, True, finite, waited, waited))
     assert (state.progress.skipped, len(events)) == (2, 2)

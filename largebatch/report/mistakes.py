@@ -1,0 +1,205 @@
+"""What a model gets wrong, and whether a change of its accuracy is more than chance."""
+
+import base64
+import io
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from PIL import Image, PngImagePlugin
+
+from largebatch.report.run import Run
+from largebatch.report.style import HIGH, MUTED, RULE
+from largebatch.storage import whole_file
+from largebatch.tracking.events import Evaluation, Mistakes
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Canvas
+
+WORST = "worst.png"
+"""The worst images side by side, without a word: the page writes beside each what it is."""
+
+MATRIX_CLASSES = 40
+"""With more classes than these a matrix cannot be read; the pairs that are mixed up most can."""
+
+_PAIRS = 10
+"""How many of those are listed."""
+
+_TILE = 96
+"""The side of a drawn image in pixels, unless it is smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How many more validation images are right, and how many that would be by chance."""
+
+    samples: int
+    images: int
+    """Fewer, if negative."""
+
+    noise: float
+    """Two standard errors, in images."""
+
+    fixed: int | None = None
+    broken: int | None = None
+    """Images that were wrong and are right, and the reverse, where that is known."""
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the change is more than chance would give."""
+        return abs(self.images) > self.noise
+
+
+def compare(
+    before: Evaluation, after: Evaluation, wrong_before: Mistakes | None, wrong: Mistakes | None
+) -> Change:
+    """Return what changed from one evaluation to another of the same images.
+
+    Where both were recorded image by image, chance is that of McNemar's test: each image that
+    changed could as well have changed the other way. Else it is that of two independent samples,
+    which is larger.
+
+    >>> from largebatch.tracking.events import Evaluation
+    >>> a, b = (
+    ...     Evaluation(stage="train", step=1, epoch=1, top1=top1, top5=1, loss=1, samples=400)
+    ...     for top1 in (0.95, 0.97)
+    ... )
+    >>> change = compare(a, b, None, None)
+    >>> change.images, round(change.noise, 1), change.beyond_noise
+    (8, 11.1, False)
+    """
+    samples = after.samples
+    images = round((after.top1 - before.top1) * samples)
+    if wrong_before is None or wrong is None:
+        variance = sum(one.top1 * (1 - one.top1) for one in (before, after)) * samples
+        return Change(samples, images, 2 * math.sqrt(variance))
+    then, now = set(wrong_before.samples), set(wrong.samples)
+    fixed, broken = len(then - now), len(now - then)
+    return Change(samples, images, 2 * math.sqrt(fixed + broken), fixed, broken)
+
+
+class Pair(NamedTuple):
+    """A class, for what its images are taken, and how many of how many."""
+
+    label: str
+    predicted: str
+    images: int
+    size: int
+
+
+def pairs(found: Mistakes) -> list[Pair]:
+    """Return what is mixed up most."""
+    counts = Counter(zip(found.labels, found.predicted, strict=True))
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [
+        Pair(found.classes[label], found.classes[predicted], number, found.sizes[label])
+        for (label, predicted), number in ranked[:_PAIRS]
+    ]
+
+
+def confusion(found: Mistakes) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+    """Return how many images of each class (rows) are taken for each class (columns)."""
+    matrix = np.diag(np.array(found.sizes, dtype=np.int64))
+    np.subtract.at(matrix, (found.labels, found.labels), 1)
+    np.add.at(matrix, (found.labels, found.predicted), 1)
+    return matrix
+
+
+def matrix_is_drawn(run: Run) -> bool:
+    """Return whether a matrix is known, and small enough to be read."""
+    found = run.last_stage.mistakes if run.last_stage else None
+    return found is not None and bool(found.samples) and len(found.classes) <= MATRIX_CLASSES
+
+
+def draw_confusion(figure: "Canvas", run: Run) -> None:
+    """Draw the matrix: what is right in grey on the diagonal, what is wrong the redder the more."""
+    assert run.last_stage is not None
+    found = run.last_stage.mistakes
+    assert found is not None
+    matrix = confusion(found)
+    number = len(matrix)
+    wrong = np.where(np.eye(number, dtype=bool), 0, matrix)
+    axes = figure.subplots()
+    most = wrong.max()
+    for row, column in np.argwhere(matrix):
+        is_right = row == column
+        share = 1.0 if is_right else 0.15 + 0.6 * matrix[row, column] / most
+        axes.axvspan(
+            column - 0.5, column + 0.5, (number - 1 - row) / number, (number - row) / number,
+            color=RULE if is_right else HIGH, alpha=share, lw=0,
+        )  # fmt: skip
+    if number <= 20:
+        for row, column in np.argwhere(matrix):
+            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", size=10)
+    names = [_shortened(name) for name in found.classes]
+    short = max(map(len, names)) * number < 80
+    axes.set_xticks(range(number), names, rotation=0 if short else 90)
+    axes.set_yticks(range(number), names)
+    axes.tick_params(length=0, labelsize=11 if number <= 20 else 9)
+    axes.set_xlim(-0.5, number - 0.5)
+    axes.set_ylim(number - 0.5, -0.5)
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.set_title("↓ Class")
+    axes.set_xlabel("Taken for →", loc="right", color=MUTED)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 16 else f"{name[:15]}…"
+
+
+class Worst(NamedTuple):
+    """One image that was classified wrongly, with the image as a URL of its own."""
+
+    url: str
+    label: str
+    predicted: str
+    loss: float
+
+
+def write_worst(path: Path, tiles: list[Image.Image], samples: tuple[int, ...]) -> None:
+    """Write images side by side as a PNG file that notes which samples of the index they are."""
+    side = tiles[0].width
+    strip = Image.new("RGB", (side * len(tiles), side))
+    for place, tile in enumerate(tiles):
+        strip.paste(tile, (place * side, 0))
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("samples", ",".join(map(str, samples)))
+    with whole_file(path) as file:
+        strip.save(file, format="PNG", pnginfo=notes)
+
+
+def drawn_side(image_size: int) -> int:
+    """Return the side of an image in that file."""
+    return min(image_size, _TILE)
+
+
+def worst(run: Run) -> list[Worst]:
+    """Return the worst images; none where the folder holds those of another stage, or none."""
+    found = run.last_stage.mistakes if run.last_stage else None
+    if found is None or not found.worst:
+        return []
+    try:
+        with Image.open(run.path / WORST) as strip:
+            strip.load()
+    except (OSError, SyntaxError):  # the latter is Pillow's for a broken chunk
+        return []
+    if strip.info.get("samples") != ",".join(map(str, found.worst)):
+        return []
+    places = {sample: place for place, sample in enumerate(found.samples)}
+    shown = []
+    for number, (sample, loss) in enumerate(zip(found.worst, found.losses, strict=True)):
+        tile = strip.crop((number * strip.height, 0, (number + 1) * strip.height, strip.height))
+        place = places[sample]
+        label, predicted = found.labels[place], found.predicted[place]
+        shown.append(Worst(_url(tile), found.classes[label], found.classes[predicted], loss))
+    return shown
+
+
+def _url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,148 @@
+"""What a model gets wrong, as its page shows it: classes, pairs and images; what is known."""
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_runs import FakeRun
+from matplotlib.figure import Figure
+from PIL import Image
+
+from largebatch.report.mistakes import (
+    WORST,
+    Pair,
+    confusion,
+    draw_confusion,
+    pairs,
+    worst,
+    write_worst,
+)
+from largebatch.report.page import make_page
+from largebatch.report.run import read_run
+from largebatch.tracking.events import Mistakes
+
+EVIL = "<script>alert('&')</script>"
+COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
+
+
+@pytest.fixture(autouse=True)
+def names_for_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing into a page but the name of each drawing."""
+    monkeypatch.setattr("largebatch.report.page.make_svg", lambda *_, label, **__: f"<{label}>")
+
+
+def a_run(folder: Path, *, classes: int = 10, wrong: tuple[int, ...] = (3, 13, 14)) -> FakeRun:
+    run = FakeRun(folder)
+    run.classes = [f"class {number}" for number in range(classes)]
+    run.end("train", 600, 1 - len(wrong) / 360, wrong=wrong)
+    return run
+
+
+def with_images(run: FakeRun, samples: tuple[int, ...]) -> Path:
+    """Write the run folder and into it three images of one colour each, for these samples."""
+    folder = run.write()
+    tiles = [Image.new("RGB", (4, 4), colour) for colour in COLOURS]
+    write_worst(folder / WORST, tiles, samples)
+    return folder
+
+
+def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    labels, predicted = random.integers(0, 4, (2, 500))
+    wrong = np.flatnonzero(labels != predicted)
+    found = Mistakes(
+        stage="train", step=1, classes=("a", "b", "c", "d"),
+        sizes=tuple(np.bincount(labels).tolist()), samples=tuple(wrong.tolist()),
+        labels=tuple(labels[wrong].tolist()), predicted=tuple(predicted[wrong].tolist()),
+        worst=(), losses=(),
+    )  # fmt: skip
+    counted = [[int(((labels == i) & (predicted == j)).sum()) for j in range(4)] for i in range(4)]
+    assert confusion(found).tolist() == counted
+    off = {(i, j): counted[i][j] for i in range(4) for j in range(4) if i != j}
+    first = max(off, key=lambda pair: (off[pair], -pair[0], -pair[1]))
+    assert pairs(found)[0] == Pair(
+        "abcd"[first[0]], "abcd"[first[1]], off[first], sum(counted[first[0]])
+    )
+    assert [pair.images for pair in pairs(found)] == sorted(off.values(), reverse=True)[:10]
+
+
+def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:
+    figure = Figure()
+    draw_confusion(figure, read_run(a_run(tmp_path / "run").write()))
+    (axes,) = figure.axes
+    drawn = {text.get_position(): text.get_text() for text in axes.texts}
+    assert drawn.pop((4, 3)) == "2"
+    assert drawn.pop((5, 4)) == "1"
+    assert drawn == {(k, k): {3: "34", 4: "35"}.get(k, "36") for k in range(10)}
+
+
+@pytest.mark.parametrize(("classes", "drawn"), [(10, 2), (40, 2), (41, 0), (360, 0)])
+def test_a_matrix_too_large_to_be_read_is_not_drawn_but_its_pairs_are_listed(
+    classes: int, drawn: int, tmp_path: Path
+) -> None:
+    page = make_page(read_run(a_run(tmp_path / "run", classes=classes).write()))
+    assert page.count("<Classes and what they are taken for>") == drawn
+    assert '<td data-name="Taken for">class 4</td>' in page
+
+
+def test_the_worst_images_stand_beside_what_they_are_and_were_taken_for(tmp_path: Path) -> None:
+    page = make_page(read_run(with_images(a_run(tmp_path / "run"), (3, 13, 14))))
+    shown = re.findall(
+        r'<li><img src="data:image/png;base64,([^"]+)" alt="An image of class class (\d), '
+        r'taken for class (\d)"><b>'
+        r"class \d</b><span>taken for class \d<br>loss ([\d.]+)</span></li>",
+        page,
+    )
+    assert [found[1:] for found in shown] == [
+        ("3", "4", "9.5"),
+        ("3", "4", "9"),
+        ("4", "5", "8.5"),
+    ]
+    for (data, *_), colour in zip(shown, COLOURS, strict=True):
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            assert np.asarray(image).reshape(-1, 3).tolist() == [list(colour)] * 16
+    assert "img-src data:" in page
+
+
+def test_images_of_another_stage_or_that_are_damaged_are_not_shown(tmp_path: Path) -> None:
+    assert worst(read_run(with_images(a_run(tmp_path / "other"), (3, 13, 99)))) == []
+    folder = with_images(a_run(tmp_path / "run"), (3, 13, 14))
+    content = (folder / WORST).read_bytes()
+    for damaged in (b"", content[:80], content[:-40]):
+        (folder / WORST).write_bytes(damaged)
+        assert worst(read_run(folder)) == []
+    assert "<img" not in make_page(read_run(folder))
+
+
+def test_names_of_classes_are_shown_and_never_interpreted(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.classes = [f'{EVIL}" onerror="{number}' for number in range(3)]
+    run.end("train", 600, 0.9, wrong=(3, 13, 14))
+    page = make_page(read_run(with_images(run, (3, 13, 14))))
+    assert "&lt;script&gt;alert" in page
+    assert "<script" not in page
+    assert 'onerror="' not in page
+
+
+def test_a_model_without_a_mistake_has_no_such_section(tmp_path: Path) -> None:
+    page = make_page(read_run(a_run(tmp_path / "run", wrong=()).write()))
+    assert 'id="confusion"' not in page
+
+
+def test_the_mistakes_shown_are_those_of_the_stage_that_was_kept(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    run.end("statistics", 0, 0.5, wrong=range(180))
+    run.decide("statistics", before=0.9, after=0.5)
+    found = read_run(run.write())
+    assert found.last_stage is not None
+    assert found.last_stage.name == "train"
+    assert "images after <em>train</em>" in make_page(found)
+
+
+def test_a_resumed_run_forgets_the_mistakes_it_will_make_again(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    run.start(599)
+    assert read_run(run.write()).mistakes == ()

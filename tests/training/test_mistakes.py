@@ -1,0 +1,91 @@
+"""What a run got wrong, image by image: checked with timm's model on images read by Pillow."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from on_forked_workers import on_forked_workers
+from PIL import Image
+from plain_images import GREY, load
+from short_runs import LEARNED, a_recipe, log, timms, weights
+from threads import Thread, on_threads
+
+from largebatch import run
+from largebatch.data.datasets import digits
+from largebatch.recipe.recipe import Recipe
+from largebatch.training.evaluation import Answer, Answers
+from largebatch.training.trainer import WORST, _mistakes
+
+
+def be_worker(recipe: Recipe, folder: Path) -> None:
+    run(recipe, out=folder)
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_the_mistakes_of_a_run_are_those_of_its_model(workers: int, tmp_path: Path) -> None:
+    recipe, folder = a_recipe("clean: {steps: 2}", changes=LEARNED), tmp_path / "run"
+    on_forked_workers(be_worker, recipe, folder, workers=workers)
+    files = sorted(digits.write_digits().glob("val/*/*"), key=lambda file: file.parts[-2:])
+    images, labels = load(files, colours=GREY, size=16)
+    model = timms(recipe)
+    model.load_state_dict(weights(folder))
+    with torch.no_grad():
+        logits = model.eval()(images)
+    losses, predicted = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1)
+    wrong = (predicted != labels).nonzero().flatten()
+    first, last = log(folder, "mistakes")
+    assert (first["stage"], last["stage"], last["step"]) == ("train", "clean", 40)
+    assert last["classes"] == [str(digit) for digit in range(10)]
+    assert last["sizes"] == labels.bincount().tolist()
+    assert last["samples"] == wrong.tolist()
+    assert last["labels"] == labels[wrong].tolist()
+    assert last["predicted"] == predicted[wrong].tolist()
+    assert len(wrong) == round((1 - log(folder, "evaluation")[-1]["top1"]) * 360)
+    order = losses[wrong].argsort(descending=True)[:WORST]
+    assert last["worst"] == wrong[order].tolist()
+    assert last["losses"] == pytest.approx(losses[wrong[order]].tolist(), rel=1e-4)
+    with Image.open(folder / "worst.png") as strip:
+        assert strip.info["samples"] == ",".join(map(str, last["worst"]))
+        assert strip.size == (16 * len(last["worst"]), 16)
+        tiles = np.asarray(strip).reshape(16, -1, 16, 3).swapaxes(0, 1)
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in GREY)
+    shown = (images[last["worst"]] * std + mean).mul(255).permute(0, 2, 3, 1).numpy()
+    assert np.abs(tiles - shown).max() <= 1.01
+
+
+def test_shares_of_any_length_are_gathered_in_the_order_of_the_index() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits, labels = torch.randn(11, 5, generator=generator), torch.arange(11) % 5
+    shares = [[9, 0, 4, 10, 1, 2], [], [3, 8, 5, 7, 6]]
+
+    def gather(worker: Thread) -> Answer:
+        answers, backend = Answers(), worker
+        own = shares[worker.rank]
+        for part in (own[:4], own[4:]):
+            if part:
+                answers.add(logits[part], labels[part])
+        anything: Any = backend
+        return answers.gather(np.array(own, dtype=np.int64), anything)
+
+    for found in on_threads(gather, workers=3):
+        assert found.sample.tolist() == list(range(11))
+        assert found.label.tolist() == labels.tolist()
+        assert found.predicted.tolist() == logits.argmax(1).tolist()
+        expected = F.cross_entropy(logits, labels, reduction="none")
+        np.testing.assert_allclose(found.loss, expected, rtol=1e-6)
+
+
+def test_a_loss_that_is_no_number_is_the_largest() -> None:
+    found = Answer(
+        sample=np.arange(4),
+        label=np.array([0, 1, 1, 0]),
+        predicted=np.array([1, 0, 1, 1]),
+        loss=np.array([0.5, np.nan, 9.0, 2.0]),
+    )
+    mistakes = _mistakes(found, stage="train", step=3, classes=("a", "b", "c"))
+    assert mistakes.worst == (1, 3, 0)
+    assert mistakes.sizes == (2, 2, 0)
+    assert mistakes.samples == (0, 1, 3)
