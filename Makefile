@@ -53,7 +53,7 @@ test-all: lint $(VENV)/.horovod
 	$(MAKE) --jobs=1 test-torch
 
 # The oldest and the newest torch that largebatch is tried with: gigabytes, for they come with CUDA.
-test-torch: .venv-torch-2.6.0-0.21.0/.tested .venv-torch-2.15.0-0.29.2/.tested
+test-torch: .venv-torch-2.8.0-0.23.0/.tested .venv-torch-2.15.0-0.29.2/.tested
 
 .venv-torch-%/.tested:
 	$(PYTHON) -m venv $(@D)

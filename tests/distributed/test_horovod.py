@@ -187,7 +187,8 @@ def test_closing_twice_is_safe(hvd: FakeHorovod, backend: Backend) -> None:
 
 def without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the next import of Horovod look for it; the test's end restores what was there."""
-    for name in [*(key for key in sys.modules if key.startswith("horovod.")), "horovod"]:
+    there = {key for key in sys.modules if key.startswith("horovod.")}
+    for name in there | {"horovod", "horovod.torch"}:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         del sys.modules[name]
 
