@@ -98,6 +98,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset", metavar="M:F", help="instead: what module M's function F returns, (train, val)"
     )
+    add_imports(parser)
+
+
+def add_imports(parser: argparse.ArgumentParser) -> None:
+    """Let a model of the user's own be known to the command."""
     parser.add_argument(
         "--import",
         action="append",
