@@ -37,6 +37,7 @@ class Estimate(NamedTuple):
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     """Train on 2, 4, 8 ... random samples, up to a device batch, until that takes long enough.
 
+    They are whole BatchNorm spans, or part of one, and never one sample, which has no variance.
     Time and activations are those of the last of these in proportion to the device batch.
     """
     backend = Serial()
@@ -48,7 +49,8 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     criterion = cross_entropy(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )
-    num, seconds, kept = min(2, plan.device_batch), 0.0, 0
+    most, span = max(2, plan.device_batch), plan.bn_span or 1
+    num, seconds, kept = 2, 0.0, 0
     for attempt in count():
         images, labels = _batch(recipe, num, backend.device)
         with _saved_bytes(model) as found:
@@ -56,9 +58,9 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
             criterion(model(images), labels).backward()
             before, seconds = seconds, _elapsed(begun, backend.device)
         kept = sum(found.values())
-        if attempt and (num == plan.device_batch or before + seconds > _ENOUGH_SECONDS):
+        if attempt and (num >= most or before + seconds > _ENOUGH_SECONDS):
             break
-        num = min(2 * num, plan.device_batch) if attempt else num  # the first pass is slower
+        num = _whole_spans(min(2 * num, most), span) if attempt else num  # the first is slower
     begun = time.perf_counter()
     optimizer.step()
     update = _elapsed(begun, backend.device)
@@ -72,6 +74,15 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
         memory_bytes=copies * weights + kept * plan.device_batch // num,
     )
+
+
+def _whole_spans(num: int, span: int) -> int:
+    """Return how many of these samples are whole spans; all of them within one.
+
+    >>> [_whole_spans(num, 15) for num in (8, 16, 32)]
+    [8, 15, 30]
+    """
+    return num if num < span else num - num % span
 
 
 def _batch(recipe: Recipe, num: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,14 @@
 """A saved run -> files that other programs load: weights, timm's configuration, a card, ONNX."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import nn
 
+from largebatch.data.datasets.own import import_own
 from largebatch.errors import CheckpointError
 from largebatch.models import build, is_timms
 from largebatch.optional import require_onnx
@@ -21,14 +23,17 @@ from largebatch.training.checkpoint import Checkpoint, load_checkpoint
 WEIGHTS, CONFIG, CARD, ONNX = "model.safetensors", "config.json", "README.md", "model.onnx"
 
 
-def export(path: Path, out: Path, *, onnx: bool = False) -> list[Path]:
+def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] = ()) -> list[Path]:
     """Write the model of a checkpoint, or of the newest one of a run folder; return the files.
 
     `timm.create_model("local-dir:OUT", pretrained=True)` loads a model of timm from there. ONNX
     takes N x 3 x H x W images, normalised by the recipe's mean and std, and gives N x classes.
+    `imports` are as in Options.
 
     Raises CheckpointError where `out` holds files or cannot be written.
     """
+    for module in imports:
+        import_own(module)
     path = find_checkpoint(path)
     checkpoint = load_checkpoint(path)
     recipe = checkpoint.recipe
@@ -70,7 +75,8 @@ def _config(recipe: Recipe) -> dict[str, object]:
         "pretrained_cfg": {
             "input_size": [3, data.image_size, data.image_size],
             "interpolation": data.interpolation,
-            "crop_pct": data.image_size / data.eval_resize if data.eval_resize else 1.0,
+            # timm rounds image_size / crop_pct down, which a quotient of floats may just miss.
+            "crop_pct": data.image_size / (data.eval_resize + 0.01) if data.eval_resize else 1.0,
             "crop_mode": "center" if data.eval_resize else "squash",
             "mean": list(data.mean),
             "std": list(data.std),

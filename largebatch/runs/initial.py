@@ -134,7 +134,7 @@ def draft(found: Survey, *, name: str) -> str:
 # Written by `largebatch init`: where to begin, not a result. The rules beside the numbers are
 # what it followed. Measured: not yet.
 
-name: {name}
+name: "{name}"
 seed: 1
 duration: {{epochs: {epochs}}}  # {SEEN:,} images, {FEWEST_EPOCHS} to {MOST_EPOCHS} epochs
 

@@ -4,6 +4,7 @@ A run folder is the record of a run: recipe.yaml (resolved), log.jsonl, summary.
 charts and checkpoints/. It is made when everything that the user can get wrong has been checked.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -49,6 +50,8 @@ from largebatch.tracking.environment import peak_memory_bytes, source_commit, ve
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
+
+_LOG = logging.getLogger(__name__)
 
 _SLOW = (
     "fp16 on a CPU is several times slower than fp32; to try a recipe here: "
@@ -247,13 +250,20 @@ def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
             summary.write(folder / SUMMARY)
             if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
                 with trainer.backend.busy():
-                    with suppress(LargebatchError):  # it has as good a report without them
-                        record_worst(trainer.pipeline, folder)
-                    write_report(folder)
+                    _draw(trainer, folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
         trainer.emit(Finish(time=now(), summary=summary))
     return summary
+
+
+def _draw(trainer: Trainer, folder: Path) -> None:
+    """Draw the report, with the images that the model got most wrong if they can be read again."""
+    try:
+        record_worst(trainer.pipeline, folder)
+    except Exception as error:  # a data set of the user's own raises all kinds; the run is done
+        _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
+    write_report(folder)
 
 
 def summarize(trainer: Trainer, status: Status) -> Summary:

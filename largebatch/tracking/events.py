@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 from pydantic_core import to_json
 
+from largebatch.errors import printable
 from largebatch.recipe.plan import Plan
 from largebatch.storage import write_whole
 
@@ -32,6 +33,9 @@ limit; stopped: at once, by a second signal. Older folders have interrupted for 
 
 Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A number that may not be finite: null in JSON, which is read as NaN."""
+
+Printable = Annotated[str, PlainSerializer(printable, return_type=str)]
+"""A text with names of files in it, whose bytes may be no UTF-8, as JSON is: those are escaped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ class Mistakes:
     event: Literal["mistakes"] = "mistakes"
     stage: StageName
     step: int
-    classes: tuple[str, ...]
+    classes: tuple[Printable, ...]
     """Names, by label."""
 
     sizes: tuple[int, ...]
@@ -142,7 +146,7 @@ class Note:
     event: Literal["note"] = "note"
     stage: StageName
     step: int
-    text: str
+    text: Printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

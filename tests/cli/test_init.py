@@ -47,6 +47,13 @@ def test_the_recipe_is_complete_and_trains(
     assert (Path("runs/my-data") / "summary.json").exists()
 
 
+@pytest.mark.parametrize("name", ["2024", "1e5", "null", "no"])
+def test_a_folder_may_have_a_name_that_is_no_text_in_yaml(folder: Path, name: str) -> None:
+    folder.rename(name)
+    assert main(["init", name]) == DONE
+    assert load_recipe(Path(f"{name}.yaml")).name == name
+
+
 def test_what_was_counted_and_assumed_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

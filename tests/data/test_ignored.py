@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from class_folders import fields, write_folder, write_image
@@ -14,7 +15,7 @@ from largebatch import run
 from largebatch.cli.main import DONE, main
 from largebatch.data.index.ignored import NESTED, list_ignored
 from largebatch.data.index.index import index_of, load_or_read, make, refresh
-from largebatch.tracking.events import LOG
+from largebatch.tracking.events import LOG, REPORT
 
 READ = ".bmp .jfif .jpe .jpeg .jpg .pgm .png .ppm .tif .tiff .webp"
 
@@ -117,9 +118,8 @@ def test_an_import_counts_what_it_leaves_out(
     assert "6 training and 4 validation images, all readable" in lines[-1]
 
 
-def test_a_run_notes_what_is_ignored_when_it_begins(root: Path, tmp_path: Path) -> None:
-    add_others(root)
-    (root / "train/loose.png").rename(root / "train/loose.txt")
+def one_step(root: Path, out: Path) -> list[dict[str, Any]]:
+    """Train one update on the folder and return the records of the run."""
     recipe = a_recipe(
         changes=(
             *("data.source=folder", "data.classes=3", "data.train_samples=4", "polish=null"),
@@ -132,8 +132,28 @@ def test_a_run_notes_what_is_ignored_when_it_begins(root: Path, tmp_path: Path) 
             *("model.arguments={}", "duration={steps: 1}", "schedule.warmup=null"),
         )
     )
-    run(recipe, out=tmp_path / "run", data=root, max_steps=1)
-    records = map(json.loads, (tmp_path / "run" / LOG).read_text().splitlines())
+    run(recipe, out=out, data=root, max_steps=1)
+    return [json.loads(line) for line in (out / LOG).read_text("utf-8").splitlines()]
+
+
+def test_a_run_notes_what_is_ignored_when_it_begins(root: Path, tmp_path: Path) -> None:
+    add_others(root)
+    (root / "train/loose.png").rename(root / "train/loose.txt")
+    records = one_step(root, tmp_path / "run")
     (note,) = (record["text"] for record in records if record["event"] == "note")
     assert note.startswith(f"train: 9 files ignored (read are {READ}): 4 .gif: train/cat/0.gif, ")
     assert "; 1 .heic: train/dog/phone.HEIC; " in note
+
+
+def test_names_that_are_no_utf_8_are_escaped_in_the_records(
+    root: Path, tmp_path: Path, draws: None
+) -> None:
+    for split in ("train", "val"):
+        (root / split / "cat").rename(root / split / "cat\udcff")
+    (root / "train/dog/\udcff.gif").touch()
+    records = one_step(root, tmp_path / "run")
+    (note,) = (record["text"] for record in records if record["event"] == "note")
+    assert r"1 .gif: train/dog/\udcff.gif" in note
+    (mistakes,) = (record for record in records if record["event"] == "mistakes")
+    assert r"cat\udcff" in mistakes["classes"]
+    assert (tmp_path / "run" / REPORT).exists()

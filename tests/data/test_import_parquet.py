@@ -108,6 +108,22 @@ def test_a_part_of_training_is_divided_off(
 
 
 @needs_pyarrow
+def test_splits_may_be_folders_and_what_is_in_neither_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the hub converts data sets by itself: the files of all splits have the same names."""
+    source = tmp_path / "in"
+    for number, split in enumerate(("train", "validation", "test")):
+        images = [image(2 * number), image(2 * number + 1)]
+        write(source / f"default/{split}/0000.parquet", images, [0, 1])
+    assert command(source, tmp_path / "out") == DONE
+    assert contents(tmp_path / "out") == {"cat": [png(0)], "dog": [png(1)]}
+    assert contents(tmp_path / "out", "val") == {"cat": [png(2)], "dog": [png(3)]}
+    shown = capsys.readouterr().out
+    assert "1 files of other splits ignored: default/test/0000.parquet" in shown
+
+
+@needs_pyarrow
 def test_one_of_several_labels_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +173,10 @@ def test_files_of_another_kind_are_refused(
     assert command(tmp_path, tmp_path / "out") == USER
     assert "expected data/train-*.parquet" in capsys.readouterr().err
     source = write_hub(tmp_path / "in")
+    nameless = {**FEATURES, "label": {"num_classes": 2, "_type": "ClassLabel"}}
+    write(source / "data/train-00000-of-00002.parquet", [image(0)], [0], features=nameless)
+    assert command(source, tmp_path / "out") == USER
+    assert "found image (Image), label (ClassLabel)" in capsys.readouterr().err
     plain = {name: {"_type": "Value"} for name in FEATURES}
     write(source / "data/train-00000-of-00002.parquet", [image(0)], [0], features=plain)
     assert command(source, tmp_path / "out") == USER

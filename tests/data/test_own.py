@@ -151,6 +151,9 @@ def test_a_module_that_is_not_there_is_named(
 ) -> None:
     with pytest.raises(DataError, match="no_such: there is no such module in "):
         open_own("no_such:make")
+    for module in ("", ".own_folder"):
+        with pytest.raises(DataError, match="expected the full name of a module, such as shapes"):
+            open_own(f"{module}:make")
     (place / "own_broken.py").write_text("import no_such_package")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         open_own("own_broken:make")

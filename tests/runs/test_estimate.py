@@ -47,3 +47,15 @@ def test_plan_shows_what_a_run_takes_here_and_that_a_batch_is_larger_than_an_epo
     assert "a step of one worker on cpu in fp32" in shown
     assert main(["plan", str(DIGITS), *words]) == 0
     assert "larger than an epoch" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("workers", "span", "size"), [(48, 48, 1), (1, 3, 48)])
+def test_no_span_of_one_sample_is_measured(
+    monkeypatch: pytest.MonkeyPatch, workers: int, span: int, size: int
+) -> None:
+    """Several workers may hold a sample each of a span; the last maps here are one pixel."""
+    monkeypatch.setattr("largebatch.runs.estimate._ENOUGH_SECONDS", 1e9)  # up to a device batch
+    changes = ["model={name: resnet10t, arguments: {stem_width: 16}}", "data.image_size=16"]
+    changes += ["batch.global_batch=48", f"batch.bn_span={span}", "polish=null"]
+    recipe = load_recipe(DIGITS, [*changes, f"execution.device_batch={size}"])
+    assert estimate(recipe, make_plan(recipe, workers=workers)).samples == max(2, size)

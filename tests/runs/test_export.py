@@ -15,6 +15,7 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
+from largebatch.runs.export import _config
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,20 @@ def test_timm_loads_the_model_and_prepares_images_alike(
         torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=0)
     found: dict[str, Any] = timm.data.resolve_data_config(pretrained_cfg=model.pretrained_cfg)
     assert tuple(found["input_size"]) == (3, 32, 32)
-    assert (found["crop_pct"], found["crop_mode"]) == (32 / 36, "center")
+    assert (found["crop_pct"], found["crop_mode"]) == (pytest.approx(32 / 36, abs=1e-3), "center")
     recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
     assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.data.mean, recipe.data.std)
+
+
+@pytest.mark.parametrize(("size", "resize"), [(224, 256), (192, 225), (32, 36), (64, 93)])
+def test_timm_resizes_as_the_recipe_does(size: int, resize: int) -> None:
+    data = {"data.image_size": size, "data.eval_resize": resize}
+    recipe = load_recipe(DIGITS, [f"{key}={value}" for key, value in data.items()])
+    found: Any = _config(recipe)["pretrained_cfg"]
+    shown = require_timm().data.create_transform(
+        **{key: found[key] for key in ("input_size", "crop_pct", "crop_mode", "interpolation")}
+    )
+    assert (shown.transforms[0].size, tuple(shown.transforms[1].size)) == (resize, (size, size))
 
 
 def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from PIL import Image
-from short_runs import SMALL
+from short_runs import SMALL, a_recipe
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import INTERRUPTED, main
@@ -433,3 +433,16 @@ def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[s
     assert any(re.search(r"[\d.]+ samples/s  \d+:\d\d:\d\d left$", line) for line in lines)
     assert any("top-1" in line for line in lines)
     assert lines[-1] == f"report: {finished['one'] / 'report.html'}"
+
+
+def test_worst_images_that_cannot_be_read_again_do_not_fail_a_run_that_is_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, draws: None
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the database is closed")
+
+    monkeypatch.setattr("largebatch.runs.run.record_worst", fail)
+    recipe = a_recipe("statistics: {samples: 96}")
+    assert run(recipe, out=tmp_path / "run").status == "finished"
+    assert "left out of the report: the database is closed" in caplog.text
+    assert (tmp_path / "run" / "report.html").exists()

@@ -76,6 +76,8 @@ def import_own(module: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    if not module or module.startswith("."):  # Python's own words for these name no option
+        raise DataError(f"expected the full name of a module, such as shapes, got {module!r}")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -7,8 +7,9 @@ where the library `datasets` writes them. Images keep their bytes and their orde
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -64,11 +65,19 @@ def open_parquet(
         for split, paths in files.items()
     }
     if val_fraction is None:
-        yield DataSet(alike.classes, sizes, lambda split: _samples(files[split], found, alike))
+        data_set = DataSet(alike.classes, sizes, lambda split: _samples(files[split], found, alike))
     else:
-        yield _divided(files[TRAIN], found, alike, Division(val_fraction, seed))
+        data_set = _divided(files[TRAIN], found, alike, Division(val_fraction, seed))
+    yield replace(data_set, remarks=[*data_set.remarks, *_unread(source, found)])
     for file in found.values():
         file.close()
+
+
+def _unread(source: Path, taken: Collection[Path]) -> list[str]:
+    """Return a line on the files of other splits, if there are any."""
+    others = [path for path in sorted(source.rglob("*.parquet")) if path not in taken]
+    names = shorten([path.relative_to(source).as_posix() for path in others])
+    return [f"{source}: {len(others)} files of other splits ignored: {names}"] if others else []
 
 
 def _divided(
@@ -113,7 +122,7 @@ def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str
             "--val-fraction out"
         )
     missing = [split for split, files in splits.items() if not files and not divided]
-    both = sorted({path.name for path in splits[TRAIN]} & {path.name for path in splits[VAL]})
+    both = not set(splits[TRAIN]).isdisjoint(splits[VAL])
     if missing or both or not splits[TRAIN]:
         raise DataError(
             f"{source}: expected data/train-*.parquet and data/validation-*.parquet, as on the "
@@ -145,6 +154,7 @@ def _columns(schema: Any, path: Path, label: str | None) -> _Columns:  # noqa: A
         kinds = {}
     images = [name for name, kind in kinds.items() if kind == "Image"]
     labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
+    labels = [name for name in labels if isinstance(features[name].get("names"), list)]
     if label is not None:
         labels = [name for name in labels if name == label]
     if len(images) != 1 or len(labels) != 1:
