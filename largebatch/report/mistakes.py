@@ -135,7 +135,8 @@ def draw_confusion(figure: "Canvas", run: Run) -> None:
         for row, column in np.argwhere(matrix):
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", size=10)
     names = [_shortened(name) for name in found.classes]
-    short = max(map(len, names)) * number < 80
+    points = figure.bbox.width * 72 / figure.dpi
+    short = max(map(len, names)) * number < points / 12
     axes.set_xticks(range(number), names, rotation=0 if short else 90)
     axes.set_yticks(range(number), names)
     axes.tick_params(length=0, labelsize=11 if number <= 20 else 9)
