@@ -231,6 +231,15 @@ def test_updates_after_the_schedule_are_counted_too() -> None:
     assert second.endswith("0:00:02 left")
 
 
+def test_a_run_without_updates_left_names_no_division() -> None:
+    """As in polishing, where it is not that of the global batch."""
+    stream = io.StringIO()
+    plan = replace(PLAN, workers=3, device_batch=96)
+    Console(stream).record(replace(START, plan=plan, resume_step=PLAN.steps))
+    expected = "digits-96: after 2 steps of 96 samples; no update is left to make\n"
+    assert stream.getvalue() == expected
+
+
 def test_lines_come_seldom() -> None:
     stream = io.StringIO()
     console = Console(stream)
