@@ -68,12 +68,14 @@ class Console:
             f"{steps} of {plan.global_batch} samples = {division}, "
             f"{plan.steps_per_epoch:.2f} steps an epoch"
         )
-        if step >= plan.updates:  # polishing, on workers that need not divide the global batch
-            work = f"after {steps} of {plan.global_batch} samples; no update is left to make"
+        samples = plan.workers * plan.accumulation * plan.device_batch
+        trains = step < plan.updates and samples == plan.global_batch
+        if not trains:  # but polishes, on any number of workers
+            work = f"after {step} of {steps} of {plan.global_batch} samples"
         self._console.print(
             f"[bold]{event.recipe}[/]: {work}"
             + (f"; {unusable} unusable images left out" if unusable else "")
-            + (f"; resumed at step {step}" if 0 < step < plan.updates else "")
+            + (f"; resumed at step {step}" if step and trains else "")
         )
         if self._console.is_terminal:
             self._bar = Progress(
