@@ -64,6 +64,7 @@ BETWEEN = ("damage", "vanished")
 
 KINDS = (*LATER, "tracker", *BETWEEN)
 
+CHECKPOINT = "step-*.safetensors"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HANG_SECONDS = 300
 LEAVE_SECONDS = 20
@@ -322,7 +323,7 @@ def inject(kind: str, session: int, draw_from: random.Random) -> bool:
 
 def spoil(out: Path, kind: str, draw_from: random.Random) -> bool:
     """Damage or remove the newest checkpoint; return whether there was one."""
-    newest = max((out / "checkpoints").glob("step-*"), default=None)
+    newest = max((out / "checkpoints").glob(CHECKPOINT), default=None)
     if newest is None:
         return False
     if kind == "vanished":
@@ -351,7 +352,9 @@ def end_session(session: int, *, hung: bool) -> int:
 
 def difference(ours: Path, expected: Path) -> str | None:
     """Return what differs from the undisturbed run, None if nothing does."""
-    states = [load_checkpoint(max((f / "checkpoints").iterdir())).state for f in (ours, expected)]
+    states = [
+        load_checkpoint(max((f / "checkpoints").glob(CHECKPOINT))).state for f in (ours, expected)
+    ]
     for name, tensor in states[1]["model"].items():
         if not torch.equal(states[0]["model"][name], tensor):
             return f"{name} differs"

@@ -59,6 +59,8 @@ def test_the_command_trains_on_one_worker(
     train = shlex.split(blocks("console")[0].splitlines()[0][2:].replace("--workers 2", ""))
     try:
         assert main([*train[1:], "--max-steps", "2"]) == 0
+        for words in (["plan", "squares.yaml"], ["export", "runs/squares", "--out", "there"]):
+            assert main([*words, "--import", "nets"]) == 0
     finally:
         for name in ("shapes", "nets"):
             sys.modules.pop(name, None)

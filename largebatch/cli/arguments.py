@@ -77,6 +77,18 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Let the command know models of the user's own."""
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="import this first: it may register models with timm",
+    )
+
+
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add what the machine decides about a run."""
     parser.add_argument(
@@ -98,11 +110,4 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset", metavar="M:F", help="instead: what module M's function F returns, (train, val)"
     )
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="MODULE",
-        help="import this first: it may register models with timm",
-    )
+    add_import(parser)

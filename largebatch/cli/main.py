@@ -27,6 +27,7 @@ from largebatch.cli.arguments import (
     Call,
     add_command,
     add_execution,
+    add_import,
     add_machine,
     add_processes,
     add_set,
@@ -224,8 +225,11 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from largebatch.data.datasets.own import import_own
     from largebatch.runs.export import export
 
+    for module in args.imports:
+        import_own(module)
     for path in export(args.checkpoint, args.out, onnx=args.onnx):
         print(printable(str(path)))
     return DONE
@@ -310,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
     exported.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     exported.add_argument("--onnx", action="store_true", help="model.onnx besides")
+    add_import(exported)
 
     cli_polish.add_commands(command)
     cli_recipe.add_commands(command)

@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from largebatch.cli.arguments import Call, add_command, add_execution, add_set, count
+from largebatch.cli.arguments import Call, add_command, add_execution, add_import, add_set, count
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
 from largebatch.recipe.installed import installed, origin, read_installed
@@ -24,6 +24,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     add_set(plan)
     plan.add_argument("--workers", type=count, default=1, metavar="N")
     add_execution(plan)
+    add_import(plan)
 
     check = command("check", _check, "validate recipes without running them")
     check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
@@ -65,7 +66,11 @@ def _plan(args: argparse.Namespace) -> int:
     }
     for name, value in rows.items():
         print(f"{name:>15}  {value}", flush=True)
+    from largebatch.data.datasets.own import import_own
     from largebatch.runs.build import describe_groups
+
+    for module in args.imports:
+        import_own(module)
 
     print(f"gradient groups  {describe_groups(recipe)}", flush=True)  # last: this takes seconds
     print(f"{'this machine':>15}  {_this_machine(recipe, plan)}")

@@ -1,5 +1,6 @@
 """The run folder as a record: what it holds at the start, and what a run resumes from."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -29,10 +30,17 @@ from largebatch.tracking.events import (
 )
 from largebatch.tracking.log import JsonLines
 from largebatch.tracking.wandb import Wandb
-from largebatch.training.checkpoint import Checkpoint, newest_checkpoint, parse_checkpoint
+from largebatch.training.checkpoint import (
+    Checkpoint,
+    Found,
+    newest_checkpoint,
+    parse_checkpoint,
+    set_aside_damaged,
+)
 from largebatch.training.trainer import Trainer
 
 _SUMMARY = TypeAdapter(Summary)
+_LOG = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -58,6 +66,7 @@ def open_folder(
     with closing(log):
         try:
             remove_leftovers(folder, folder / CHECKPOINTS)
+            set_aside_damaged(folder / CHECKPOINTS)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
             write_whole(folder / RECIPE, dump_recipe(recipe).encode())
         except OSError as error:
@@ -70,17 +79,33 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{folder}: cannot be written: {error.strerror}")
 
 
-def read_checkpoint(folder: Path, backend: Backend) -> Checkpoint | None:
-    """Return the state to go on from, on every worker; None if the run saved nothing yet.
+def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkpoint | None:
+    """Return the state to go on from, on every worker; None if there is none, or a run begins.
 
-    Worker 0 reads it for all, and logs a warning for each newer one that is damaged.
+    Worker 0 reads it for all, and logs a warning for each newer one that is damaged. Where all of
+    them are, `auto` begins afresh; else CheckpointError is raised.
     """
-    with backend.busy():
-        found = newest_checkpoint(folder / CHECKPOINTS) if backend.rank == 0 else None
-    if found is not None:
-        found.warn()
+    if not resume:
+        return None
+    found = None
+    if backend.rank == 0:
+        with backend.busy():
+            found = _newest(folder, may_begin=resume == "auto")
     content = broadcast_bytes(found.content if found else None, backend)
     return parse_checkpoint(content, source=str(folder)) if content else None
+
+
+def _newest(folder: Path, *, may_begin: bool) -> Found | None:
+    try:
+        found = newest_checkpoint(folder / CHECKPOINTS)
+    except CheckpointError as error:
+        if not may_begin:
+            raise
+        _LOG.warning("%s; there is no other one to go on from", error)
+        return None
+    if found is not None:
+        found.warn()
+    return found
 
 
 def require_same_run(

@@ -167,7 +167,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
     folder = options.out
     with open_trainer(recipe, options, {"command": "train"}) as trainer:
-        checkpoint = read_checkpoint(folder, trainer.backend) if options.resume else None
+        checkpoint = read_checkpoint(folder, trainer.backend, resume=options.resume)
         if checkpoint is not None:
             require_same_run(checkpoint, trainer, folder, allow=options.allow)
             require_resumable(checkpoint, trainer.plan, folder)
@@ -185,7 +185,9 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             if trainer.state.scaler.is_enabled() and trainer.backend.device.type == "cpu":
                 trainer.note("train", _SLOW)
             if options.resume == "auto" and checkpoint is None:
-                trainer.note("train", f"nothing is saved in {options.out}; the run begins afresh")
+                trainer.note(
+                    "train", f"nothing to go on from in {options.out}; the run begins afresh"
+                )
             return run_stages(trainer, until=until)
 
         ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}

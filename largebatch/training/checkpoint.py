@@ -205,8 +205,7 @@ def newest_checkpoint(folder: Path) -> Found | None:
     Raises CheckpointError if there are some and none of them can be read.
     """
     problems: list[str] = []
-    paths = folder.iterdir() if folder.is_dir() else ()
-    for path in sorted((p for p in paths if _NAME.fullmatch(p.name)), reverse=True):
+    for path in _newest_first(folder):
         try:
             content = _read(path)
             parse_checkpoint(content, source=str(path))
@@ -217,6 +216,25 @@ def newest_checkpoint(folder: Path) -> Found | None:
     if problems:
         raise CheckpointError("\n".join(problems))
     return None
+
+
+def set_aside_damaged(folder: Path) -> None:
+    """Give those that are newer than the newest checkpoint that can be read another name.
+
+    Else they would count among the last ones that are kept, in the place of new ones.
+    """
+    for path in _newest_first(folder):
+        try:
+            load_checkpoint(path)
+        except CheckpointError:
+            path.rename(path.with_name(f"damaged-{path.name}"))
+        else:
+            return
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
 def _pack(checkpoint: Checkpoint) -> bytes:

@@ -42,6 +42,7 @@ from largebatch.training.checkpoint import (
     copy_state,
     newest_checkpoint,
     parse_checkpoint,
+    set_aside_damaged,
 )
 from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
 from largebatch.training.loss import Criterion
@@ -113,6 +114,8 @@ class Trainer:
         """
         self.finish_saving()
         found = newest_checkpoint(self.checkpoints) if self.backend.rank == 0 else None
+        if found is not None:
+            set_aside_damaged(self.checkpoints)
         content = broadcast_bytes(found.content if found else None, self.backend)
         checkpoint = parse_checkpoint(content, source=str(self.checkpoints)) if content else None
         if checkpoint is None or len(checkpoint.stages) != len(self.state.stages):

@@ -282,7 +282,10 @@ def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no.yaml: cannot read the recipe" in captured.err
 
 
-def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_arithmetic(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
     assert main(["plan", FUJITSU, "--workers", "1024"]) == DONE
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     shown = " | ".join(" ".join(line) for line in lines)

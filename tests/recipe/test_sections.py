@@ -48,7 +48,11 @@ def test_settings_without_effect_are_refused_by_name(overrides: list[str], messa
     ],
 )
 def test_the_plan_says_where_pixels_come_from(
-    overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
     assert main(["plan", str(DIGITS), *overrides]) == 0
     assert f"images  {words}" in capsys.readouterr().out

@@ -154,6 +154,44 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_makes_it_again(
     assert_same_end(out, whole)
 
 
+def damage_all(folder: Path) -> list[str]:
+    paths = sorted((folder / "checkpoints").iterdir())
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1])
+    return [path.name for path in paths]
+
+
+def test_where_no_checkpoint_can_be_read_auto_begins_afresh_and_names_them(
+    tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    run(recipe("execution.checkpoints.every_steps=3"), out=out, max_steps=5)
+    there = damage_all(out)
+    with pytest.raises(CheckpointError, match="its checksum does not match"):
+        run(recipe(), out=out, resume=True)
+    run(recipe(), out=out, resume="auto")
+    assert_same_end(out, whole)
+    assert all(f"{name}: damaged: " in caplog.text for name in there)
+    aside = sorted(path.name for path in (out / "checkpoints").glob("damaged-*"))
+    assert aside == [f"damaged-{name}" for name in there]
+
+
+def test_a_damaged_checkpoint_does_not_take_the_place_of_a_new_one(tmp_path: Path) -> None:
+    out, often = tmp_path / "run", "execution.checkpoints={every_steps: 3, keep_last: 2}"
+    run(recipe(often), out=out, max_steps=7)
+    newest = max((out / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    once = "execution.checkpoints={every_steps: 1, keep_last: 1}"
+    run(recipe(once), out=out, resume=True, max_steps=7)
+    before = newest_checkpoint(out / "checkpoints")
+    assert before is not None
+    newest.with_name("step-00000009.safetensors").write_bytes(b"damaged")
+    run(recipe(once), out=out, resume=True, max_steps=8)
+    found = newest_checkpoint(out / "checkpoints")
+    assert found is not None
+    assert found.path.name == "step-00000008.safetensors"
+
+
 def test_the_summary_of_a_part_goes_when_the_next_part_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
