@@ -195,7 +195,9 @@ def _train(args: argparse.Namespace) -> int:
                 again = f"--max-steps {args.max_steps} is reached; {again} and without --max-steps"
             print(printable(again))
         page = folder / REPORT
-        drawn = f"report: {page}" if page.exists() else f"to draw it: largebatch report {folder}"
+        drawn = f"report: {page}"
+        if summary.status == "interrupted" or not page.exists():  # a page there is from before
+            drawn = f"to draw it: largebatch report {folder}"
         print(printable(drawn))
     return INTERRUPTED if summary.status == "interrupted" else DONE
 

@@ -293,7 +293,7 @@ def _leave_out_other_kind(
         for key in gone:
             del section[key]
         if gone:
-            _LOG.warning("%s: left out, for it has none: %s", shown, ", ".join(gone))
+            _LOG.warning("%s: dropped %s, which %s does not use", shown, ", ".join(gone), kind)
 
 
 def _explain(problem: ErrorDetails) -> str:

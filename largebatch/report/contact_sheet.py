@@ -25,6 +25,7 @@ from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
+from largebatch.optional import require_matplotlib
 from largebatch.recipe.plan import Plan, describe_decoding, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
@@ -202,7 +203,7 @@ def record_worst(pipeline: Pipeline, folder: Path) -> None:
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     """Draw classes below each other, stages side by side, with a line below on what was done."""
     size = _Lengths(recipe.data.image_size)
-    text, note = ImageFont.load_default(size.text), ImageFont.load_default(size.note)
+    text, note = font(size.text), font(size.note)
     groups = _groups(shown, recipe, plan)
     facts = _facts(groups, recipe)
     names = [_shortened(name, text.getlength, limit=size.widest_name) for name in shown.classes]
@@ -212,7 +213,7 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     bottom = size.head + len(names) * size.step + size.gap
     sheet = Image.new("RGB", (width, bottom + len(facts) * size.line + size.gap), PAPER)
     pen = ImageDraw.Draw(sheet)
-    title = ImageFont.load_default(size.title)
+    title = font(size.title)
     pen.text((size.margin, size.margin), recipe.name, INK, title, anchor="lt")
     for row, name in enumerate(names):
         middle = size.head + row * size.step + size.tile // 2
@@ -225,6 +226,14 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     for line, fact in enumerate(facts):
         pen.text((size.margin, bottom + line * size.line), fact, MUTED, text, anchor="lt")
     return sheet
+
+
+def font(size: float) -> ImageFont.FreeTypeFont:
+    """Load the font that comes with matplotlib; Pillow's own has few letters beyond ASCII."""
+    require_matplotlib()
+    from matplotlib import get_data_path
+
+    return ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size)
 
 
 def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:

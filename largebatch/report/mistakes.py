@@ -135,8 +135,12 @@ def draw_confusion(figure: "Canvas", run: Run) -> None:
         for row, column in np.argwhere(matrix):
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", size=10)
     names = [_shortened(name) for name in found.classes]
-    short = max(map(len, names)) * number < 80
-    axes.set_xticks(range(number), names, rotation=0 if short else 90)
+    points = figure.bbox.width * 72 / figure.dpi
+    short = max(map(len, names)) * number < points / 12
+    axes.set_xticks(range(number), names)
+    if not short:  # anchored at their ends: a browser's font may be wider
+        for label in axes.get_xticklabels():
+            label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
     axes.set_yticks(range(number), names)
     axes.tick_params(length=0, labelsize=11 if number <= 20 else 9)
     axes.set_xlim(-0.5, number - 0.5)

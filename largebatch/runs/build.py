@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -307,6 +308,7 @@ def build_trainer(
     `measuring` promises that nothing will be trained: any number of workers then fits, and what the
     training machine had to have is not needed.
     """
+    begun = time.monotonic()  # reading a folder for the first time is a part of the time limit
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
     with backend.busy():  # the first worker that reads a folder may take long for all of them
@@ -325,7 +327,7 @@ def build_trainer(
     emit = partial(record, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
     heard = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher answers
-    with stop_requests(heard=heard, limit=options.time_limit) as wants_stop:
+    with stop_requests(heard=heard, limit=options.time_limit, begun=begun) as wants_stop:
         try:
             yield Trainer(
                 recipe=recipe,

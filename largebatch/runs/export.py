@@ -88,9 +88,10 @@ def _config(recipe: Recipe) -> dict[str, object]:
 def _card(checkpoint: Checkpoint, *, source: Path) -> str:
     """Return a model card: what the model is, how it was trained, what was measured."""
     recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
-    load = 'model = timm.create_model("local-dir:<this folder>", pretrained=True)'
+    load = 'import timm\n\nmodel = timm.create_model("local-dir:<this folder>", pretrained=True)'
     if not is_timms(name):
         load = (
+            "import largebatch.models\nimport safetensors.torch\n\n"
             f'model = largebatch.models.build("{name}", num_classes={recipe.data.classes})\n'
             f'model.load_state_dict(safetensors.torch.load_file("{WEIGHTS}"))'
         )

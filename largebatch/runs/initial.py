@@ -126,7 +126,8 @@ def draft(found: Survey, *, name: str) -> str:
     epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
     small = found.image_size <= SMALL
     warmup, clean = max(1, epochs // 16), max(1, epochs // 16)
-    bounds = f"{SMALLEST_BATCH} to {LARGEST_BATCH}"
+    enough = "at least" if UPDATES_PER_EPOCH * batch <= number else "too few images for"
+    bounds = f"{SMALLEST_BATCH} to {LARGEST_BATCH}, {enough} {UPDATES_PER_EPOCH} updates an epoch"
     resize = "null" if found.eval_resize is None else str(found.eval_resize)
     cache = "memory" if _decoded_bytes(found) <= LARGEST_CACHE else "null"
     text = f"""\
@@ -154,7 +155,7 @@ model:
   name: {"cifar_resnet20" if small else "resnet18"}  # weights are drawn anew
 
 batch:
-  global_batch: {batch}  # {bounds}, at least {UPDATES_PER_EPOCH} updates an epoch
+  global_batch: {batch}  # {bounds}
   bn_span: {min(batch, LARGEST_SPAN)}
 
 optimizer:

@@ -66,8 +66,12 @@ def answering(handler: Callable[..., object], *numbers: signal.Signals) -> Itera
 
 
 @contextmanager
-def stop_requests(*, heard: bool, limit: float | None = None) -> Iterator[Callable[[], bool]]:
-    """Yield whether to stop: after a signal, or when `limit` seconds from now are nearly over.
+def stop_requests(
+    *, heard: bool, limit: float | None = None, begun: float | None = None
+) -> Iterator[Callable[[], bool]]:
+    """Yield whether to stop: after a signal, or when `limit` seconds are nearly over.
+
+    They count from `begun`, a time of the monotonic clock, or from now.
 
     The second request raises KeyboardInterrupt. `heard`: the first one is answered by a line on the
     terminal. What start_workers started has no second one: its launcher, which may pass on what the
@@ -85,7 +89,7 @@ def stop_requests(*, heard: bool, limit: float | None = None) -> Iterator[Callab
             raise KeyboardInterrupt
 
     with answering(add, *STOPS):
-        deadline = _Deadline(limit)
+        deadline = _Deadline(limit, begun=begun)
         yield lambda: deadline.is_near() or requests.any
 
 
@@ -96,9 +100,10 @@ class _Deadline:
     an evaluation with its checkpoint.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, *, begun: float | None) -> None:
         self._last = time.monotonic()
-        self._end = math.inf if seconds is None else self._last + seconds
+        start = self._last if begun is None else begun
+        self._end = math.inf if seconds is None else start + seconds
         self._longest = 0.0
 
     def is_near(self) -> bool:

@@ -62,14 +62,20 @@ class Console:
         plan, step = event.plan, event.resume_step
         affine, unusable = plan.affine_steps, event.unusable_images
         self._steps = plan.updates
-        self._console.print(
-            f"[bold]{event.recipe}[/]: {plan.steps} "
-            + (f"and {affine} more " if affine else "")
-            + f"steps of {plan.global_batch} samples = "
-            f"{plan.workers} workers x {plan.accumulation} x {plan.device_batch}, "
+        steps = f"{plan.steps} " + (f"and {affine} more " if affine else "") + "steps"
+        division = f"{plan.workers} workers x {plan.accumulation} x {plan.device_batch}"
+        work = (
+            f"{steps} of {plan.global_batch} samples = {division}, "
             f"{plan.steps_per_epoch:.2f} steps an epoch"
+        )
+        samples = plan.workers * plan.accumulation * plan.device_batch
+        trains = step < plan.updates and samples == plan.global_batch
+        if not trains:  # but polishes, on any number of workers
+            work = f"after {step} of {steps} of {plan.global_batch} samples"
+        self._console.print(
+            f"[bold]{event.recipe}[/]: {work}"
             + (f"; {unusable} unusable images left out" if unusable else "")
-            + (f"; resumed at step {step}" if step else "")
+            + (f"; resumed at step {step}" if step and trains else "")
         )
         if self._console.is_terminal:
             self._bar = Progress(

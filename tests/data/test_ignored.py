@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,25 @@ def test_an_import_counts_what_it_leaves_out(
         "  1 .heic: train/dog/phone.HEIC",
     ]
     assert "6 training and 4 validation images, all readable" in lines[-1]
+
+
+@pytest.mark.parametrize("above", ["", "train"])
+def test_an_import_names_folders_that_become_no_class(
+    above: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "train/phone/new").mkdir(parents=True)
+    (root / "train/phone/new/1.heic").touch()
+    (root / "train/notes.txt").touch()
+    (root / "train/cat/notes.txt").touch()
+    for name in ("Zebra", "cat", "dog"):
+        write_image(root / f"train/{name}/second.png")
+    shutil.rmtree(root / "val")
+    source = root if above else root / "train"
+    words = ["data", "import", "imagefolder", str(source), "--out", str(tmp_path / "out")]
+    assert main([*words, "--val-fraction", "0.5"]) == DONE
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "no class" in line)
+    named = f"{above}/phone".lstrip("/")
+    assert line == f"{source}: no class, because none of its images is read: {named}"
 
 
 def one_step(root: Path, out: Path) -> list[dict[str, Any]]:

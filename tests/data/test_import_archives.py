@@ -57,6 +57,34 @@ def test_links_of_a_zip_are_the_images_they_lead_to(tmp_path: Path) -> None:
     assert contents(imported(tmp_path / "all.zip", tmp_path / "out")) == {"cat": [png(5)] * 2}
 
 
+@pytest.mark.parametrize(
+    ("written", "flagged", "read"),
+    [
+        ("Größe".encode(), True, "Größe"),
+        ("Größe".encode(), False, "Größe"),  # as Info-ZIP and macOS write
+        ("Größe".encode("cp437"), False, "Größe"),
+        ("Größe".encode("latin-1"), False, "Gr÷▀e"),  # wrong, but no name is refused
+    ],
+)
+def test_names_in_a_zip_are_read_as_programs_write_them(
+    written: bytes, flagged: bool, read: str, tmp_path: Path
+) -> None:
+    placeholder = b"_" * len(written)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        for split in ("train", "val"):
+            file.writestr(f"{split}/{placeholder.decode()}/a.png", png(1))
+    content = bytearray(packed.getvalue().replace(placeholder, written))
+    if flagged:
+        for mark, offset in ((b"PK\3\4", 7), (b"PK\1\2", 9)):
+            place = content.find(mark)
+            while place >= 0:
+                content[place + offset] |= archives.UTF8_FLAG >> 8
+                place = content.find(mark, place + 1)
+    (tmp_path / "all.zip").write_bytes(content)
+    assert contents(imported(tmp_path / "all.zip", tmp_path / "out")) == {read: [png(1)]}
+
+
 def test_a_zip_does_not_unpack_more_than_an_image_can_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.contact_sheet import denormalized, draw_sheet, show
+from largebatch.report.contact_sheet import denormalized, draw_sheet, font, show
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -233,3 +233,9 @@ def test_cifar10_is_shown_as_it_is(
         assert sum(np.array_equal(image, file) for file in files(root, "train", name)) == 1
         for check, file in zip(evaluation, files(root, "val", name), strict=False):
             assert np.array_equal(denormalized(check, chosen.data), file)
+
+
+@pytest.mark.parametrize("letter", "ößéłжλ±")
+def test_letters_beyond_ascii_are_no_boxes(letter: str) -> None:
+    unknown = font(40).getmask("\uf8fe")  # of private use
+    assert bytes(font(40).getmask(letter)) != bytes(unknown)

@@ -79,6 +79,18 @@ def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:
     assert drawn == {(k, k): {3: "34", 4: "35"}.get(k, "36") for k in range(10)}
 
 
+@pytest.mark.parametrize(("points", "rotation"), [(960, 0), (340, 90)])
+def test_names_below_the_matrix_are_turned_where_they_would_meet(
+    points: int, rotation: int, tmp_path: Path
+) -> None:
+    run = a_run(tmp_path / "run", classes=5)
+    run.classes = [f"class {number} of 5" for number in range(5)]
+    figure = Figure(figsize=(points / 72, 4))
+    draw_confusion(figure, read_run(run.write()))
+    (axes,) = figure.axes
+    assert {text.get_rotation() for text in axes.get_xticklabels()} == {rotation}
+
+
 @pytest.mark.parametrize(("classes", "drawn"), [(10, 2), (40, 2), (41, 0), (360, 0)])
 def test_a_matrix_too_large_to_be_read_is_not_drawn_but_its_pairs_are_listed(
     classes: int, drawn: int, tmp_path: Path

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from short_runs import DIGITS
 
-from largebatch.cli.main import STOPPED, main
-from largebatch.runs.interrupts import describe_saved
+from largebatch.cli.main import DONE, INTERRUPTED, STOPPED, main
+from largebatch.runs.interrupts import describe_saved, stop_requests
 
 pytestmark = pytest.mark.usefixtures("ends")
 
@@ -80,3 +80,22 @@ def test_a_run_that_is_stopped_at_once_names_what_is_saved(
         (folder / "checkpoints" / f"step-{step:08d}.safetensors").touch()
     newest = folder / "checkpoints" / "step-00001200.safetensors"
     assert describe_saved(folder) == f"saved is {newest}, after 1,200 steps"
+
+
+def test_a_time_limit_counts_from_when_it_is_said_to_begin() -> None:
+    begun = time.monotonic() - 100
+    for limit, is_over in ((90.0, True), (3600.0, False)):
+        with stop_requests(heard=False, limit=limit, begun=begun) as wants_stop:
+            assert wants_stop() is is_over
+
+
+def test_the_report_of_an_earlier_part_is_not_named_after_an_interruption(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = ["train", str(DIGITS), "--set", "polish=null", "--out", str(folder)]
+    assert main([*words, "--max-steps", "1"]) == DONE
+    (folder / "report.html").touch()
+    assert main([*words, "--resume", "--time-limit", "0.001"]) == INTERRUPTED
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"to draw it: largebatch report {folder}\n")

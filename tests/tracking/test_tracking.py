@@ -231,6 +231,14 @@ def test_updates_after_the_schedule_are_counted_too() -> None:
     assert second.endswith("0:00:02 left")
 
 
+@pytest.mark.parametrize(("step", "workers"), [(1, 3), (2, 3), (2, 1)])
+def test_what_only_polishes_names_no_division_of_the_global_batch(step: int, workers: int) -> None:
+    stream = io.StringIO()
+    plan = replace(PLAN, workers=workers, accumulation=1, device_batch=96)
+    Console(stream).record(replace(START, plan=plan, resume_step=step))
+    assert stream.getvalue() == f"digits-96: after {step} of 2 steps of 96 samples\n"
+
+
 def test_lines_come_seldom() -> None:
     stream = io.StringIO()
     console = Console(stream)

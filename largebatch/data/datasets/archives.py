@@ -33,6 +33,9 @@ from largebatch.errors import DataError
 ZIP = b"PK"
 """What a zip begins with."""
 
+UTF8_FLAG = 0x800
+"""Among those of a file in a zip: its name is UTF-8."""
+
 COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -209,7 +212,7 @@ def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
     require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
     listing = _Listing[zipfile.ZipInfo](archive)
     for info in file.infolist():
-        name = info.orig_filename if "\0" in info.orig_filename else info.filename
+        name = _name(info)
         if stat.S_ISLNK(info.external_attr >> 16):  # where Unix keeps the kind of file
             listing.add_link(name, _beside(name, _target(file, info)))
         elif not name.endswith("/"):
@@ -223,6 +226,21 @@ def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
         return file.read(places[name])
 
     return Files(archive, list(places), read)
+
+
+def _name(info: zipfile.ZipInfo) -> str:
+    """Return the path of a file in a zip.
+
+    Without a flag that it is UTF-8 it should be in code page 437, as which zipfile reads it.
+    Info-ZIP and macOS write UTF-8 all the same, which other text hardly ever is by chance.
+    """
+    name = info.orig_filename if "\0" in info.orig_filename else info.filename
+    if info.flag_bits & UTF8_FLAG:
+        return name
+    try:
+        return name.encode("cp437").decode()
+    except UnicodeError:
+        return name
 
 
 def _target(file: zipfile.ZipFile, link: zipfile.ZipInfo) -> str:

@@ -105,6 +105,7 @@ def open_archives(
             for name, class_name, image in _images(files, wanted, layout):
                 splits[name].setdefault(class_name, []).append(image)
         remarks = describe(by_kind((suffix_of(path), path) for path in unread), where=str(source))
+        remarks += _without_images(unread, splits, where=str(source))
         if val_fraction is not None:
             division = Division(val_fraction, seed)
             found = _divide(splits[TRAIN], division)
@@ -112,6 +113,22 @@ def open_archives(
         else:
             found = {TRAIN: splits[TRAIN], VAL: splits[val_name]}
         yield _data_set(source, found, remarks)
+
+
+def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where: str) -> list[str]:
+    """Return a line that names the folders beside the classes in which no image is read."""
+    images = [image for classes in splits.values() for each in classes.values() for image in each]
+    folders = {image.path[: image.start] for image in images} - {""}
+    around = {folder[: folder[:-1].rfind("/") + 1] for folder in folders}
+    beside = {
+        f"{parent}{rest.partition('/')[0]}/"
+        for path in unread
+        for parent in around
+        if path.startswith(parent) and "/" in (rest := path.removeprefix(parent))
+    }
+    empty = sorted(beside - folders - around)
+    named = shorten([folder[:-1] for folder in empty])
+    return [f"{where}: no class, because none of its images is read: {named}"] if empty else []
 
 
 def _divide(images: Classes, division: Division) -> dict[str, Classes]:
@@ -176,8 +193,9 @@ def _images(
     in_folders = files.archive.is_dir() and not layout.divided
     if bare and (around or in_folders or split not in layout.names):
         unlike = f", unlike {next(iter(around.values()))}" if around else ""
+        remedy = _move(bare) if around else LAYOUT
         raise DataError(
-            f"{files.archive}: {bare[0]} lies in no class folder of a split{unlike}; {LAYOUT}"
+            f"{files.archive}: {bare[0]} lies in no class folder of a split{unlike}; {remedy}"
         )
     if bare:
         return _without_split(files, wanted, split)
@@ -188,6 +206,11 @@ def _images(
         )
     (outer,) = around
     return _in_class_folders(files, wanted, depth=len(outer) + 1)
+
+
+def _move(bare: Sequence[str]) -> str:
+    others = f", and {len(bare) - 1:,} more like it," if bare[1:] else ""
+    return f"move it{others} into one, or out of what is imported"
 
 
 def _is_shown(path: str, names: Sequence[str]) -> bool:
@@ -225,8 +248,8 @@ def _without_split(
             yield split, name, _Image(files, path, 0)
         return
     if 0 in depths:
-        bare = next(path for path in paths if "/" not in path)
-        raise DataError(f"{files.archive}: {bare} lies in no class folder; {LAYOUT}")
+        bare = [path for path in paths if "/" not in path]
+        raise DataError(f"{files.archive}: {bare[0]} lies in no class folder; {_move(bare)}")
     in_archive = not files.archive.is_dir()
     one_around = (
         in_archive and 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
