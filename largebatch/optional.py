@@ -38,6 +38,11 @@ def require_torchvision() -> ModuleType:
     return importlib.import_module("torchvision")
 
 
+def torchvision_lacks_operators() -> bool:
+    """Return whether torchvision was imported without its compiled operators."""
+    return _declare_operators.cache_info().currsize > 0
+
+
 def require_timm() -> ModuleType:
     """Import timm."""
     require_torchvision()

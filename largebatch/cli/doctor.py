@@ -16,7 +16,7 @@ from largebatch.data.index import index
 from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
-from largebatch.optional import require_wandb
+from largebatch.optional import require_wandb, torchvision_lacks_operators
 
 
 def examine() -> Iterator[str]:
@@ -44,6 +44,11 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
     version = importlib.metadata.version(package)
     if package == "horovod":
         version += f", HOROVOD_FUSION_THRESHOLD={os.environ['HOROVOD_FUSION_THRESHOLD']}"
+    if package == "torchvision" and torchvision_lacks_operators():
+        version += (
+            f", built for another torch than {torch.__version__}: enough for largebatch, and a "
+            "plain `import torchvision` fails"
+        )
     return f"works  {version}"
 
 

@@ -59,7 +59,7 @@ from largebatch.tracking.events import REPORT
 DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
 
 _FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
-"""What every worker finds and worker 0 says."""
+"""What every worker finds and worker 0 prints."""
 
 _LONGEST_LINE, _LONGEST_MESSAGE = 600, 1900
 """Characters of a message that are printed: what it quotes may be of any length."""

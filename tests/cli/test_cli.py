@@ -347,6 +347,17 @@ def test_doctor_says_what_works_and_how_to_get_the_rest(
     assert "pip install wandb" in lines["W&B"]
 
 
+@pytest.mark.parametrize("lacks", [True, False])
+def test_doctor_names_a_torchvision_that_was_built_for_another_torch(
+    lacks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("largebatch.cli.doctor.torchvision_lacks_operators", lambda: lacks)
+    monkeypatch.setattr("largebatch.models.build", lambda *_, **__: 1 / 0)
+    assert main(["doctor"]) == DONE
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "torchvision" in each)
+    assert ("built for another torch" in line) == lacks
+
+
 def test_report_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == USER
     assert "log.jsonl" in capsys.readouterr().err

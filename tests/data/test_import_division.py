@@ -148,3 +148,22 @@ def test_a_part_that_is_none_is_refused(
     with pytest.raises(SystemExit, match="2"):
         main(["data", "import", *words])
     assert "expected a part between 0 and 1" in capsys.readouterr().err
+
+
+def test_class_folders_inside_one_more_folder_are_not_taken_for_one_class(tmp_path: Path) -> None:
+    write_classes(tmp_path / "in/images", cat=4, dog=4)
+    with pytest.raises(DataError, match="all images are of one class, images; where the class"):
+        imported(tmp_path / "in", tmp_path / "out", val_fraction=0.25)
+    imported(tmp_path / "in/images", tmp_path / "out", val_fraction=0.25)
+
+
+@pytest.mark.parametrize("words", [["--val-fraction", "0.25"], ["--val-name", "test"]])
+def test_folders_beside_the_splits_are_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test", "extra"):
+        write_classes(tmp_path / "in" / split, cat=4, dog=4)
+    source, out = str(tmp_path / "in"), str(tmp_path / "out")
+    assert main(["data", "import", "imagefolder", source, "--out", out, *words]) == DONE
+    others = "extra" if "--val-name" in words else "extra, test"
+    assert f"{source}: not imported: {others}\n" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import MAX_LENGTH, load_recipe, parse_recipe, sections_of
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.plan import MAX_EVALUATIONS, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import MAX_UPDATES, Section
 from largebatch.schedules.build import build_schedule
@@ -232,15 +232,16 @@ def test_many_broken_recipes_are_one_short_message(
 
 
 def test_a_recipe_at_the_bounds_is_planned(ends: None) -> None:
-    """Each update an evaluation, and the most updates there may be."""
+    """The most updates there may be, and the most evaluations."""
     changes = [
         *("batch={global_batch: 16777216, bn_span: 16777216}", "data.train_samples=33554432"),
-        *(f"duration={{steps: {MAX_UPDATES}}}", "evaluation={every_epochs: 1.0e-300}"),
+        *(f"duration={{steps: {MAX_UPDATES}}}", "evaluation={every_epochs: 10}"),
         *("polish=null", "schedule.warmup=null", "data.source=synthetic", "data.image_size=4096"),
         "data.eval_resize=null",
     ]
     plan = make_plan(parse_recipe(TEXT, changes), workers=1)
-    assert plan.evaluate_after == tuple(range(1, MAX_UPDATES + 1))
+    assert plan.evaluate_after == tuple(range(20, MAX_UPDATES + 1, 20))
+    assert len(plan.evaluate_after) == MAX_EVALUATIONS
 
 
 def test_a_gigabyte_is_more_than_a_bomb_may_take(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Divide images off for validation: a part of every class, decided by names and a seed alone.
 
-Neither the order nor the time nor the content of a file has a say, so the same names give the same
+Neither the order nor the time nor the content of a file matters, so the same names give the same
 division on every machine, and more images in one class change nothing in another.
 """
 

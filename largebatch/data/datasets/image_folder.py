@@ -106,6 +106,7 @@ def open_archives(
                 splits[name].setdefault(class_name, []).append(image)
         remarks = describe(by_kind((suffix_of(path), path) for path in unread), where=str(source))
         remarks += _without_images(unread, splits, where=str(source))
+        remarks += _other_folders(source, layout)
         if val_fraction is not None:
             division = Division(val_fraction, seed)
             found = _divide(splits[TRAIN], division)
@@ -129,6 +130,15 @@ def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where:
     empty = sorted(beside - folders - around)
     named = shorten([folder[:-1] for folder in empty])
     return [f"{where}: no class, because none of its images is read: {named}"] if empty else []
+
+
+def _other_folders(source: Path, layout: _Layout) -> list[str]:
+    """Return a line that names the folders beside those of the splits."""
+    if not (source / TRAIN).is_dir():
+        return []
+    folders = sorted(path.name for path in source.iterdir() if path.is_dir())
+    others = [name for name in folders if visible(name) and name not in layout.names]
+    return [f"{source}: not imported: {shorten(others)}"] if others else []
 
 
 def _divide(images: Classes, division: Division) -> dict[str, Classes]:
@@ -287,6 +297,11 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
             f"{shorten(sorted(train - val))}; only in val: {shorten(sorted(val - train))}; {LAYOUT}"
         )
     classes = sorted(train, key=os.fsencode)
+    if len(classes) == 1:
+        raise DataError(
+            f"{source}: all images are of one class, {classes[0]}; where the class folders lie "
+            "below it, import that folder"
+        )
     for name in classes:
         for split in SPLITS:
             _sort(splits[split][name], f"{split}/{name}")
