@@ -4,10 +4,12 @@
 
 Training waits for the copy, then goes on while a thread writes the file and puts it onto the disk.
 Two rivals take turns: an update with a checkpoint under way, and one without. The ratio is that of
-an update to the other, the copy left out; it stands beside.
+an update to the other, the copy left out; it stands beside. With OMP_NUM_THREADS=1 a core of two is idle, as
+where a GPU computes.
 """
 
 import argparse
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -62,7 +64,9 @@ def main() -> None:
         "update while writing / update": paired_ratio(beside, alone),
     }
     words = f"--rounds {args.rounds} --model {args.model} --batch {args.batch}"
-    command = f"python benchmarks/checkpoint.py {words} --pixels {args.pixels}"
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    chosen = "".join(f"{name}={os.environ[name]} " for name in names if name in os.environ)
+    command = f"{chosen}python benchmarks/checkpoint.py {words} --pixels {args.pixels}"
     print(write("checkpoint", command, result))
 
 

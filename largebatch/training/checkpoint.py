@@ -7,7 +7,10 @@ on the disk; it is written by a thread of its own, while training goes on with t
 
 import json
 import logging
+import os
 import re
+import sys
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,6 +40,18 @@ _TENSOR = "$tensor"
 
 _BYTES = {"bool": torch.bool, "int8": torch.int8}
 """Types of one byte, which are saved as plain bytes: of all arrays the checksum has to be last."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}
+"""What safetensors calls the types of tensors."""
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LOG = logging.getLogger(__name__)
@@ -104,11 +119,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         _require_finite(checkpoint.state)
     except ValueError as error:
         raise CheckpointError(f"{path}: not written: {error}") from None
-    content = _pack(checkpoint)
+    parts = _pack(checkpoint)
     try:
         with whole_file(path) as file:
-            file.write(content)
-            file.write(checksum([content]))
+            for part in parts:
+                file.write(part)
+            file.write(checksum(parts))
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written: {error.strerror}; the checkpoints before it are as they "
@@ -122,7 +138,9 @@ class Writer:
 
     def __init__(self, folder: Path, retention: Retention) -> None:
         self._folder, self._retention = folder, retention
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=_give_way_to_training
+        )
         self._under_way: Future[None] | None = None
 
     def write(self, checkpoint: Checkpoint) -> None:
@@ -146,6 +164,12 @@ class Writer:
         best = checkpoint.progress.best_step
         for path in self._retention.superseded(self._folder.iterdir(), best=best):
             path.unlink(missing_ok=True)
+
+
+def _give_way_to_training() -> None:
+    """Let this thread, and on Linux no other one, have the time that cores are idle."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -237,8 +261,12 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
-def _pack(checkpoint: Checkpoint) -> bytes:
-    """Return the content of a file without its checksum, which follows."""
+def _pack(checkpoint: Checkpoint) -> list[bytes | memoryview]:
+    """Return the content of a file, in parts, without its checksum, which follows.
+
+    These are safetensors' bytes, whose own `save` copies all tensors three times meanwhile: for
+    ResNet-50 that took two thirds of an update's time from the training.
+    """
     tensors: dict[str, Tensor] = {}
     header = {
         "format": FORMAT,
@@ -249,7 +277,17 @@ def _pack(checkpoint: Checkpoint) -> bytes:
     text = json.dumps(header).encode()
     tensors[HEADER] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     tensors[CHECKSUM] = torch.zeros(CHECKSUM_BYTES, dtype=torch.uint8)
-    return safetensors.torch.save(tensors)[:-CHECKSUM_BYTES]
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    entries, end = {}, 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        kind, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    words = json.dumps(entries, separators=(",", ":")).encode()
+    words += b" " * (-len(words) % 8)
+    arrays = [tensor.detach().contiguous().flatten() for _, tensor in ordered[:-1]]
+    contents = [array.view(torch.uint8).numpy().data for array in arrays]
+    return [len(words).to_bytes(8, "little") + words, *contents]
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:  # noqa: ANN401 -- JSON
