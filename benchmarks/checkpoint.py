@@ -4,7 +4,8 @@
 
 Training waits for the copy, then goes on while a thread writes the file and puts it onto the disk.
 Two rivals take turns: an update with a checkpoint under way, and one without. The ratio is that of
-an update to the other, the copy left out; it stands beside. With OMP_NUM_THREADS=1 a core of two is idle.
+an update to the other, the copy left out; it stands beside. With OMP_NUM_THREADS=1 a core of two
+is idle, as where a GPU computes.
 """
 
 import argparse
