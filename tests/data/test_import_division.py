@@ -150,11 +150,14 @@ def test_a_part_that_is_none_is_refused(
     assert "expected a part between 0 and 1" in capsys.readouterr().err
 
 
-def test_class_folders_inside_one_more_folder_are_not_taken_for_one_class(tmp_path: Path) -> None:
+def test_an_import_of_one_class_names_what_may_have_gone_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_classes(tmp_path / "in/images", cat=4, dog=4)
-    with pytest.raises(DataError, match="all images are of one class, images; where the class"):
-        imported(tmp_path / "in", tmp_path / "out", val_fraction=0.25)
-    imported(tmp_path / "in/images", tmp_path / "out", val_fraction=0.25)
+    words = ["--out", str(tmp_path / "out"), "--val-fraction", "0.25"]
+    assert main(["data", "import", "imagefolder", str(tmp_path / "in"), *words]) == DONE
+    printed = capsys.readouterr().out
+    assert "all images are of one class, images; where the class folders lie below it" in printed
 
 
 @pytest.mark.parametrize("words", [["--val-fraction", "0.25"], ["--val-name", "test"]])

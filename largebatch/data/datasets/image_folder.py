@@ -298,10 +298,8 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
         )
     classes = sorted(train, key=os.fsencode)
     if len(classes) == 1:
-        raise DataError(
-            f"{source}: all images are of one class, {classes[0]}; where the class folders lie "
-            "below it, import that folder"
-        )
+        text = f"{source}: all images are of one class, {classes[0]}; where the class folders lie "
+        remarks = [*remarks, f"{text}below it, import that folder"]
     for name in classes:
         for split in SPLITS:
             _sort(splits[split][name], f"{split}/{name}")
