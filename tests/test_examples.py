@@ -72,7 +72,7 @@ def test_a_plain_loop_with_distributed_data_parallel() -> None:
 
 
 def same_weights(printed: str) -> bool:
-    sums = dict(re.findall(r"worker (\d): (\S+)", printed))
+    sums = dict(re.findall(r"worker (\d): (\d+\.\d{12})", printed))
     return sums.keys() == {"0", "1"} and sums["0"] == sums["1"]
 
 
