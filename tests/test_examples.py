@@ -1,14 +1,13 @@
 """Every file of docs/examples runs, as its first lines say."""
 
-import os
 import re
-import subprocess
 import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 PRELUDE = """
@@ -38,20 +37,6 @@ optimizer.step()
 moved = bool((model.bn1.running_mean != before).any())
 print(type(optimizer).__mro__[1].__module__, model.bn1.span, moved)
 """
-
-
-def output_of(*command: str) -> str:
-    here = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def on_torchrun(name: str) -> str:

@@ -1,15 +1,13 @@
 """The code and the commands of docs/own-code.md do what they are there for."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
-import largebatch
 from largebatch.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -33,22 +31,6 @@ def place(tmp_path: Path) -> Path:
     }.items():
         (tmp_path / name).write_text(text)
     return tmp_path
-
-
-def output_of(words: list[str], place: Path) -> str:
-    package = str(Path(largebatch.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": package}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_command_trains_on_one_worker(
@@ -75,13 +57,13 @@ def test_the_commands_train_and_evaluate_on_two_workers(place: Path) -> None:
     (console,) = blocks("console")
     train, evaluate = (shlex.split(line[2:]) for line in console.splitlines())
     assert train[0] == evaluate[0] == "largebatch"
-    trained = output_of(["-m", *train], place)
+    trained = output_of(sys.executable, "-m", *train, cwd=place)
     assert "report: runs/squares" in trained
-    found = re.search(r"top-1 ([\d.]+)%", output_of(["-m", *evaluate], place))
+    found = re.search(r"top-1 ([\d.]+)%", output_of(sys.executable, "-m", *evaluate, cwd=place))
     assert found is not None
     assert float(found[1]) > 90
 
 
 @pytest.mark.long
 def test_the_script_trains_on_two_workers(place: Path) -> None:
-    assert float(output_of(["script.py"], place).splitlines()[-1]) > 0.9
+    assert float(output_of(sys.executable, "script.py", cwd=place).splitlines()[-1]) > 0.9

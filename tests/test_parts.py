@@ -1,9 +1,7 @@
 """polish and evaluate alone, on two workers that somebody else connected."""
 
 import copy
-import os
 import re
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -29,10 +27,10 @@ from parts_on_workers import (
     network,
 )
 from polish_reference import Pairs, assert_right, layer_by_layer, one_pass
+from programs import output_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-import largebatch
 from largebatch.distributed import Serial, running_backend
 from largebatch.errors import BackendError
 from largebatch.models import with_span
@@ -47,16 +45,7 @@ Found = list[dict[str, Any]]
 
 def on_two_workers(launcher: list[str], folder: Path) -> Found:
     """Run the cases with warnings as errors and return what the two workers wrote."""
-    here = str(Path(largebatch.__file__).parents[1])
-    done = subprocess.run(
-        [*launcher, sys.executable, "-W", "error", WORK, str(folder)],
-        env=os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(*launcher, sys.executable, "-W", "error", WORK, str(folder), timeout=300)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

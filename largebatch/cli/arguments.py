@@ -4,9 +4,12 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+
+if TYPE_CHECKING:
+    from largebatch.runs.options import Options
 
 Call = Callable[[argparse.Namespace], int]
 
@@ -99,6 +102,21 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--dataset", metavar="M:F", help="instead: what module M's function F returns, (train, val)"
     )
     add_imports(parser)
+
+
+def options_of(args: argparse.Namespace, *, out: Path = Path()) -> "Options":
+    """Return the options of a command on what is saved, as add_set and add_machine read them."""
+    from largebatch.runs.options import Options
+
+    return Options(
+        out=out,
+        data=args.data,
+        dataset=args.dataset,
+        imports=tuple(args.imports),
+        backend=args.backend,
+        timeout=args.timeout,
+        overrides=tuple(args.set),
+    )
 
 
 def add_imports(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Call
 from largebatch.cli.data import show_index
+from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.plan import make_plan
@@ -47,11 +48,7 @@ def _init(args: argparse.Namespace) -> int:
     found = survey(train, val)
     text = draft(found, name=name)
     recipe = parse_recipe(text, source=str(out))
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
+    write_recipe(out, text)
     _show_choices(found, recipe)
     _show_time(estimate_time(recipe, found))
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(args.folder))}"

@@ -32,6 +32,7 @@ from largebatch.cli.arguments import (
     add_processes,
     add_set,
     count,
+    options_of,
     seconds,
 )
 from largebatch.distributed.environment import (
@@ -204,18 +205,8 @@ def _train(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from largebatch.runs.checkpoints import evaluate_checkpoint
-    from largebatch.runs.options import Options
 
-    options = Options(
-        out=Path(),
-        data=args.data,
-        dataset=args.dataset,
-        imports=tuple(args.imports),
-        backend=args.backend,
-        timeout=args.timeout,
-        overrides=tuple(args.set),
-    )
-    path, step, metrics = evaluate_checkpoint(args.checkpoint, options)
+    path, step, metrics = evaluate_checkpoint(args.checkpoint, options_of(args))
     if own_rank() == 0:
         print(
             f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "

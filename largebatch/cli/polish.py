@@ -7,7 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.cli.arguments import Call, add_execution, add_machine, add_processes, add_set, count
+from largebatch.cli.arguments import (
+    Call,
+    add_execution,
+    add_machine,
+    add_processes,
+    add_set,
+    count,
+    options_of,
+)
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.recipe.sections import LARGEST, MAX_EPOCHS
@@ -15,7 +23,6 @@ from largebatch.tracking.events import REPORT
 
 if TYPE_CHECKING:
     from largebatch.runs.checkpoints import Comparison
-    from largebatch.runs.options import Options
     from largebatch.runs.pretrained import Pretrained
 
 _EPOCHS = 1.0
@@ -62,14 +69,19 @@ def _polish(args: argparse.Namespace) -> int:
     if args.weights is not None:
         from largebatch.runs.pretrained import polish_weights
 
-        found = polish_weights(_pretrained(args), _options(args), samples=args.samples)
+        found = polish_weights(
+            _pretrained(args), options_of(args, out=args.out or Path()), samples=args.samples
+        )
         before, after = asdict(found.before), asdict(found.after)
         done = "\n".join([*filter(None, [found.note]), f"polished weights: {args.out}"])
     else:
         from largebatch.runs.checkpoints import polish_checkpoint
 
         summary = polish_checkpoint(
-            args.checkpoint, _options(args), samples=args.samples, ema=args.ema
+            args.checkpoint,
+            options_of(args, out=args.out or Path()),
+            samples=args.samples,
+            ema=args.ema,
         )
         before, after = map(asdict, summary.stages)
         undone = "" if after["kept"] else " (rolled back: no better on the images held out)"
@@ -148,27 +160,15 @@ def _comparison(args: argparse.Namespace) -> AbstractContextManager["Comparison"
     if args.weights is not None:
         from largebatch.runs.pretrained import compare_weights
 
-        return compare_weights(_pretrained(args), _options(args), **how)
+        return compare_weights(_pretrained(args), options_of(args, out=args.out or Path()), **how)
     from largebatch.runs.checkpoints import compare_checkpoint
 
-    return compare_checkpoint(args.checkpoint, _options(args), **how, ema=args.ema)
+    return compare_checkpoint(
+        args.checkpoint, options_of(args, out=args.out or Path()), **how, ema=args.ema
+    )
 
 
 def _pretrained(args: argparse.Namespace) -> "Pretrained":
     from largebatch.runs.pretrained import Pretrained
 
     return Pretrained(model=args.model, weights=args.weights, ema=args.ema)
-
-
-def _options(args: argparse.Namespace) -> "Options":
-    from largebatch.runs.options import Options
-
-    return Options(
-        out=args.out or Path(),
-        data=args.data,
-        dataset=args.dataset,
-        imports=tuple(args.imports),
-        backend=args.backend,
-        timeout=args.timeout,
-        overrides=tuple(args.set),
-    )

@@ -180,10 +180,15 @@ def _recipes(_: argparse.Namespace) -> int:
 def _copy(args: argparse.Namespace) -> int:
     out = args.out or Path(f"{args.name}.yaml")
     text = read_installed(args.name)
+    write_recipe(out, text)
+    print(printable(f"recipe: {out}"))
+    return 0
+
+
+def write_recipe(out: Path, text: str) -> None:
+    """Write the text of a recipe to a new file; raise LargebatchError where that cannot be done."""
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise LargebatchError(f"{out}: cannot write the recipe: {error.strerror}") from None
-    print(printable(f"recipe: {out}"))
-    return 0

@@ -287,9 +287,8 @@ def _leave_out_other_kind(
     before = [each for each in known if section.get("kind") in kinds_of(each)]
     after = [each for each in known if kind in kinds_of(each)]
     if before and after:
-        gone = [
-            key for key in section if key in before[0].model_fields.keys() - after[0].model_fields
-        ]
+        only_before = before[0].model_fields.keys() - after[0].model_fields
+        gone = [key for key in section if key in only_before]
         for key in gone:
             del section[key]
         if gone:

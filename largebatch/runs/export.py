@@ -44,9 +44,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     model.eval()
     if onnx:
         require_onnx()
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     files = {
-        WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
+        WEIGHTS: safetensors.torch.save(checkpoint.state["model"], metadata={"format": "pt"}),
         CARD: _card(checkpoint, source=path).encode(),
         RECIPE: dump_recipe(recipe).encode(),
     }

@@ -66,7 +66,7 @@ def open_folder(
     with closing(log):
         try:
             remove_leftovers(folder, folder / CHECKPOINTS)
-            set_aside_damaged(folder / CHECKPOINTS)
+            set_aside_damaged(folder / CHECKPOINTS, step=trainer.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
             write_whole(folder / RECIPE, dump_recipe(recipe).encode())
         except OSError as error:

@@ -242,18 +242,15 @@ def newest_checkpoint(folder: Path) -> Found | None:
     return None
 
 
-def set_aside_damaged(folder: Path) -> None:
-    """Give those that are newer than the newest checkpoint that can be read another name.
+def set_aside_damaged(folder: Path, *, step: int) -> None:
+    """Give another name to those after `step`, the newest one that can be read.
 
     Else they would count among the last ones that are kept, in the place of new ones.
     """
     for path in _newest_first(folder):
-        try:
-            load_checkpoint(path)
-        except CheckpointError:
+        found = _NAME.fullmatch(path.name)
+        if found and int(found[1]) > step:
             path.rename(path.with_name(f"damaged-{path.name}"))
-        else:
-            return
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -114,10 +114,10 @@ class Trainer:
         """
         self.finish_saving()
         found = newest_checkpoint(self.checkpoints) if self.backend.rank == 0 else None
-        if found is not None:
-            set_aside_damaged(self.checkpoints)
         content = broadcast_bytes(found.content if found else None, self.backend)
         checkpoint = parse_checkpoint(content, source=str(self.checkpoints)) if content else None
+        if checkpoint is not None and self.backend.rank == 0:
+            set_aside_damaged(self.checkpoints, step=checkpoint.progress.step)
         if checkpoint is None or len(checkpoint.stages) != len(self.state.stages):
             return False
         self.note(self.stage, f"rolled back to step {checkpoint.progress.step}: {after}")

@@ -11,10 +11,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from largebatch.data.index.build import TRANSPOSED
 from largebatch.data.index.index import Index
 from largebatch.data.types import BoolArray, IntArray, Request
 
-UPSIDE, MIRRORED, TRANSPOSED = (3, 4, 7, 8), (2, 3, 6, 7), (5, 6, 7, 8)
+UPSIDE, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 
 METHODS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
