@@ -41,7 +41,7 @@ MAKEFLAGS += --jobs=2
 
 quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
-	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/digits_96.yaml --workers 2
+	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
 
 test: lint $(VENV)/.horovod
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)

@@ -24,7 +24,7 @@ from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import Checkpoint, Retention, Writer, copy_state
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def main() -> None:

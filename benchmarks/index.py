@@ -48,7 +48,7 @@ from largebatch.recipe.plan import make_plan
 SAMPLES, CLASSES, PROCESSES = 1_281_167, 1000, 4
 SEED = 0
 BATCH = 64
-RECIPE = Path(__file__).parent.parent / "recipes" / "resnet50_32768_mlperf.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "imagenet" / "resnet50_32768_mlperf.yaml"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from measuring import spread, write
 
 from largebatch import load_recipe, run
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def main() -> None:

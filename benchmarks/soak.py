@@ -46,7 +46,7 @@ from largebatch.report.style import COLOURS, INK, MUTED, save_png
 from largebatch.runs.run import run
 from largebatch.training.checkpoint import load_checkpoint
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "digits_96.yaml"
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "digits_96.yaml"
 CHANGES = (
     *("model={name: cifar_resnet8}", "data.image_size=16", "duration={steps: 40}"),
     *(

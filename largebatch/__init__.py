@@ -1,7 +1,7 @@
 """Train image classifiers with very large mini-batches.
 
     from largebatch import load_recipe, run
-    summary = run(load_recipe("recipes/digits_96.yaml"), workers=2, out="runs/digits")
+    summary = run(load_recipe("recipes/quickstart/digits_96.yaml"), workers=2, out="runs/digits")
 
 `run` and PyTorch are imported when they are first asked for: a recipe can be read, checked and
 planned without them.

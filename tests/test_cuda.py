@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 GPU = torch.device("cuda")
-DIGITS = Path(__file__).parent.parent / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parent.parent / "recipes" / "quickstart" / "digits_96.yaml"
 SHORT = ["duration.epochs=8", "schedule.warmup.epochs=1", "polish=null", "evaluation={}"]
 CONVENTIONS = ("reference", "scaled-momentum", "outside", "fujitsu")
 SHAPES = ((64, 3, 7, 7), (64,), (512, 64, 3, 3), (1000, 512), (1,), (3, 5))

@@ -31,7 +31,7 @@ def polish_blocks() -> list[tuple[str, str]]:
 def test_a_section_on_polishing_can_be_copied_into_a_recipe(
     name: str, text: str, tmp_path: Path
 ) -> None:
-    recipe = (ROOT / "recipes" / "digits_96.yaml").read_text(encoding="utf-8")
+    recipe = (ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text(encoding="utf-8")
     without, count = re.subn(r"^polish:\n(  .*\n)+", "", recipe, flags=re.MULTILINE)
     assert count == 1
     path = tmp_path / f"{name}.yaml"

@@ -38,7 +38,8 @@ def test_an_arm_ends_with_the_weights_and_accuracy_of_a_run_that_shared_nothing(
 ) -> None:
     changes = ["polish=null", "duration.epochs=2", "schedule.warmup.epochs=1", *SMALL]
     recipe = load_recipe(
-        ROOT / "recipes" / "digits_96.yaml", [*changes, "evaluation.every_epochs=null"]
+        ROOT / "recipes" / "quickstart" / "digits_96.yaml",
+        [*changes, "evaluation.every_epochs=null"],
     )
     cell = Cell(data="digits", batch="large", area=0.35, seed=1, rate=1, clean=(1,), affine=True)
     arms = train_arms(cell, recipe, tmp_path / "shared", data=None)

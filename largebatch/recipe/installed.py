@@ -9,11 +9,13 @@ from largebatch.errors import RecipeError, nearest
 
 
 def installed() -> dict[str, str]:
-    """Return the text of every recipe that is installed, by name."""
-    found = (files("largebatch") / "recipes").iterdir()
+    """Return the text of every recipe that is installed, by name; folders are data sets."""
+    folders = (files("largebatch") / "recipes").iterdir()
     texts = {
         Path(file.name).stem: file.read_text(encoding="utf-8")
-        for file in found
+        for folder in folders
+        if folder.is_dir()
+        for file in folder.iterdir()
         if file.name.endswith(".yaml")
     }
     return dict(sorted(texts.items()))

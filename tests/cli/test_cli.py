@@ -16,8 +16,8 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-DIGITS = str(RECIPES / "digits_96.yaml")
-FUJITSU = str(RECIPES / "resnet50_86016_fujitsu.yaml")
+DIGITS = str(RECIPES / "quickstart" / "digits_96.yaml")
+FUJITSU = str(RECIPES / "imagenet" / "resnet50_86016_fujitsu.yaml")
 IMAGES = [
     *("--set", "data.source=folder", "--set", "data.classes=2", "--set", "polish=null"),
     *("--set", "data.train_samples=4", "--set", "data.val_samples=2"),

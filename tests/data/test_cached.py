@@ -28,7 +28,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.recipe.sections import Interpolation
 
 CPU = torch.device("cpu")
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 either_way = pytest.mark.parametrize("way", ["memory", "device"])
 either_filter = pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 

@@ -30,7 +30,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 
 CPU = torch.device("cpu")
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 WARM_UP = 5
 """How often a pipeline is opened before anything is counted."""

@@ -16,7 +16,7 @@ from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))
 
 

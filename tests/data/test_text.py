@@ -13,7 +13,7 @@ from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 texts = st.integers(2, 60).map(np.arange)  # every word is another, so a place is known by its word
 steps = st.integers(0, 40)

@@ -18,7 +18,7 @@ from largebatch.distributed import torch_distributed
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import MismatchError
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 DIFFERENT = {
     "rate": (
         ["schedule.peak_lr=2.0", "schedule.peak_lr=1.0"],

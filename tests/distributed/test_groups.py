@@ -22,8 +22,8 @@ from largebatch.errors import RecipeError
 from largebatch.runs.build import build_reducer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-DIGITS = RECIPES / "digits_96.yaml"
-FUJITSU = str(RECIPES / "resnet50_86016_fujitsu.yaml")
+DIGITS = RECIPES / "quickstart" / "digits_96.yaml"
+FUJITSU = str(RECIPES / "imagenet" / "resnet50_86016_fujitsu.yaml")
 
 Start = Callable[[str, int], None]
 

@@ -20,7 +20,7 @@ from largebatch.recipe.recipe import FACTORY_KEYS
 from largebatch.storage import CHECKSUM_BYTES, checksum
 from largebatch.training.checkpoint import HEADER
 
-DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits_96.yaml")
+DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 
 
 @pytest.fixture

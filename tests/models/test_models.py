@@ -20,7 +20,7 @@ CPU = Serial(torch.device("cpu"))
 
 
 def digits(*overrides: str) -> Recipe:
-    return load_recipe(RECIPES / "digits_96.yaml", overrides)
+    return load_recipe(RECIPES / "quickstart" / "digits_96.yaml", overrides)
 
 
 def test_resnet50_has_161_tensors_of_which_54_are_adapted() -> None:
@@ -74,7 +74,9 @@ def test_a_classifier_of_two_layers_is_all_of_both() -> None:
 def test_an_affine_stage_without_a_classifier_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recipe = load_recipe(RECIPES / "digits_96.yaml", ["polish={affine: {steps: 1, lr: 0.1}}"])
+    recipe = load_recipe(
+        RECIPES / "quickstart" / "digits_96.yaml", ["polish={affine: {steps: 1, lr: 0.1}}"]
+    )
     headless = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     monkeypatch.setattr("largebatch.runs.build.build", lambda *_, **__: headless)
     with pytest.raises(RecipeError, match="polish.affine: Sequential has no classifier"):

@@ -26,7 +26,7 @@ from largebatch.runs.run import run
 from largebatch.tracking.events import Summary
 
 CPU = Serial(torch.device("cpu"))
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def images(num: int, *shape: int, seed: int = 0) -> Tensor:

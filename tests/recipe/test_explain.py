@@ -20,7 +20,7 @@ from largebatch.report.figures import draw_rates
 from largebatch.report.style import COLOURS, MUTED
 from largebatch.schedules.build import follow
 
-DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits_96.yaml")
+DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 DELL = "schedule={peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 5}, {epochs: 9}]}}"
 
 

@@ -22,7 +22,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import MAX_UPDATES, Section
 from largebatch.schedules.build import build_schedule
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 TEXT = DIGITS.read_text()
 
 LIMIT = 2_000

@@ -6,7 +6,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(

@@ -7,7 +7,7 @@ from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
 from largebatch.recipe.recipe import LARS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def problems(overrides: list[str], text: str | None = None) -> str:

@@ -15,18 +15,18 @@ FOLDER = Path(__file__).parents[2] / "recipes"
 
 
 def digits(*overrides: str) -> Recipe:
-    return load_recipe(FOLDER / "digits_96.yaml", overrides)
+    return load_recipe(FOLDER / "quickstart" / "digits_96.yaml", overrides)
 
 
 def test_fujitsus_run_has_its_published_shape() -> None:
-    recipe = load_recipe(FOLDER / "resnet50_86016_fujitsu.yaml")
+    recipe = load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml")
     plan = make_plan(recipe, workers=2048)
     assert (plan.device_batch, plan.accumulation, plan.bn_span) == (42, 1, 42)
     assert (plan.steps, plan.warmup_steps, plan.clean_steps) == (1350, 540, 75)
 
 
 def test_mlperfs_run_has_the_shape_of_the_rule() -> None:
-    recipe = load_recipe(FOLDER / "resnet50_32768_mlperf.yaml")
+    recipe = load_recipe(FOLDER / "imagenet" / "resnet50_32768_mlperf.yaml")
     plan = make_plan(recipe, workers=64)
     assert (plan.steps, plan.warmup_steps, plan.accumulation) == (2268, 626, 2)
     assert [round(plan.epoch(step)) for step in plan.evaluate_after[:3]] == [3, 7, 11]
@@ -56,7 +56,7 @@ def test_every_position_is_taken_once_in_every_division() -> None:
 
 
 def test_the_device_batch_is_the_largest_that_holds_whole_spans() -> None:
-    recipe = load_recipe(FOLDER / "resnet50_86016_fujitsu.yaml")
+    recipe = load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml")
     assert make_plan(recipe, workers=1).device_batch == 168  # 252 and 210 do not divide 86,016
     assert make_plan(recipe, workers=512).device_batch == 168
     big_span = digits("batch.global_batch=1437", "batch.bn_span=479", "data.train_samples=1437")
@@ -91,7 +91,7 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 
 
 def test_workers_share_spans_where_a_worker_can_hold_no_whole_one() -> None:
-    recipe = load_recipe(FOLDER / "resnet50_32768_mlperf.yaml")
+    recipe = load_recipe(FOLDER / "imagenet" / "resnet50_32768_mlperf.yaml")
     plan = make_plan(recipe, workers=1024)
     assert (plan.device_batch, plan.accumulation, plan.sync_workers) == (32, 1, 4)
     assert plan.statistics_batch == 128

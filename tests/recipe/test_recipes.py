@@ -14,7 +14,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.build import build_schedule
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-ALL = sorted(path.stem for path in RECIPES.glob("**/*.yaml"))
+FILES = {path.stem: path for path in sorted(RECIPES.glob("*/*.yaml"))}
 
 PAIRS = {
     "cifar10": ("cifar10_resnet8_128", "cifar10_resnet8_3200"),
@@ -25,21 +25,21 @@ BY_RECIPE = [pytest.param(data, name, id=name) for data, pair in PAIRS.items() f
 
 
 def load(name: str, *changes: str) -> Recipe:
-    return load_recipe(RECIPES / f"{name}.yaml", changes)
+    return load_recipe(FILES[name], changes)
 
 
 def test_there_are_recipes() -> None:
-    assert set(ALL) > {name for pair in PAIRS.values() for name in pair}
+    assert set(FILES) > {name for pair in PAIRS.values() for name in pair}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", FILES)
 def test_every_recipe_loads_and_can_be_planned(name: str) -> None:
     recipe = load(name)
     assert recipe.name == name.replace("_", "-")
     plan = make_plan(recipe, workers=1)
     rates = list(map(build_schedule(recipe), range(plan.steps)))
     assert max(rates) == pytest.approx(recipe.schedule.peak_lr, rel=0.01)
-    text = (RECIPES / f"{name}.yaml").read_text()
+    text = FILES[name].read_text()
     assert "\n# Measured" in text
 
 

@@ -6,7 +6,7 @@ from largebatch.cli.main import main
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def recipe(*changes: str) -> Recipe:
         *("duration.epochs=10", "schedule.warmup.epochs=1", "polish.clean.epochs=2"),
         "polish.statistics.samples=12",
     )
-    return load_recipe(RECIPES / "digits_96.yaml", [*always, *changes])
+    return load_recipe(RECIPES / "quickstart" / "digits_96.yaml", [*always, *changes])
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_long_names_are_shortened_and_ten_classes_are_shown(
 
 def test_the_command_writes_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "digits.png"
-    words = ["data", "show", str(RECIPES / "digits_96.yaml"), "--out", str(path)]
+    words = ["data", "show", str(RECIPES / "quickstart" / "digits_96.yaml"), "--out", str(path)]
     assert main([*words, "--set", "data.flip=true"]) == DONE
     assert capsys.readouterr().out == f"sheet: {path}\n"
     with Image.open(path) as sheet:
@@ -212,7 +212,7 @@ def test_the_command_writes_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_mistakes_are_one_message(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data", "show", str(RECIPES / "digits_96.yaml"), *words]) == USER
+    assert main(["data", "show", str(RECIPES / "quickstart" / "digits_96.yaml"), *words]) == USER
     assert message in capsys.readouterr().err
 
 
@@ -222,7 +222,7 @@ def test_cifar10_is_shown_as_it_is(
     """Real images through the recipe's cache: clean and evaluation are the files' pixels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
-    chosen = load_recipe(RECIPES / "cifar10_resnet8_128.yaml", SAMPLES)
+    chosen = load_recipe(RECIPES / "cifar10" / "cifar10_resnet8_128.yaml", SAMPLES)
     plan = make_plan(chosen, workers=1)
     shown = show(open_pipeline(chosen, plan, Serial(), folder=root))
     assert shown.classes == tuple(sorted((real_data / "cifar10/classes.txt").read_text().split()))

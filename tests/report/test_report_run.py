@@ -14,7 +14,7 @@ from largebatch.report import write_report
 from largebatch.report.numbers import subtitle
 from largebatch.report.run import read_run
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:

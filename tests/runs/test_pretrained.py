@@ -25,7 +25,7 @@ from largebatch.runs.pretrained import Pretrained, _fit
 from largebatch.runs.weights import read_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 SMALL = ["--set", "data.image_size=16", "--set", "data.eval_resize=null", "--samples", "320"]
 
 

@@ -27,7 +27,7 @@ from largebatch.tracking.events import Summary
 from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-DIGITS = str(FOLDER / "digits_96.yaml")
+DIGITS = str(FOLDER / "quickstart" / "digits_96.yaml")
 COMMAND = [sys.executable, "-m", "largebatch", "train"]
 CHANGES = [
     *("duration.epochs=4", "polish.clean.epochs=1"),
@@ -320,7 +320,7 @@ def test_reaching_max_steps_says_how_to_go_on(
 )
 def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: str) -> None:
     recipe = load_recipe(
-        FOLDER / f"{name}.yaml",
+        FOLDER / "imagenet" / f"{name}.yaml",
         [
             *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
             *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),

@@ -35,7 +35,7 @@ def train_and_note_the_rates(recipe: Recipe, folder: Path) -> None:
 def test_every_worker_changes_the_rate_in_the_same_step(tmp_path: Path) -> None:
     """Dell saw it change late on some processors; its schedule at a twentieth of the length."""
     recipe = load_recipe(
-        FOLDER / "digits_96.yaml",
+        FOLDER / "quickstart" / "digits_96.yaml",
         [
             *(f"schedule={DELL_IN_SHORT}", "duration.epochs=4.5", "polish=null", "evaluation={}"),
             *("model={name: lenet5}", "batch.bn_span=null"),

@@ -13,7 +13,9 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.build import build_schedule, follow
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-DIGITS = FOLDER / "digits_96.yaml"  # 14.97 steps an epoch, 75 steps of warm-up, 599 steps
+DIGITS = (
+    FOLDER / "quickstart" / "digits_96.yaml"
+)  # 14.97 steps an epoch, 75 steps of warm-up, 599 steps
 DELL = "{peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 10}, {epochs: 60}]}}"
 WARMUP, STEPS = 75, 599
 
@@ -27,14 +29,14 @@ def pieces(*parts: str) -> str:
 
 
 def test_fujitsus_rates_are_the_published_ones() -> None:
-    rate = build_schedule(load_recipe(FOLDER / "resnet50_86016_fujitsu.yaml"))
+    rate = build_schedule(load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml"))
     assert rate(540) == 13.0
     assert rate(1275) == pytest.approx(0.057, abs=5e-4)  # FACTS: 0.057 -> 0.0325 while polishing
     assert rate(1349) == pytest.approx(0.0325)
 
 
 def test_mlperfs_rates_follow_the_rule() -> None:
-    rate = build_schedule(load_recipe(FOLDER / "resnet50_32768_mlperf.yaml"))
+    rate = build_schedule(load_recipe(FOLDER / "imagenet" / "resnet50_32768_mlperf.yaml"))
     assert rate(0) == pytest.approx(21.2 / 626)
     assert rate(625) == pytest.approx(21.2)
     decay = 2268 - 626 + 1

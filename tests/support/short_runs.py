@@ -11,7 +11,7 @@ from largebatch.optional import require_torchvision
 from largebatch.recipe.recipe import Recipe
 from largebatch.training.checkpoint import load_checkpoint
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CLEAN = "clean: {steps: 2}"
 AFFINE = "affine: {steps: 3, lr: 0.05}"
 STATISTICS = "statistics: {samples: 480}"

@@ -29,7 +29,7 @@ from largebatch.training.checkpoint import (
 )
 from largebatch.training.state import Progress
 
-RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "digits_96.yaml")
+RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 
 
 def checkpoint(step: int) -> Checkpoint:

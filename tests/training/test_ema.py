@@ -18,7 +18,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.training.ema import EMA
 from largebatch.training.state import TrainState
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 
 def a_model() -> nn.Module:

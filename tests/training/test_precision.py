@@ -35,7 +35,7 @@ from largebatch.training.state import Progress
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits_96.yaml"
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 STEPS = 6
 SCALE = 2.0**10
 FIRST_SCALE = 2.0**17
