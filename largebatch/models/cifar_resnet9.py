@@ -50,7 +50,8 @@ class _Unit(nn.Module):
         self.bn = nn.BatchNorm2d(outputs)
 
     def forward(self, maps: Tensor) -> Tensor:
-        return F.relu(self.bn(self.conv(maps)))
+        out: Tensor = F.relu(self.bn(self.conv(maps)))
+        return out
 
 
 class _Residual(nn.Module):
@@ -62,4 +63,5 @@ class _Residual(nn.Module):
         self.unit2 = _Unit(channels, channels)
 
     def forward(self, maps: Tensor) -> Tensor:
-        return maps + self.unit2(self.unit1(maps))
+        added: Tensor = maps + self.unit2(self.unit1(maps))
+        return added
