@@ -6,6 +6,8 @@
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
+# make measure      train the recipes that fit two cores to their end (hours); goes on where it was
+#                   stopped
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
 # make bench-gpu    on a CUDA GPU: its tests, then the measurements that need one; with a Python of
@@ -34,7 +36,7 @@ COVERAGE := --cov --cov-report=term --cov-fail-under=90
 # What depends on torch the most.
 TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/test_run.py)
 
-.PHONY: quickstart test test-all test-torch lint bench bench-gpu study soak clean
+.PHONY: quickstart test test-all test-torch lint bench bench-gpu study measure soak clean
 
 # The checks run while Horovod is built.
 MAKEFLAGS += --jobs=2
@@ -82,6 +84,10 @@ bench: $(VENV)/.horovod
 
 study: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/polishing_study.py
+
+measure: $(VENV)/.installed-for-tests
+	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
+	$(BENCH_PYTHON) benchmarks/measure.py
 
 soak: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/soak.py

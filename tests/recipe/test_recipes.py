@@ -63,8 +63,10 @@ def test_a_pair_differs_only_in_what_a_large_batch_needs(small: str, large: str)
     [
         pytest.param("cifar10_resnet8_128", 64_063, 390.6, id="He et al.'s 64,000 iterations"),
         pytest.param("cifar10_resnet8_3200", 2_563, 15.6, id="cifar10"),
-        pytest.param("fashion_mnist_resnet8_128", 14_063, 468.8, id="fashion small"),
-        pytest.param("fashion_mnist_resnet8_3840", 469, 15.6, id="fashion large"),
+        pytest.param("cifar10_resnet9_128", 7_813, 390.6, id="cifar10 small, short"),
+        pytest.param("cifar10_resnet9_3200", 313, 15.6, id="cifar10 large, short"),
+        pytest.param("fashion_mnist_resnet8_128", 7_500, 468.8, id="fashion small"),
+        pytest.param("fashion_mnist_resnet8_3840", 250, 15.6, id="fashion large"),
         pytest.param("imagenette_resnet18_128px_32", 6_250, 78.1, id="imagenette small"),
         pytest.param("imagenette_resnet18_128px_160", 1_250, 15.6, id="imagenette large"),
     ],
