@@ -44,6 +44,7 @@ from typing import Any
 
 import optuna
 from measuring import RESULTS, circumstances, hardware, today
+from optuna.storages.journal import JournalFileBackend
 from polishing_cells import part
 from polishing_data import prepare
 
@@ -52,6 +53,7 @@ from largebatch.errors import DivergedError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish, Statistics
+from largebatch.report.run import read_run
 from largebatch.tracking.events import RECIPE, StageResult, Summary
 
 NAME = "recipes"
@@ -174,7 +176,8 @@ def train_seed(job: Job) -> dict[str, Any]:
     statistics = Statistics(samples=recipe.train_samples)
     if job.arm.longer != 1:
         summary = run(recipe, out=trunk, data=data, resume="auto")
-        return {"arms": {"control": _reached(summary.stages[-1])}, **_cost(summary)}
+        arms = {"control": _reached(summary.stages[-1])}
+        return {"arms": arms, **_cost(summary), "curve": _curve(trunk)}
     own = load_recipe(job.arm.recipe).polish
     clean = own.clean if own else load_recipe(_large(job.arm)).polish.clean  # type: ignore[union-attr]  # it has
     plan = make_plan(recipe, workers=1)
@@ -184,7 +187,7 @@ def train_seed(job: Job) -> dict[str, Any]:
         "clean": Polish(clean=clean, statistics=statistics),
         "statistics": Polish(statistics=statistics),
     }
-    arms: dict[str, dict[str, float | None]] = {}
+    arms = {}
     for name, polish in ends.items():
         other = _polished(recipe, polish)
         steps = min(make_plan(other, workers=1).train_steps, plan.steps - 1)
@@ -199,7 +202,13 @@ def train_seed(job: Job) -> dict[str, Any]:
     arms["control"] = _reached(summary.stages[0])
     for stage in summary.stages[1:]:
         arms[_label("ema", stage)] = _reached(stage)
-    return {"arms": arms, **_cost(summary)}
+    return {"arms": arms, **_cost(summary), "curve": _curve(trunk)}
+
+
+def _curve(folder: Path) -> list[tuple[float, float]]:
+    """Return epoch and top-1 of every evaluation on the way."""
+    found = read_run(folder).evaluations
+    return [(each.epoch, each.top1) for each in found if each.stage == "train"]
 
 
 def _large(arm: Arm) -> str:
@@ -231,7 +240,7 @@ class Search:
     def __init__(self, arm: Arm, work: Path) -> None:
         self.arm, self.work = arm, work
         self.start = load_recipe(arm.recipe, arm.changes).schedule.peak_lr
-        backend = optuna.storages.journal.JournalFileBackend(str(work / "search.journal"))
+        backend = JournalFileBackend(str(work / "search.journal"))
         self.study = optuna.create_study(
             study_name=arm.key,
             storage=optuna.storages.JournalStorage(backend),

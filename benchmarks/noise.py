@@ -1,0 +1,113 @@
+"""What the gradient noise scale costs, and whether it predicts the critical batch.
+
+    python benchmarks/noise.py [--rounds 15] [--batch 8] [--pixels 128]
+    python benchmarks/noise.py --critical DIR --data DIR
+
+Cost: two rivals take turns at whole updates of ResNet-50 by LARS, of two micro-batches, with the
+reducer measuring squared gradient lengths and without. It reads 25.6 million numbers twice more, so
+small micro-batches are its worst case; a recipe's are larger.
+
+Critical batch: LeNet-5 on CIFAR-10, `largebatch noise --measure` from the recipe noise_lenet5.yaml;
+its runs are kept in DIR and go on where they were stopped. Predicted and measured stand side by
+side, and so do the rates that were tried.
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from measuring import paired_ratio, spread, take_turns, write
+from torch.nn import functional as F
+
+from largebatch import load_recipe
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.models import build, param_groups
+from largebatch.optim import LARS
+from largebatch.runs.critical_batch import Critical, measure_critical
+from largebatch.runs.options import Options
+
+RECIPE = Path(__file__).parent / "recipes" / "noise_lenet5.yaml"
+BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
+EPOCHS = 3.0
+MICRO_BATCHES = 2
+
+
+def main() -> None:
+    """Measure one of the two, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=8, help="samples in a micro-batch")
+    parser.add_argument("--pixels", type=int, default=128)
+    parser.add_argument("--critical", type=Path, metavar="DIR", help="measure the critical batch")
+    parser.add_argument("--data", type=Path, help="CIFAR-10 as `data import` leaves it")
+    args = parser.parse_args()
+    if args.critical is None:
+        words = f"--rounds {args.rounds} --batch {args.batch} --pixels {args.pixels}"
+        result = cost(rounds=args.rounds, batch=args.batch, pixels=args.pixels)
+        print(write("noise_cost", f"python benchmarks/noise.py {words}", result))
+    else:
+        result = critical(args.critical, args.data)
+        command = "python benchmarks/noise.py --critical DIR --data DIR"
+        print(write("critical_batch", command, result))
+
+
+def cost(*, rounds: int, batch: int, pixels: int) -> dict[str, object]:
+    """Compare updates with and without the measurement."""
+    rivals = {name: updates(batch, pixels, measure=name == "measured")
+              for name in ("measured", "plain")}  # fmt: skip
+    times = take_turns(rivals, rounds=rounds, steps=1)
+    return {
+        "settings": {"model": "resnet50", "batch": batch, "pixels": pixels, "rounds": rounds,
+                     "micro_batches": MICRO_BATCHES},
+        "update seconds": {name: spread(seconds) for name, seconds in times.items()},
+        "measured / plain": paired_ratio(times["measured"], times["plain"]),
+    }  # fmt: skip
+
+
+def updates(batch: int, pixels: int, *, measure: bool) -> Callable[[], object]:
+    """Return what makes an update."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    model = build("resnet50", num_classes=1000).to(device)
+    optimizer = LARS(param_groups(model, weight_decay=1e-4), lr=0.1)
+    reducer = Reducer(model.named_parameters(), Serial(device), divisor=1.0, measure=measure)
+    images = torch.randn(batch, 3, pixels, pixels, device=device)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def update() -> object:
+        reducer.zero()
+        for micro in range(MICRO_BATCHES):
+            if micro == MICRO_BATCHES - 1:
+                reducer.arm()
+            (F.cross_entropy(model(images), labels) / MICRO_BATCHES).backward()
+        reducer.wait()
+        optimizer.step()
+        return reducer.squares.tolist() if reducer.squares is not None else None
+
+    return update
+
+
+def critical(folder: Path, data: Path) -> dict[str, object]:
+    """Measure the critical batch, and predict it from the noise scale."""
+    recipe = load_recipe(RECIPE)
+    folder.mkdir(parents=True, exist_ok=True)
+    for found in measure_critical(recipe, Options(out=folder, data=data), BATCHES, epochs=EPOCHS):
+        if isinstance(found, Critical):
+            return {
+                "recipe": RECIPE.name,
+                "epochs": EPOCHS,
+                **asdict(found),
+                "predicted": found.predicted,
+            }
+        with contextlib.redirect_stdout(sys.stderr):
+            print(found, flush=True)
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    main()
