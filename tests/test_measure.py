@@ -1,0 +1,118 @@
+"""What `make measure` runs: equal searches that go on where they were stopped, and pages."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from largebatch.recipe.plan import make_plan
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import measure  # noqa: E402
+import measure_pages  # noqa: E402
+from measure import ARMS, SEEDS, TRIALS, Arm, Job, Measurement, Search  # noqa: E402
+
+SMALL, LARGE, NESTEROV, LONGER, LONGEST = (arm for arm in ARMS if arm.data == "cifar10")
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.key)
+@pytest.mark.parametrize("searching", [True, False])
+def test_every_arm_can_be_planned_and_has_no_polishing_of_its_own(
+    arm: Arm, searching: bool, tmp_path: Path
+) -> None:
+    job = Job(arm=arm, seed=2, rate=0.25, work=tmp_path, searching=searching)
+    plan = make_plan(job.recipe, workers=1)
+    assert job.recipe.polish is None
+    assert (job.recipe.seed, job.recipe.schedule.peak_lr) == (2, 0.25)
+    whole = make_plan(measure.load_recipe(arm.recipe), workers=1)
+    share = arm.longer * (measure.SEARCH_PART if searching else 1)
+    assert plan.epoch(plan.steps) == pytest.approx(share * whole.epoch(whole.steps), rel=0.02)
+    assert plan.warmup_steps / plan.steps == pytest.approx(
+        whole.warmup_steps / whole.steps, rel=0.05
+    )
+    held_out = measure.TUNING_IMAGES if searching else 0
+    assert plan.train_samples == measure.IMAGES[arm.data] - held_out
+
+
+def reach(work: Measurement, top1: float) -> Job:
+    found = work.next()
+    assert found is not None
+    trial, job = found
+    work.take(trial, job, {"arms": {"control": {"top1": top1, "loss": 1.0}}, "seconds": 60.0})
+    return job
+
+
+def test_every_arm_is_searched_with_as_many_trials_before_its_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    work = Measurement(path, tmp_path, ["cifar10"])
+    searched = [reach(work, 0.5 + 0.01 * number) for number in range(3 * TRIALS)]
+    assert all(job.searching for job in searched)
+    for arm in (SMALL, LARGE, NESTEROV):
+        rates = [job.rate for job in searched if job.arm == arm]
+        assert len(rates) == TRIALS
+        start = work.searches[arm.key].start
+        assert rates[:3] == pytest.approx([start, start / 4, start * 4], rel=1e-3)
+    best = {arm.key: work.searches[arm.key].best for arm in (SMALL, LARGE, NESTEROV)}
+    trained = [reach(work, 0.9) for _ in range(4)]
+    again = Measurement(path, tmp_path, ["cifar10"])  # stopped, and begun anew
+    trained += [reach(again, 0.9) for _ in range(SEEDS * 5 - 4)]
+    assert again.next() is None
+    assert [job.seed for job in trained] == [1] * 5 + [2] * 5 + [3] * 5
+    assert len({job.key for job in trained}) == SEEDS * 5
+    for job in trained:
+        assert job.rate == best[LARGE.key if job.arm.rate_of else job.arm.key]
+    assert set(json.loads(path.read_text())["runs"]) == {job.key for job in trained}
+
+
+def test_a_trial_that_was_under_way_is_run_again_at_its_rate(tmp_path: Path) -> None:
+    first = Search(LARGE, tmp_path).ask()
+    assert first is not None
+    again = Search(LARGE, tmp_path)
+    found = again.ask()
+    assert found is not None
+    rates = [found[1].rate]
+    again.study.tell(found[0], 0.5)
+    while found := again.ask():
+        rates.append(found[1].rate)
+        again.study.tell(found[0], 0.4)
+    assert first[1].rate in rates
+    assert len(again.done) == TRIALS
+    assert again.study.best_value == 0.5
+
+
+def fake(arm: Arm, seed: int, top1: float) -> dict[str, Any]:
+    ends = {"control": top1}
+    if arm.longer == 1:
+        ends |= {"clean": top1 + 0.01, "clean + statistics": top1 + 0.01 + 0.001 * seed}
+    return {
+        "data": arm.data, "arm": arm.name, "seed": seed, "rate": 0.2, "seconds": 3000.0,
+        "arms": {end: {"top1": value, "loss": 0.3} for end, value in ends.items()},
+        "curve": [[1.0, 0.5], [2.0, top1]],
+    }  # fmt: skip
+
+
+def test_a_page_has_the_differences_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {}
+    for seed in (1, 2, 3):
+        runs |= {f"s{seed}": fake(SMALL, seed, 0.92), f"l{seed}": fake(LARGE, seed, 0.89)}
+        runs[f"n{seed}"] = fake(LONGER, seed, 0.905 + 0.002 * seed)
+    results = tmp_path / "recipes_x_2026-01-01.json"
+    results.write_text(json.dumps({"runs": runs, "machine": "m, 2 cores", "search": {}}))
+    monkeypatch.setattr(measure_pages, "newest", lambda _: results)
+    monkeypatch.setattr(measure_pages, "PAGES", tmp_path / "pages")
+    measure_pages.main()
+    names = {path.name for path in (tmp_path / "pages").iterdir()}
+    assert names == {f"cifar10_resnet9_{n}.{end}" for n in (128, 3200) for end in ("md", "png")}
+    text = (tmp_path / "pages" / "cifar10_resnet9_3200.md").read_text()
+    assert "the small one: -3.00 (-3.00 to -3.00, n = 3) points; polished: -1.80 (" in text
+    assert "| 90.20 (89.95 to 90.45, n = 3) | +1.20 (+0.95 to +1.45, n = 3) |" in text
+    assert "Trained 1.25 times as long without polishing" in text
+    assert "length: +0.70 (" in text
+    missing = "Trained 1.5 times as long without polishing, against polished at the usual length: "
+    assert f"{missing}not measured yet." in text
+    assert "Nesterov SGD with a tuned rate, against LARS: not measured yet." in text
