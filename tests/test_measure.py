@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from largebatch import load_recipe
 from largebatch.recipe.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,7 @@ def test_every_arm_can_be_planned_and_has_no_polishing_of_its_own(
     plan = make_plan(job.recipe, workers=1)
     assert job.recipe.polish is None
     assert (job.recipe.seed, job.recipe.schedule.peak_lr) == (2, 0.25)
-    whole = make_plan(measure.load_recipe(arm.recipe), workers=1)
+    whole = make_plan(load_recipe(arm.recipe), workers=1)
     share = arm.longer * (measure.SEARCH_PART if searching else 1)
     assert plan.epoch(plan.steps) == pytest.approx(share * whole.epoch(whole.steps), rel=0.02)
     assert plan.warmup_steps / plan.steps == pytest.approx(
@@ -97,7 +98,7 @@ def fake(arm: Arm, seed: int, top1: float) -> dict[str, Any]:
 def test_a_page_has_the_differences_and_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = {}
+    runs: dict[str, Any] = {}
     for seed in (1, 2, 3):
         runs |= {f"s{seed}": fake(SMALL, seed, 0.92), f"l{seed}": fake(LARGE, seed, 0.89)}
         runs[f"n{seed}"] = fake(LONGER, seed, 0.905 + 0.002 * seed)
