@@ -23,6 +23,7 @@ from largebatch.cli import data as cli_data
 from largebatch.cli import init as cli_init
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
+from largebatch.cli import suggest as cli_suggest
 from largebatch.cli.arguments import (
     Call,
     add_command,
@@ -307,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_polish.add_commands(command)
     cli_recipe.add_commands(command)
     cli_init.add_commands(command)
+    cli_suggest.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)
