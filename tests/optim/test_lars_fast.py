@@ -267,14 +267,15 @@ def test_the_number_of_batched_operations_does_not_grow_with_the_tensors(
 
 
 @every_convention
-def test_on_cuda_a_step_waits_for_nothing(convention: Convention) -> None:
+@pytest.mark.parametrize("limits", [{}, {"clip_ratio": 50.0, "clip_gradient": 10.0}])
+def test_on_cuda_a_step_waits_for_nothing(convention: Convention, limits: dict[str, Any]) -> None:
     """On tensors that only claim to be on a GPU; mixing them with the CPU's is an error there."""
     try:
         with FakeTensorMode():
             weights = [nn.Parameter(torch.empty(40, 30, device="cuda")) for _ in range(3)]
             for weight in weights:
                 weight.grad = torch.empty_like(weight)
-            optimizer = LARS(weights, weight_decay=0.1, convention=convention)
+            optimizer = LARS(weights, weight_decay=0.1, convention=convention, **limits)
             with Recorder():
                 optimizer.step()
             done = operations(optimizer)
