@@ -114,6 +114,14 @@ class _Group:
     owed: set[str] = field(default_factory=set)
     """Who gets another gradient in the armed backward pass."""
 
+    first: Tensor | None = None
+    """The squared length of the gradients of a step's first backward pass, where it is measured."""
+
+    def square(self) -> Tensor:
+        """Return the squared length of what it holds: 0-d, on the device."""
+        whole = [self.buffer] if self.views else list(self.held.values())
+        return torch.stack(torch._foreach_norm(whole)).square().sum()
+
     def send(self, workers: Group, divisor: float) -> Work:
         if self.sent is not self.buffer:
             torch.div(self.buffer, divisor, out=self.sent)
@@ -135,13 +143,15 @@ class Reducer:
     multiplies the sum by it: by their number, so that no sum of representable gradients overflows,
     or by 1 where the loss was divided by the global batch, which has done that already; dividing
     twice would lose small gradients. One worker rounds too, so that a recipe means the same there.
-    The gradients of `exact` keep their type and go last, together.
+    The gradients of `exact` keep their type and go last, together. `measure` keeps the squared
+    lengths of gradients before and after the sum, for the gradient noise scale: one more reading of
+    the gradients of the first micro-batch and of the sum.
 
     Gradients are numbers: backward(create_graph=True) is refused, on one worker too. A loss may
     hold gradients of its own, from torch.autograd.grad(..., create_graph=True).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- how gradients are grouped and sent
         self,
         parameters: Iterable[Named],
         workers: Group,
@@ -150,8 +160,10 @@ class Reducer:
         dtype: torch.dtype | None = None,
         divisor: float | None = None,
         exact: Collection[nn.Parameter] = (),
+        measure: bool = False,
     ) -> None:
         self._workers = workers
+        self._measure = measure
         self._divisor = divisor or workers.world_size
         self._alone = workers.world_size == 1 and dtype is None
         apart = set(exact)
@@ -166,6 +178,10 @@ class Reducer:
         self.device = next(iter(self._groups[0].parameters.values())).device
         self._armed = False
         self._under_way: list[Work] = []
+        self.squares: Tensor | None = None
+        """With `measure`, after `wait`: the squared length of this worker's gradients of the step's
+        first backward pass, and of the sum. Two numbers on the device."""
+
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._on_gradient(group, name))
             for group in self._groups
@@ -176,6 +192,7 @@ class Reducer:
         """Forget every gradient; the buffers stay."""
         for group in self._groups:
             group.held.clear()
+            group.first = None
             for weight in group.parameters.values():
                 weight.grad = None
 
@@ -214,6 +231,11 @@ class Reducer:
                 "that leave them out), or set requires_grad=False on them"
             )
         assert self._alone or len(under_way) == len(self._groups)
+        if self._measure:
+            parts = [(group.first, group.square()) for group in self._groups]
+            firsts = [first for first, _ in parts if first is not None]
+            wholes = [whole for _, whole in parts]
+            self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
 
     def finite(self) -> Tensor:
         """Return whether every gradient is a finite number, after `wait`: 0-d, bool, on the device.
@@ -250,6 +272,8 @@ class Reducer:
                 if view is not None:
                     weight.grad = gradient = view.copy_(gradient)
                 group.held[name] = gradient
+                if self._measure and len(group.held) == len(group.parameters):
+                    group.first = group.square()  # before more is added, and before it is sent
             elif gradient is not held:
                 raise _not_ours(name)
             if self._armed:

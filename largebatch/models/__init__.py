@@ -1,7 +1,6 @@
 """Models by name, and which of their parameters are decayed and adapted."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,11 +11,16 @@ from largebatch.models import zoo
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
 from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
+from largebatch.models.cifar_resnet9 import CifarResNet9
 from largebatch.models.lenet5 import LeNet5
 
-_OURS: dict[str, Callable[[int], nn.Module]] = {"lenet5": LeNet5} | {
-    f"cifar_resnet{depth}": partial(CifarResNet, depth=depth) for depth in DEPTHS
+_OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
+    "lenet5": (LeNet5, {}),
+    "cifar_resnet9": (CifarResNet9, {}),
+    **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
 }
+"""Their constructors, and what each takes that no recipe can change."""
+
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
@@ -29,13 +33,16 @@ def build(
 ) -> nn.Module:
     """Build one of our models, timm's or torchvision's: N x 3 x H x W to N x num_classes.
 
-    Weights are fresh. `arguments` go to timm or torchvision; `head_std` draws the classifier from
-    N(0, head_std) with zero bias. Raises RecipeError for a name or an argument that is not known.
+    Weights are fresh. `arguments` go to the model's constructor; `head_std` draws the classifier
+    from N(0, head_std) with zero bias. Raises RecipeError for a name or an argument that is not
+    known.
     """
     if name in _OURS:
-        if arguments:
-            raise RecipeError(f"model.arguments: {name} takes none, got {', '.join(arguments)}")
-        model = _OURS[name](num_classes)
+        construct, fixed = _OURS[name]
+        try:
+            model = construct(num_classes, **fixed, **(arguments or {}))
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"model.arguments: {name}: {error}") from None
     else:
         zoo.require_known(name, others=tuple(_OURS))
         model = zoo.build(name, num_classes=num_classes, arguments=arguments or {})

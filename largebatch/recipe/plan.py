@@ -112,6 +112,8 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     per_worker = batch.global_batch // workers
     possible = _device_batches(per_worker, workers=workers, span=span)
     device_batch = recipe.execution.device_batch
+    if recipe.monitor:
+        possible = _measurable(possible, recipe, workers=workers)
     if device_batch is None:
         device_batch = _choose_device_batch(possible, span=span)
     if device_batch not in possible:
@@ -257,6 +259,23 @@ def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
         for size in _divisors(per_worker)
         if size % span == 0 or (span % size == 0 and workers % (span // size) == 0)
     ]
+
+
+def _measurable(possible: list[int], recipe: Recipe, *, workers: int) -> list[int]:
+    """Return the device batches that have gradients of their own beside the global batch's.
+
+    Raises PlanError if there are none.
+    """
+    batch = recipe.batch
+    span, whole = batch.bn_span or 1, batch.global_batch
+    left = [size for size in possible if size % span == 0 and size < whole]
+    if not left:
+        raise PlanError(
+            f"monitor: noise_scale compares a device batch of whole BatchNorm spans with the "
+            f"global batch, and none is smaller than {whole} with spans of {span} on {workers} "
+            "workers; give monitor: [], a smaller batch.bn_span or fewer workers"
+        )
+    return left
 
 
 def _choose_device_batch(possible: list[int], *, span: int) -> int:

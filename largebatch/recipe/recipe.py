@@ -245,10 +245,21 @@ class Recipe(Section):
     tracking: tuple[Literal["wandb"], ...] = ()
     """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
 
+    monitor: tuple[Literal["noise_scale"], ...] = ()
+    """What is measured besides, for the report and the trackers. `noise_scale`: the gradient noise
+    scale tr(Sigma)/|G|^2 in samples (arXiv:1812.06162), from gradients before and after their sum;
+    it needs a device batch of whole BatchNorm spans that is smaller than the global batch."""
+
+    @field_validator("monitor", mode="before")
+    @classmethod
+    def _one_word_is_a_list(cls, value: object) -> object:
+        words = [value] if isinstance(value, str) else value
+        return tuple(words) if isinstance(words, list) else words
+
     @property
     def mathematics(self) -> Self:
-        """The recipe without execution and trackers: what all parts of a run have in common."""
-        return self.model_copy(update={"execution": Execution(), "tracking": ()})
+        """The recipe without execution, trackers and monitors: what all parts of a run share."""
+        return self.model_copy(update={"execution": Execution(), "tracking": (), "monitor": ()})
 
     def with_execution(self, **changes: object) -> Self:
         """Return the recipe with other settings of `execution`, such as device_batch=64.

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from largebatch.report.drift import draw_drift
 from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
 from largebatch.report.mistakes import compare, draw_confusion, matrix_is_drawn, pairs, worst
+from largebatch.report.noise import course, describe_noise, draw_noise
 from largebatch.report.numbers import (
     UNKNOWN,
     describe_waits,
@@ -65,6 +66,7 @@ def make_page(run: Run) -> str:
         widths=(WIDE, NARROW),
         environment=_environment(run),
         waits=describe_waits(run) if run.timed else None,
+        noise=describe_noise(run) if course(run) else None,
         compare=compare,
         pairs=pairs,
         worst=worst(run),
@@ -155,7 +157,7 @@ def _draw_titled(figure: "Canvas", chart: Chart, run: Run) -> None:
     chart.draw(figure, run)
 
 
-_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "waits", "confusion")
+_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "waits", "noise", "confusion")
 """Of these charts it shows the first four that there are."""
 
 
@@ -207,6 +209,13 @@ CHARTS = {
         wide=200,
         narrow=200,
         content=lambda run: run.timed,
+    ),
+    "noise": Chart(
+        "Gradient noise scale",
+        draw_noise,
+        wide=260,
+        narrow=260,
+        content=course,
     ),
     "drift": Chart(
         "What polishing changed in BatchNorm",

@@ -183,6 +183,7 @@ def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer
         dtype=_SENT_AS[section.dtype],
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=_kept_exact(recipe, model),
+        measure="noise_scale" in recipe.monitor,
     )
 
 

@@ -83,6 +83,14 @@ class Step:
     """Of the seconds of the step, what worker 0 waited for images and for the sums of gradients; on
     a GPU only what the GPU waited."""
 
+    device_square: Measured = math.nan
+    global_square: Measured = math.nan
+    """With monitor: noise_scale, the squared lengths of the mean gradients over a device batch,
+    which is the mean over the workers' first ones, and over the global batch."""
+
+    noise_scale: Measured = math.nan
+    """By the squares of this part of the run's last updates (NOISE_UPDATES), in samples."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:

@@ -4,6 +4,7 @@ Works without an account: where no API key is known, or W&B cannot be reached, t
 offline in the run folder and can be uploaded later with `wandb sync`.
 """
 
+import math
 import os
 import re
 import shlex
@@ -101,7 +102,8 @@ class Wandb:
             case Start():
                 self._open(event)
             case Step():
-                self._log(event.step, _values("train", event, _OF_A_STEP))
+                measured = _OF_A_STEP + " noise_scale" * math.isfinite(event.noise_scale)
+                self._log(event.step, _values("train", event, measured))
             case Evaluation():
                 self._log(event.step, _values("val", event, "top1 top5 loss"))
             case Decision():

@@ -81,6 +81,9 @@ class Update(NamedTuple):
     """What it waited for the sums of the gradients when it had computed its own: the network, and
     slower workers. Sums for BatchNorm that a forward pass waits for are not in it."""
 
+    squares: Tensor | None = None
+    """What the reducer measured, if it does: see Reducer.squares."""
+
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
     model: nn.Module,
@@ -137,7 +140,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             spans.discard()
         else:
             spans.update()
-        yield Update(step, lr, loss, scale, skipped, finite, data, reduction)
+        yield Update(step, lr, loss, scale, skipped, finite, data, reduction, reducer.squares)
 
 
 def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:

@@ -15,6 +15,7 @@ from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import Note, StageName, Step
 from largebatch.training.loop import Stopwatch, Update
+from largebatch.training.noise import RunningNoise
 from largebatch.training.state import TrainState
 
 
@@ -42,6 +43,8 @@ class _Sums(NamedTuple):
 
     stop: float
     save: float
+    squares: tuple[float, ...] = ()
+    """What the reducers measured, if they do: of the first micro-batch, and of the sum."""
 
 
 class StepLog:
@@ -67,6 +70,7 @@ class StepLog:
         minutes, nonfinite = recipe.execution.checkpoints.every_minutes, recipe.nonfinite
         self._save_seconds = math.inf if minutes is None else 60 * minutes
         self._saved = time.perf_counter()
+        self._noise = RunningNoise(plan, state.scaler.get_scale())
         self._in_fp16 = state.scaler.is_enabled()
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
@@ -125,8 +129,9 @@ class StepLog:
         bad = (~update.loss.isfinite()).to(update.loss.dtype)
         infinite = (~update.finite).to(update.loss.dtype)
         known = update.loss.new_tensor([float(self._wants_stop()), float(save)])
+        measured = update.loss.new_empty(0) if update.squares is None else update.squares
         return torch.cat(
-            [torch.stack([update.loss, bad, bad * self._backend.rank, infinite]), known]
+            [torch.stack([update.loss, bad, bad * self._backend.rank, infinite]), known, measured]
         )
 
     def _arrival(self, work: Work) -> Callable[[], None]:
@@ -155,11 +160,16 @@ class StepLog:
         with torch.cuda.stream(self._stream):  # not behind the update that was queued since
             pending.arrive()
             sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
-        found = _Sums(*sums)
+        loss, bad, ranks, infinite, stop, save, *squares = sums
+        found = _Sums(loss, bad, ranks, infinite, stop, save, tuple(squares))
         self.stopped = self.stopped or found.stop > 0
         self.save_due = self.save_due or found.save > 0
         data, reduction = pending.data.seconds(), pending.reduction.seconds()
-        self._emit(replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction))
+        step = replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction)
+        if found.squares:
+            noise = self._noise.add(*found.squares, loss_scale=step.loss_scale)
+            step = replace(step, **noise._asdict())
+        self._emit(step)
         self._judge(step, found)
 
     def _judge(self, step: Step, found: "_Sums") -> None:

@@ -71,7 +71,37 @@ def test_the_signal_neither_dies_nor_explodes_at_the_start() -> None:
 
 
 def test_other_depths_and_arguments_are_refused() -> None:
-    with pytest.raises(RecipeError, match="no model 'cifar_resnet9'; did you mean 'cifar_resnet"):
-        build("cifar_resnet9", num_classes=10)
-    with pytest.raises(RecipeError, match="cifar_resnet8 takes none, got layers"):
+    with pytest.raises(RecipeError, match="no model 'cifar_resnet7'; did you mean 'cifar_resnet"):
+        build("cifar_resnet7", num_classes=10)
+    with pytest.raises(RecipeError, match="cifar_resnet8: .*unexpected keyword argument 'layers'"):
         build("cifar_resnet8", num_classes=10, arguments={"layers": 3})
+    with pytest.raises(RecipeError, match="cifar_resnet8: .*multiple values .*'depth'"):
+        build("cifar_resnet8", num_classes=10, arguments={"depth": 20})
+    with pytest.raises(RecipeError, match="cifar_resnet9: width must be 1 or more, got 0"):
+        build("cifar_resnet9", num_classes=10, arguments={"width": 0})
+
+
+def nine_layers(state: dict[str, Tensor], images: Tensor) -> Tensor:
+    """Page's network, written out in its order."""
+
+    def unit(maps: Tensor, name: str) -> Tensor:
+        maps = F.conv2d(maps, state[f"{name}.conv.weight"], padding=1)
+        return F.relu(norm(state, f"{name}.bn", maps))
+
+    maps = unit(images, "prep")
+    for stage in ("layer1", "layer2", "layer3"):
+        maps = F.max_pool2d(unit(maps, f"{stage}.0"), 2)
+        if stage != "layer2":
+            maps = maps + unit(unit(maps, f"{stage}.2.unit1"), f"{stage}.2.unit2")
+    pooled = F.max_pool2d(maps, 4).flatten(1)
+    return F.linear(pooled, state["head.weight"], state["head.bias"]) / 8
+
+
+def test_nine_layers_compute_what_their_author_published() -> None:
+    torch.manual_seed(0)
+    model = build("cifar_resnet9", num_classes=10, arguments={"width": 4}).double().eval()
+    state = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(model(images), nine_layers(state, images), rtol=1e-12, atol=1e-12)
+    whole = build("cifar_resnet9", num_classes=10)
+    assert sum(weight.numel() for weight in whole.parameters()) == 6_573_130

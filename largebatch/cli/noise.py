@@ -1,0 +1,159 @@
+"""The command `noise`: how large may the batch be, by the gradient noise scale? It prints."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli.arguments import (
+    Call,
+    add_execution,
+    add_machine,
+    add_set,
+    count,
+    options_of,
+)
+from largebatch.distributed.environment import own_rank
+from largebatch.errors import CheckpointError, LargebatchError, printable
+from largebatch.recipe.loading import load_recipe
+from largebatch.tracking.events import LOG, REPORT
+
+if TYPE_CHECKING:
+    from largebatch.runs.critical_batch import Critical, Trial
+
+_MONITOR = "monitor=noise_scale"
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    text = "train a recipe and measure its gradient noise scale, or read it from a run folder"
+    noise = command("noise", _noise, text)
+    noise.add_argument(
+        "recipe", type=Path, help="a recipe, or the folder of a run that measured it"
+    )
+    add_set(noise)
+    add_execution(noise)
+    noise.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_machine(noise)
+    noise.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
+    noise.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates")
+    noise.add_argument(
+        "--measure",
+        type=_sizes,
+        metavar="B,B,...",
+        help="the critical batch from runs at these batches, four or more",
+    )
+    noise.add_argument(
+        "--epochs",
+        type=float,
+        default=2.0,
+        metavar="E",
+        help="of the smallest batch of --measure, whose loss the others are to reach (2)",
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    """Read batches between commas."""
+    return [count(part) for part in text.split(",")]
+
+
+def _noise(args: argparse.Namespace) -> int:
+    if args.measure is not None:
+        return _measure(args)
+    folder = args.recipe
+    if not (folder / LOG).exists():
+        folder = _train(args)
+    if own_rank() == 0:
+        _show(folder)
+    return 0
+
+
+def _train(args: argparse.Namespace) -> Path:
+    """Train with the monitor and return the run folder."""
+    recipe = load_recipe(args.recipe, [*args.set, _MONITOR])
+    from largebatch.runs.folder import default_folder
+    from largebatch.runs.run import run
+
+    folder: Path = args.out or default_folder(recipe)
+    run(
+        recipe,
+        workers=args.workers,
+        out=folder,
+        data=args.data,
+        dataset=args.dataset,
+        imports=args.imports,
+        backend=args.backend,
+        timeout=args.timeout,
+        max_steps=args.max_steps,
+    )
+    return folder
+
+
+def _show(folder: Path) -> None:
+    """Print the noise scale over the parts of a run, and what it means."""
+    from largebatch.report.noise import course, describe_noise, samples
+    from largebatch.report.run import read_run
+
+    record = read_run(folder)
+    parts = course(record)
+    if not parts:
+        raise CheckpointError(
+            f"{folder}: holds no noise scale, or of too few updates; train with --set {_MONITOR}"
+        )
+    print(f"{'steps':>17}  {'noise scale':>11}  95 %")
+    for part in parts:
+        found = part.found
+        steps = f"{part.first:,}-{part.last:,}"
+        value = "unknown" if math.isnan(found.value) else samples(found.value)
+        print(f"{steps:>17}  {value:>11}  {samples(found.low)} to {samples(found.high)}")
+    print(describe_noise(record))
+    print(printable(f"report: {folder / REPORT}"))
+
+
+def _measure(args: argparse.Namespace) -> int:
+    if not 0 < args.epochs < math.inf:
+        raise LargebatchError(f"--epochs must be above 0, got {args.epochs:g}")
+    if args.max_steps is not None:
+        raise LargebatchError("--max-steps is for one run; --measure stops its runs by --epochs")
+    recipe = load_recipe(args.recipe, args.set)
+    from largebatch.runs.critical_batch import Critical, measure_critical
+    from largebatch.runs.folder import default_folder
+
+    options = options_of(args, out=args.out or default_folder(recipe))
+    found = measure_critical(
+        recipe, options, args.measure, epochs=args.epochs, workers=args.workers
+    )
+    for each in found:
+        if isinstance(each, Critical):
+            _show_critical(each)
+            print(printable(f"runs: {options.out}"))
+        else:
+            _show_trial(each)
+    return 0
+
+
+def _show_trial(trial: "Trial") -> None:
+    reached = "not reached" if trial.steps is None else f"{trial.steps:,.1f} steps"
+    print(f"batch {trial.batch:>7,}  rate {trial.rate:>8g}  {reached}", flush=True)
+
+
+def _show_critical(found: "Critical") -> None:
+    from largebatch.report.noise import MORE_STEPS, samples
+
+    print(f"\nto a training loss of {found.target:.4f}:")
+    print(f"{'batch':>9}  {'rate':>8}  {'steps':>9}  {'samples':>10}  above linear scaling (fit)")
+    for trial in found.best:
+        print(
+            f"{trial.batch:>9,}  {trial.rate:>8g}  {trial.steps:>9,.1f}  "
+            f"{(trial.steps or 0) * trial.batch:>10,.0f}  {found.more(trial.batch):>7.0%}"
+        )
+    noise = found.noise
+    low, high = samples(MORE_STEPS * noise.low), samples(MORE_STEPS * noise.high)
+    print(
+        f"critical batch ({MORE_STEPS:.0%} more steps than linear scaling), in samples\n"
+        f"   measured: {samples(found.measured)} (95 %: {samples(found.low)} to "
+        f"{samples(found.high)})\n"
+        f"  predicted: {samples(found.predicted)} (95 %: {low} to {high}), "
+        f"a fifth of the noise scale of batch {found.best[0].batch:,}"
+    )

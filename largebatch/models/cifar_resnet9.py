@@ -1,0 +1,67 @@
+"""The nine-layer residual network of DAWNBench's CIFAR-10 records.
+
+D. Page, "How to train your ResNet" (2018), parts 4 and 8: wide where maps are small, so it learns
+more for its arithmetic than the networks of arXiv:1512.03385, section 4.2.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LOGIT_SCALE = 0.125
+"""Logits are multiplied by it, as in the original."""
+
+
+class CifarResNet9(nn.Module):
+    """Takes N x 3 x H x W, H and W 16 or more, and returns N x num_classes.
+
+    `width` is the channels of the first convolution; the original has 64, and 8 times as many at
+    the end.
+    """
+
+    def __init__(self, num_classes: int, *, width: int = 64) -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width must be 1 or more, got {width}")
+        self.prep = _Unit(3, width)
+        self.layer1 = nn.Sequential(_Unit(width, 2 * width), nn.MaxPool2d(2), _Residual(2 * width))
+        self.layer2 = nn.Sequential(_Unit(2 * width, 4 * width), nn.MaxPool2d(2))
+        self.layer3 = nn.Sequential(
+            _Unit(4 * width, 8 * width), nn.MaxPool2d(2), _Residual(8 * width)
+        )
+        self.head = nn.Linear(8 * width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        maps = self.layer3(self.layer2(self.layer1(self.prep(images))))
+        logits: Tensor = self.head(maps.amax((2, 3)))
+        return logits * LOGIT_SCALE
+
+    def get_classifier(self) -> nn.Linear:
+        """Return the last layer, as timm's models do."""
+        return self.head
+
+
+class _Unit(nn.Module):
+    """A 3 x 3 convolution, BatchNorm and ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        out: Tensor = F.relu(self.bn(self.conv(maps)))
+        return out
+
+
+class _Residual(nn.Module):
+    """Two units beside a shortcut, added after their last ReLU."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.unit1 = _Unit(channels, channels)
+        self.unit2 = _Unit(channels, channels)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        added: Tensor = maps + self.unit2(self.unit1(maps))
+        return added

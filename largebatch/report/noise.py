@@ -1,0 +1,118 @@
+"""The gradient noise scale over a run, and what it means for its batch."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from largebatch.report.figures import name_axes, name_line
+from largebatch.report.run import Run
+from largebatch.report.style import COLOURS, INK, MUTED
+from largebatch.tracking.events import Step
+from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Canvas
+
+PARTS = 12
+"""Into so many the updates of a run are divided; each has an estimate of its own."""
+
+LEAST = 25
+"""Updates in a part; fewer tell next to nothing."""
+
+MORE_STEPS = 0.2
+"""The critical batch needs so many more steps than linear scaling (arXiv:2410.21676)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some updates of a run that follow each other, and the noise scale over them."""
+
+    first: int
+    last: int
+    found: NoiseScale
+
+
+def course(run: Run) -> list[Part]:
+    """Return the noise scale part by part; none where it was not measured, or in too few updates.
+
+    The affine stage is left out, in which few weights have gradients.
+    """
+    steps = [step for step in run.steps if _is_measured(step)]
+    number = min(PARTS, len(steps) // LEAST)
+    bounds = [round(part * len(steps) / number) for part in range(number + 1)] if number else []
+    return [
+        Part(steps[begin].step, steps[end - 1].step, over(run, steps[begin:end]))
+        for begin, end in pairwise(bounds)
+    ]
+
+
+def over(run: Run, steps: list[Step]) -> NoiseScale:
+    """Return the noise scale over these updates; a resumed run may have other device batches."""
+    squares = []
+    for step in steps:
+        plan = next(s.plan for s in reversed(run.starts) if s.resume_step <= step.step)
+        squares.append(
+            Squares(step.device_square, step.global_square, plan.device_batch, plan.global_batch)
+        )
+    return estimate(squares)
+
+
+def _is_measured(step: Step) -> bool:
+    return step.stage != "affine" and math.isfinite(step.device_square + step.global_square)
+
+
+def draw_noise(figure: "Canvas", run: Run) -> None:
+    """Draw the noise scale with its intervals by step, and the global batch."""
+    axes = figure.subplots()
+    parts = [part for part in course(run) if part.found.value > 0]
+    middle = [(part.first + part.last) / 2 for part in parts]
+    values = [part.found.value for part in parts]
+    ends = [value for part in parts for value in (part.found.low, part.found.high)]
+    top = 2 * max([value for value in ends if math.isfinite(value)] + values, default=1.0)
+    bottom = min(values, default=1.0) / 10
+    for x, part in zip(middle, parts, strict=True):
+        bar = [max(part.found.low, bottom), min(part.found.high, top)]
+        axes.plot([x, x], bar, color=COLOURS["train"], lw=1)
+    axes.plot(middle, values, color=COLOURS["train"], marker="o", ms=5)
+    axes.axhline(run.plan.global_batch, color=INK, lw=0.8)
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    title = name_axes(axes, y="Samples", x="Step")
+    title = name_line(axes, "noise scale", COLOURS["train"], after=title)
+    title = name_line(axes, "global batch", INK, after=title)
+    name_line(axes, "bars: 95 %", MUTED, after=title)
+
+
+def describe_noise(run: Run) -> str:
+    """Return what the noise scale of the last part means for the batch, in two sentences."""
+    parts = course(run)
+    found, batch = parts[-1].found, run.plan.global_batch
+    if not math.isfinite(found.high):
+        return (
+            f"Over the last {found.updates:,} updates the gradient does not stand out of its "
+            f"noise: the noise scale is at least {samples(found.low)} and has no upper bound; "
+            "more updates would tell more."
+        )
+    more = batch / found.value
+    return (
+        f"Over the last {found.updates:,} updates the gradient noise scale is "
+        f"{samples(found.value)} (95 %: {samples(found.low)} to {samples(found.high)}). By "
+        f"arXiv:1812.06162 a batch of {batch:,} then needs {more:.0%} more steps than linear "
+        f"scaling from small batches; one of {samples(MORE_STEPS * found.value)} would need "
+        f"{MORE_STEPS:.0%} more."
+    )
+
+
+def samples(value: float) -> str:
+    """Return a number of samples in three digits.
+
+    >>> samples(86_412.3), samples(7.261)
+    ('86,400', '7.26')
+    """
+    if not 0 < value < math.inf:
+        return f"{value:g}"
+    digits = 2 - math.floor(math.log10(value))
+    return f"{round(value, digits):,.{max(0, digits)}f}"

@@ -1,0 +1,103 @@
+"""The gradient noise scale B = tr(Sigma) / |G|^2 from squared gradient lengths at two batch sizes.
+
+McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1: G is the gradient of the
+whole training loss, Sigma the covariance of one sample's. A mean gradient over b samples has the
+expected squared length |G|^2 + tr(Sigma) / b, so two batch sizes tell the two terms apart, without
+bias. Their ratio is that of means over updates, since single updates are far too noisy.
+
+Samples are independent of each other, except those that share BatchNorm statistics: then whole
+spans are, Sigma is that of a span's mean gradient times the span, and nothing else changes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+
+
+class Squares(NamedTuple):
+    """Squared lengths of one update's mean gradients, and how many samples each is a mean over."""
+
+    small: float
+    """Averaged over the workers."""
+
+    big: float
+    small_batch: int
+    big_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseScale:
+    """An estimate over some updates, in samples."""
+
+    value: float
+    """tr(Sigma) / |G|^2; NaN where |G|^2 is not above 0 by the estimate."""
+
+    low: float
+    high: float
+    """The interval of 95 %; infinite where |G|^2 may be 0."""
+
+    noise: float
+    """tr(Sigma): the summed variances of one sample's gradient."""
+
+    signal: float
+    """|G|^2."""
+
+    updates: int
+
+
+def estimate(squares: Sequence[Squares]) -> NoiseScale:
+    """Estimate the noise scale over updates.
+
+    The interval is Fieller's for a ratio of means (J. R. Stat. Soc. B 16, 1954): exact for normal
+    terms, and unbounded where the denominator does not differ from 0. It holds for the mean over
+    these updates; what changes from update to update only widens it.
+
+    Raises ValueError unless each big batch is above its small one, and for fewer than 2 updates.
+
+    >>> round(estimate([Squares(3.0, 2.0, 10, 40), Squares(5.0, 2.0, 10, 40)]).value)
+    20
+    """
+    if len(squares) < 2:
+        raise ValueError(f"an interval needs 2 updates or more, got {len(squares)}")
+    noise, signal = zip(*map(_split, squares), strict=True)
+    low, high = fieller(noise, signal)
+    top, bottom = math.fsum(noise) / len(noise), math.fsum(signal) / len(signal)
+    return NoiseScale(
+        value=top / bottom if bottom > 0 else math.nan,
+        low=max(0.0, low),
+        high=high,
+        noise=top,
+        signal=bottom,
+        updates=len(squares),
+    )
+
+
+def _split(squares: Squares) -> tuple[float, float]:
+    """Return unbiased estimates of tr(Sigma) and |G|^2 from one update (appendix A.1)."""
+    small, big, few, many = squares
+    if not 0 < few < many:
+        raise ValueError(f"big_batch ({many}) must be above small_batch ({few}), and that above 0")
+    return (small - big) / (1 / few - 1 / many), (many * big - few * small) / (many - few)
+
+
+def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of mean(tops) / mean(bottoms) for pairs; infinite where it is unbounded.
+
+    It holds the ratios r for which mean(tops - r bottoms) does not differ from 0 by Student's t.
+    """
+    from scipy.stats import t  # half a second, which a command without it need not wait
+
+    number = len(tops)
+    top, bottom = math.fsum(tops) / number, math.fsum(bottoms) / number
+    scale = float(t.ppf((1 + CONFIDENCE) / 2, number - 1)) ** 2 / (number * (number - 1))
+    across = math.fsum((a - top) * (b - bottom) for a, b in zip(tops, bottoms, strict=True))
+    a = bottom**2 - scale * math.fsum((each - bottom) ** 2 for each in bottoms)
+    b = top * bottom - scale * across
+    c = top**2 - scale * math.fsum((each - top) ** 2 for each in tops)
+    if a <= 0 or bottom <= 0:
+        return 0.0, math.inf
+    root = math.sqrt(max(0.0, b * b - a * c))
+    return (b - root) / a, (b + root) / a

@@ -1,0 +1,50 @@
+"""The gradient noise scale while a run trains, from what the reducer measures in every update."""
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+from largebatch.recipe.plan import Plan
+from largebatch.tracking.noise_scale import Squares, estimate
+
+NOISE_UPDATES = 100
+"""How many updates the running value looks back over; single ones are far too noisy."""
+
+
+class Measured(NamedTuple):
+    """The fields of a step's record."""
+
+    device_square: float
+    global_square: float
+    noise_scale: float
+
+
+class RunningNoise:
+    """The squared lengths of mean gradients, and the noise scale of the last updates."""
+
+    def __init__(self, plan: Plan, loss_scale: float) -> None:
+        self._plan = plan
+        self._loss_scale = loss_scale
+        """That of the update to come, which its gradients are multiplied by."""
+
+        self._recent: deque[Squares] = deque(maxlen=NOISE_UPDATES)
+
+    def add(self, first: float, whole: float, *, loss_scale: float) -> Measured:
+        """Return what an update has measured, and the noise scale of the last ones.
+
+        `first` and `whole` are sums over the workers of what their reducers measured of gradients
+        of loss_scale x loss / global_batch; `loss_scale` is that of the next update.
+        """
+        plan, scale = self._plan, self._loss_scale
+        self._loss_scale = loss_scale
+        share = plan.global_batch / plan.device_batch
+        squares = Squares(
+            small=first / plan.workers * (share / scale) ** 2,
+            big=whole / plan.workers / scale**2,
+            small_batch=plan.device_batch,
+            big_batch=plan.global_batch,
+        )
+        if all(map(math.isfinite, squares)):
+            self._recent.append(squares)
+        value = estimate(self._recent).value if len(self._recent) > 1 else math.nan
+        return Measured(squares.small, squares.big, value)

@@ -1,0 +1,184 @@
+"""The command `noise`, and what a monitored run leaves: its record, its report, its weights."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from short_runs import a_recipe, log, weights
+
+from largebatch import run
+from largebatch.cli.main import DONE, USER, main
+from largebatch.errors import LargebatchError
+from largebatch.report.noise import LEAST, PARTS, course, describe_noise, samples
+from largebatch.report.page import make_page
+from largebatch.report.run import read_run
+from largebatch.runs import critical_batch
+from largebatch.runs.critical_batch import Critical, Trial, measure_critical
+from largebatch.runs.options import Options
+from largebatch.tracking.noise_scale import Squares, estimate
+
+LENET = ("model={name: lenet5}", "batch={global_batch: 96, bn_span: null}", "polish=null")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A monitored run of sixty updates."""
+    out = tmp_path_factory.mktemp("noise") / "run"
+    changes = (*LENET, "monitor=noise_scale", "duration={steps: 60}", "schedule.peak_lr=0.05",
+               "optimizer={kind: sgd}")  # fmt: skip
+    run(a_recipe(changes=changes), out=out)
+    return out
+
+
+def test_a_monitored_run_has_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+    found = []
+    for name, monitor in (("with", "[noise_scale]"), ("without", "[]")):
+        recipe = a_recipe("ema: 0.5", changes=(f"monitor={monitor}", "execution.device_batch=48"))
+        run(recipe, out=tmp_path / name)
+        found.append((weights(tmp_path / name), log(tmp_path / name, "step")))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    assert [step["loss"] for step in found[0][1]] == [step["loss"] for step in found[1][1]]
+    assert all(step["global_square"] is None for step in found[1][1])
+    assert all(step["device_square"] > 0 for step in found[0][1])
+
+
+def test_the_records_hold_what_the_estimate_needs(folder: Path) -> None:
+    steps = log(folder, "step")
+    squares = [Squares(s["device_square"], s["global_square"], 48, 96) for s in steps]
+    assert steps[0]["noise_scale"] is None
+    assert steps[40]["noise_scale"] == pytest.approx(estimate(squares[:41]).value)
+    record = read_run(folder)
+    parts = course(record)
+    assert len(parts) == 60 // LEAST <= PARTS
+    assert [(part.first, part.last) for part in parts] == [(0, 29), (30, 59)]
+    assert parts[1].found == estimate(squares[30:])
+
+
+def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["noise", str(folder)]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["steps", "noise", "scale", "95", "%"]
+    assert [line.split()[0] for line in lines[1:3]] == ["0-29", "30-59"]
+    assert lines[3] == describe_noise(read_run(folder))
+    assert lines[4] == f"report: {folder / 'report.html'}"
+    page = (folder / "report.html").read_text()
+    assert '<section id="noise">' in page
+    assert describe_noise(read_run(folder))[:60] in page
+    assert (folder / "noise.png").exists()
+    run(a_recipe(changes=(*LENET, "duration={steps: 3}")), out=tmp_path / "other")
+    assert '<section id="noise">' not in make_page(read_run(tmp_path / "other"))
+    assert main(["noise", str(tmp_path / "other")]) == USER
+    assert "holds no noise scale, or of too few updates; train with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--measure", "32,64"], "needs 4 batches or more"),
+        (
+            ["--measure", "32,64,97,128", "--set", "batch.bn_span=48"],
+            "--measure 32: global_batch (32) must be a multiple of bn_span (48)",
+        ),
+        (["--measure", "32,64,96,128", "--epochs", "0"], "--epochs must be above 0, got 0"),
+        (["--measure", "32,64,96,128", "--max-steps", "3"], "--max-steps is for one run"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
+    said = capsys.readouterr().err
+    assert message in said
+    assert not (tmp_path / "out").exists()
+
+
+def lawful(
+    monkeypatch: pytest.MonkeyPatch, *, least: float, noise: float, best: float = 1.0
+) -> list[tuple[int, float]]:
+    """Let runs reach any loss after S_min (1 + B_noise / B) steps; return the runs that were made.
+
+    The loss falls in a straight line, faster at the best rate than at others.
+    """
+    made: list[tuple[int, float]] = []
+
+    def train(
+        study: Any,  # noqa: ANN401 -- a class of the module's own
+        batch: int,
+        factor: float,
+        epochs: float,
+    ) -> Any:  # noqa: ANN401 -- a Run, as far as it is read
+        made.append((batch, factor))
+        speed = 1 / (1 + math.log2(factor / best) ** 2)
+        number = round(epochs * study.recipe.train_samples / batch)
+        steps = least * (1 + noise / batch) / speed
+        losses = 2 - np.arange(1, number + 1) / steps
+        return type("Record", (), {
+            "steps": [type("Step", (), {"loss": loss})() for loss in losses.tolist()]
+        })()  # fmt: skip
+
+    monkeypatch.setattr(critical_batch._Study, "train", train)
+    found = estimate([Squares(3.0, 2.0, 10, 40), Squares(5.0, 2.0, 10, 40)])
+    monkeypatch.setattr(critical_batch, "over", lambda *_: found)
+    return made
+
+
+def measured(out: Path, batches: list[int]) -> Iterator[Trial | Critical]:
+    recipe = a_recipe(changes=LENET)
+    return measure_critical(recipe, Options(out=out), batches, epochs=40)
+
+
+def test_runs_that_follow_the_law_have_its_critical_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("out").mkdir()
+    lawful(monkeypatch, least=40, noise=300, best=4.0)
+    *trials, result = measured(tmp_path / "out", [16, 32, 64, 128, 256, 512])
+    assert isinstance(result, Critical)
+    assert result.measured == pytest.approx(60, rel=0.03)  # a fifth, but for the smoothing
+    assert result.low < 60 * 1.03
+    assert result.high > 60 * 0.97
+    assert result.least_steps / (2 - result.target) == pytest.approx(40, rel=0.05)
+    assert result.predicted == pytest.approx(4)
+    assert {trial.batch for trial in result.best} == {16, 32, 64, 128, 256, 512}
+    rates = [trial.rate for trial in trials if isinstance(trial, Trial) and trial.batch == 16]
+    assert len(rates) == 5  # 1/2, 1, 2, and on to 4 and 8, beyond the best
+    saved = json.loads((tmp_path / "out" / critical_batch.RESULT).read_text())
+    assert saved["measured"] == result.measured
+
+
+def test_batches_that_never_get_there_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lawful(monkeypatch, least=4000, noise=1)
+    with pytest.raises(LargebatchError, match="of 4 batches reached a loss of .* a fit needs 4"):
+        list(measured(tmp_path, [16, 64, 256, 1024]))
+
+
+@pytest.mark.long
+def test_the_critical_batch_of_real_runs_is_measured_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [*LENET, "data.image_size=16", "optimizer={kind: sgd}", "schedule.peak_lr=0.1"]
+    words = ["noise", "digits_96", "--measure", "16,32,64,128", "--epochs", "2"]
+    words += ["--out", str(tmp_path / "out"), *(word for s in sets for word in ("--set", s))]
+    assert main(words) == DONE
+    first = capsys.readouterr().out
+    assert "critical batch (20% more steps than linear scaling), in samples" in first
+    assert main(words) == DONE
+    again = capsys.readouterr().out
+    assert [line for line in first.splitlines() if line.startswith("batch")] == [
+        line for line in again.splitlines() if line.startswith("batch")
+    ]
+
+
+def test_samples_are_three_digits() -> None:
+    assert [samples(value) for value in (0.0, 0.01234, 999.6, math.inf)] == [
+        "0", "0.0123", "1,000", "inf"
+    ]  # fmt: skip
