@@ -12,7 +12,7 @@ from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
 
 ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"
-DOCUMENTS = [ROOT / "README.md", POLISHING]
+DOCUMENTS = [ROOT / "README.md", POLISHING, ROOT / "docs" / "which-batch.md"]
 PARTS = ROOT / "docs" / "parts.md"  # its code runs in test_parts.py
 
 

@@ -19,6 +19,10 @@ to an order of magnitude, so the convention is named and saved with every checkp
 optax is `reference` without weight decay only: with it, optax divides by |g + weight_decay w|.
 MLPerf's TF2 code turns eps 0 into 1e-7; eps=1e-7 is that code, eps=0 its rules.
 
+Two limits are off unless they are given: `clip_ratio` is the largest ratio, and every element of
+g + weight_decay w is cut off at -clip_gradient and clip_gradient, whether the group is adapted or
+not. LARS-ImageNet-PyTorch (NUS) has both, 50 and 10, in its code.
+
 Warning: `outside` can blow up. Its ratio is that of the newest gradient and its buffer is of older
 ones, so a gradient that is tiny for once makes a step of lr eta |w| |b| / |g|. In a round bowl,
 |w - c|^2 / 2 with w = (1, 1) at first and c = (1.4, 0.6), at lr 1, eta 0.1 and momentum 0.9, the
@@ -51,6 +55,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 """Types too short to add small steps in."""
 
 _NUMBERS = ("lr", "base_lr", "momentum", "weight_decay", "eta", "eps")
+_LIMITS = ("clip_ratio", "clip_gradient")
 _SAVED = {"momentum_buffer", "master"}
 """The state of a parameter; a master only where the parameter is short."""
 
@@ -79,6 +84,8 @@ class LARS(Optimizer):
         weight_decay: Number = 0.0,
         eta: Number = 1e-3,
         eps: Number = 0.0,
+        clip_ratio: Number | None = None,
+        clip_gradient: Number | None = None,
         convention: Convention = "reference",
         kernels: Kernels = "torch",
     ) -> None:
@@ -88,6 +95,8 @@ class LARS(Optimizer):
             "weight_decay": weight_decay,
             "eta": eta,
             "eps": eps,
+            "clip_ratio": clip_ratio,
+            "clip_gradient": clip_gradient,
             "convention": convention,
             "adapt": True,
             "kernels": kernels,
@@ -261,6 +270,8 @@ def _rule(group: dict[str, Any]) -> Rule:
         into=lr if rate_inside else 1.0,
         out=1.0 if rate_inside else lr,
         ratio=place if group["adapt"] else "none",
+        clip_ratio=_limit(group, "clip_ratio"),
+        clip_gradient=_limit(group, "clip_gradient"),
     )
 
 
@@ -277,6 +288,11 @@ def _number(group: dict[str, Any], key: str) -> float:
     return float(value.item())  # sync: only if the user keeps the number on a GPU
 
 
+def _limit(group: dict[str, Any], key: str) -> float | None:
+    """Return a limit as it is now; states saved before there were limits have none."""
+    return None if group.get(key) is None else _number(group, key)
+
+
 def _check(group: dict[str, Any]) -> None:
     """Raise ValueError where a hyper-parameter, or a parameter, cannot be."""
     _check_word(group, "convention", get_args(Convention))
@@ -286,7 +302,7 @@ def _check(group: dict[str, Any]) -> None:
         if not weight.is_floating_point():
             raise ValueError(f"LARS updates real floating-point parameters, got {weight.dtype}")
     if group["kernels"] == "apex":
-        apex.check(group["params"])
+        apex.check(group["params"], clip_gradient=group["clip_gradient"])
 
 
 def _check_word(group: dict[str, Any], key: str, known: Sequence[str]) -> None:
@@ -303,6 +319,10 @@ def _check_numbers(group: dict[str, Any]) -> None:
     for key, number in numbers.items():
         if not 0 <= number < math.inf:
             raise ValueError(f"{key} must be 0 or above and finite, got {number}")
+    for key in _LIMITS:
+        limit = _limit(group, key)
+        if limit is not None and not 0 < limit < math.inf:
+            raise ValueError(f"{key} must be above 0 and finite, or None, got {limit}")
 
 
 def _check_state(state: StateDict, groups: list[dict[str, Any]]) -> None:

@@ -7,9 +7,14 @@ from pathlib import Path
 
 from largebatch.errors import RecipeError, nearest
 
+_PARTS = re.compile(r"(\d+)")
+
 
 def installed() -> dict[str, str]:
-    """Return the text of every recipe that is installed, by name; folders are data sets."""
+    """Return the text of every recipe that is installed, by name and number in it.
+
+    Their folders are data sets.
+    """
     folders = (files("largebatch") / "recipes").iterdir()
     texts = {
         Path(file.name).stem: file.read_text(encoding="utf-8")
@@ -18,7 +23,16 @@ def installed() -> dict[str, str]:
         for file in folder.iterdir()
         if file.name.endswith(".yaml")
     }
-    return dict(sorted(texts.items()))
+    return {name: texts[name] for name in sorted(texts, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts a name by its words and numbers, so that 512 comes before 1024.
+
+    >>> sorted(["a_1024", "a_512"], key=_natural)
+    ['a_512', 'a_1024']
+    """
+    return [(int(part or 0), "") if part.isdigit() else (0, part) for part in _PARTS.split(name)]
 
 
 def read_installed(name: str) -> str:

@@ -128,6 +128,13 @@ class LARS(Section):
     eps: NonNegative = 0.0
     """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
 
+    clip_ratio: Positive | None = None
+    """The largest trust ratio; null: no limit. LARS-ImageNet-PyTorch (NUS) has 50."""
+
+    clip_gradient: Positive | None = None
+    """Every element of a gradient is cut off at -clip_gradient and clip_gradient, weight decay
+    included, that of biases and normalisation layers too; null: none is. NUS's code has 10."""
+
 
 class SGD(Section):
     """Stochastic gradient descent with momentum, as torch.optim.SGD."""

@@ -131,6 +131,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
                     momentum=section.momentum,
                     eta=section.eta,
                     eps=section.eps,
+                    clip_ratio=section.clip_ratio,
+                    clip_gradient=section.clip_gradient,
                     convention=section.convention,
                     kernels=recipe.execution.kernels,
                 )

@@ -368,5 +368,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    for command in ("train", "evaluate", "polish", "plan", "check", "explain", "data", "report"):
+    for command in (
+        "train",
+        "evaluate",
+        "polish",
+        "plan",
+        "check",
+        "explain",
+        "suggest",
+        "data",
+        "report",
+    ):
         assert command in shown

@@ -150,10 +150,12 @@ def test_a_span_and_a_model_that_do_not_fit_are_refused(overrides: list[str], me
 
 def test_the_recipes_optimizer_holds_everything_in_its_groups() -> None:
     model = build_model(digits(), CPU)
-    optimizer = build_optimizer(digits("optimizer.eps=1e-9"), model)
+    limits = ("optimizer.clip_ratio=50", "optimizer.clip_gradient=10")
+    optimizer = build_optimizer(digits("optimizer.eps=1e-9", *limits), model)
     assert isinstance(optimizer, LARS)
     adapted, plain = optimizer.param_groups
     assert (adapted["eta"], adapted["eps"], adapted["base_lr"]) == (0.02, 1e-9, 0.5)
+    assert (adapted["clip_ratio"], adapted["clip_gradient"]) == (50.0, 10.0)
     assert (adapted["kernels"], plain["kernels"]) == ("torch", "torch")
     assert (adapted["weight_decay"], plain["weight_decay"]) == (1e-4, 0.0)
     sgd = build_optimizer(digits("optimizer={kind: sgd, nesterov: true}"), model)

@@ -153,6 +153,11 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
             for key in ("lr", "weight_decay", "eps")
             for bad in (-0.1, math.nan, math.inf)
         ),
+        *(
+            ({key: bad}, f"^{key} must be above 0 and finite, or None, got {bad}")
+            for key in ("clip_ratio", "clip_gradient")
+            for bad in (0.0, -1.0, math.nan, math.inf)
+        ),
         ({"lr": torch.tensor(math.inf)}, "^lr must be 0 or above and finite, got inf"),
         ({"lr": torch.ones(2)}, r"^lr must be one number, got a tensor of shape \(2,\)"),
     ],

@@ -4,6 +4,7 @@ import importlib.util
 import math
 from copy import deepcopy
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,76 @@ def test_every_path_is_the_formula(
         if weight.grad is not None and weight.numel():
             assert_close(optimizer.state[weight]["momentum_buffer"], formula.b, TOLERANCE[dtype])
     assert weights[-1] not in optimizer.state
+
+
+RATIOS = 0.019
+"""Between the ratios of `parameters`; half of the tensors would have a larger one."""
+
+
+@every_path
+@every_convention
+@pytest.mark.parametrize(
+    ("adapt", "limits"),
+    [
+        pytest.param(True, {"clip_ratio": RATIOS}, id="ratio"),
+        pytest.param(True, {"clip_gradient": 0.7}, id="gradient"),
+        pytest.param(True, {"clip_ratio": RATIOS, "clip_gradient": 0.7}, id="both"),
+        pytest.param(False, {"clip_ratio": RATIOS, "clip_gradient": 0.7}, id="no ratio"),
+    ],
+)
+def test_limits_cut_off_ratios_and_gradients_as_in_the_formula(
+    path: Path,
+    way: str,
+    dtype: torch.dtype,
+    convention: Convention,
+    adapt: bool,
+    limits: dict[str, Any],
+) -> None:
+    path(way)
+    weights, free = parameters(dtype), parameters(dtype)
+    for some, given in ((free, {}), (weights, limits)):
+        group = {"params": some, "adapt": adapt, "weight_decay": 0.05}
+        optimizer = LARS([group], max(RATES), eta=ETA, eps=EPS, convention=convention, **given)
+        formulas = [Formula(weight, optimizer.param_groups[0]) for weight in some]
+        if way == "apex" and "clip_gradient" in given:
+            with pytest.raises(ValueError, match="kernels='apex' cannot clip gradients; use kern"):
+                take_steps(optimizer, some, formulas, range(1))
+            return
+        take_steps(optimizer, some, formulas, range(len(RATES)))
+        for weight, formula in zip(some, formulas, strict=True):
+            assert_close(weight, formula.w, TOLERANCE[dtype])
+    changed = [
+        not torch.allclose(one, other, rtol=1e-3) for one, other in zip(weights, free, strict=True)
+    ]
+    assert any(changed), "the limits did nothing"
+
+
+def test_the_limits_are_those_of_plain_pytorch_written_out() -> None:
+    """The rule of LARS-ImageNet-PyTorch: `outside`, ratio up to 50, elements up to 10."""
+    start = torch.randn(30, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight, plain = nn.Parameter(start.clone()), start.clone()
+    optimizer = LARS(
+        [weight],
+        weight_decay=1e-4,
+        eta=1e-3,
+        eps=1e-5,
+        convention="outside",
+        clip_ratio=50.0,
+        clip_gradient=10.0,
+    )
+    velocity = torch.zeros_like(plain)
+    for step, size in enumerate((1.0, 30.0, 1e-7, 1.0)):  # elements over 10, then a ratio over 50
+        grad = size * torch.randn(
+            plain.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
+        length = plain.norm()
+        ratio = (1e-3 * length / (grad.norm() + 1e-4 * length + 1e-5)).clamp(max=50.0)
+        velocity = 0.9 * velocity + (grad + 1e-4 * plain).clamp(-10.0, 10.0)
+        optimizer.param_groups[0]["lr"] = 0.5
+        plain = plain - 0.5 * ratio * velocity
+        weight.grad = grad
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), plain, rtol=1e-12, atol=1e-12)
 
 
 @every_convention
@@ -196,14 +267,15 @@ def test_the_number_of_batched_operations_does_not_grow_with_the_tensors(
 
 
 @every_convention
-def test_on_cuda_a_step_waits_for_nothing(convention: Convention) -> None:
+@pytest.mark.parametrize("limits", [{}, {"clip_ratio": 50.0, "clip_gradient": 10.0}])
+def test_on_cuda_a_step_waits_for_nothing(convention: Convention, limits: dict[str, Any]) -> None:
     """On tensors that only claim to be on a GPU; mixing them with the CPU's is an error there."""
     try:
         with FakeTensorMode():
             weights = [nn.Parameter(torch.empty(40, 30, device="cuda")) for _ in range(3)]
             for weight in weights:
                 weight.grad = torch.empty_like(weight)
-            optimizer = LARS(weights, weight_decay=0.1, convention=convention)
+            optimizer = LARS(weights, weight_decay=0.1, convention=convention, **limits)
             with Recorder():
                 optimizer.step()
             done = operations(optimizer)

@@ -245,6 +245,32 @@ def test_a_state_from_before_the_first_step_is_loaded() -> None:
     assert not optimizer.state
 
 
+def test_a_state_from_before_there_were_limits_goes_on_without_any() -> None:
+    first, second = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    optimizer = LARS([first], lr=0.5)
+    first.grad = torch.full((2, 3), 100.0)
+    optimizer.step()
+    saved = deepcopy(optimizer.state_dict())
+    for key in ("clip_ratio", "clip_gradient"):
+        del saved["param_groups"][0][key]
+    second.data = first.data.clone()
+    restored = LARS([second], clip_gradient=1e-3)
+    restored.load_state_dict(saved)
+    for weight, one in ((first, optimizer), (second, restored)):
+        weight.grad = torch.full((2, 3), 100.0)
+        one.step()
+    assert second.equal(first)
+    assert restored.state_dict()["param_groups"][0]["lr"] == 0.5
+
+
+def test_limits_are_saved_with_the_groups() -> None:
+    optimizer = LARS([nn.Parameter(torch.ones(1))], clip_ratio=50.0, clip_gradient=10.0)
+    restored = LARS([nn.Parameter(torch.ones(1))])
+    restored.load_state_dict(optimizer.state_dict())
+    group = restored.param_groups[0]
+    assert (group["clip_ratio"], group["clip_gradient"]) == (50.0, 10.0)
+
+
 def test_a_sparse_gradient_is_refused_before_anything_moves() -> None:
     dense, sparse = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     dense.grad, sparse.grad = torch.ones(2, 2), torch.ones(2, 2).to_sparse()
@@ -275,3 +301,5 @@ def test_apex_refuses_the_cpu_and_float64(monkeypatch: pytest.MonkeyPatch) -> No
         double = nn.Parameter(torch.ones(1, device="cuda", dtype=torch.float64))
         with pytest.raises(ValueError, match="got torch.float64 on cuda"):
             LARS([double], kernels="apex")
+        with pytest.raises(ValueError, match="kernels='apex' cannot clip gradients"):
+            LARS([nn.Parameter(torch.ones(1, device="cuda"))], kernels="apex", clip_gradient=10.0)

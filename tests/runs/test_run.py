@@ -232,7 +232,7 @@ def test_two_workers_start_from_a_notebook(tmp_path: Path) -> None:
     done = subprocess.run(
         command, input=program, check=True, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.splitlines()[-1] == "interrupted 2 1"
+    assert done.stdout.splitlines()[-1] == "paused 2 1"
     assert done.stderr == ""
 
 
@@ -316,6 +316,7 @@ def test_reaching_max_steps_says_how_to_go_on(
     [
         pytest.param("resnet50_86016_fujitsu", marks=pytest.mark.long),
         pytest.param("resnet50_32768_mlperf", marks=pytest.mark.long),
+        pytest.param("resnet50_512_nus", marks=pytest.mark.long),
     ],
 )
 def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: str) -> None:
@@ -324,6 +325,7 @@ def test_the_imagenet_recipes_start_on_synthetic_images(tmp_path: Path, name: st
         [
             *("data.source=synthetic", "data.image_size=64", "data.eval_resize=72"),
             *("batch.global_batch=8", "batch.bn_span=4", "model.name=resnet50"),
+            *("duration={steps: 1400}", "schedule.warmup={steps: 540}"),
             "model.arguments.layers=[1, 1, 1, 1]",
         ],
     )

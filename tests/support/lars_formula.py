@@ -49,6 +49,8 @@ class Formula:
         group, w = self.group, self.w
         m, wd, convention = group["momentum"], group["weight_decay"], group["convention"]
         d = g + wd * w
+        if (limit := group.get("clip_gradient")) is not None:
+            d = np.minimum(np.maximum(d, -limit), limit)
         ratio = self.ratio(g, wd * group["base_lr"] if convention == "fujitsu" else wd)
         if convention in {"reference", "fujitsu"}:
             self.b = m * self.b + lr * ratio * d
@@ -62,11 +64,14 @@ class Formula:
 
     def ratio(self, g: Array, decay: float) -> float:
         length_w, length_g = math.sqrt((self.w**2).sum()), math.sqrt((g**2).sum())
-        if not self.group["adapt"] or length_w == 0 or length_g == 0:
+        if not self.group["adapt"]:
             return 1.0
-        return float(
-            self.group["eta"] * length_w / (length_g + decay * length_w + self.group["eps"])
-        )
+        ratio = 1.0
+        if length_w > 0 and length_g > 0:
+            ratio = self.group["eta"] * length_w
+            ratio /= length_g + decay * length_w + self.group["eps"]
+        limit = self.group.get("clip_ratio")
+        return ratio if limit is None else min(ratio, limit)
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:

@@ -26,7 +26,8 @@ class Rule:
 
         b = momentum b + into [r] (g + decay w)      w -= out [r] b
 
-    with r = eta |w| / (|g| + ratio_decay |w| + eps), or 1 where a norm is 0, at one of its places.
+    with r = eta |w| / (|g| + ratio_decay |w| + eps), or 1 where a norm is 0, at one of its places;
+    r is cut off at clip_ratio, every element of g + decay w at -clip_gradient and clip_gradient.
     """
 
     momentum: float
@@ -38,6 +39,9 @@ class Rule:
     out: float
     ratio: Literal["inside", "outside", "none"]
     """Where r stands: in the buffer's line, in the weight's, or nowhere."""
+
+    clip_ratio: float | None = None
+    clip_gradient: float | None = None
 
 
 Update = Callable[[Tensors, Tensors, Tensors, Rule], None]
@@ -58,6 +62,10 @@ def momentum_step(
     torch._foreach_add_(weights, buffers, alpha=-out)
 
 
-def with_decay(grads: Tensors, weights: Tensors, decay: float) -> Tensors:
-    """Return g + decay w: new tensors, or the gradients themselves where decay is 0."""
-    return list(torch._foreach_add(grads, weights, alpha=decay)) if decay else grads
+def directions(grads: Tensors, weights: Tensors, rule: Rule) -> Tensors:
+    """Return g + decay w, clipped: new tensors, or the gradients where that changes nothing."""
+    found = list(torch._foreach_add(grads, weights, alpha=rule.decay)) if rule.decay else grads
+    if rule.clip_gradient is None:
+        return found
+    found = list(torch._foreach_clamp_max(found, rule.clip_gradient))
+    return list(torch._foreach_clamp_min(found, -rule.clip_gradient))

@@ -27,9 +27,11 @@ EVERY_TENSOR = True
 """A ratio for each tensor, even without decay."""
 
 
-def check(weights: Iterable[Tensor]) -> None:
-    """Raise MissingPackageError without apex, ValueError for weights it cannot update."""
+def check(weights: Iterable[Tensor], *, clip_gradient: object) -> None:
+    """Raise MissingPackageError without apex, ValueError for what its kernels cannot do."""
     require_apex()
+    if clip_gradient is not None:
+        raise ValueError("kernels='apex' cannot clip gradients; use kernels='torch'")
     for weight in weights:
         if weight.device.type != "cuda" or weight.dtype == torch.float64:
             raise ValueError(
@@ -40,6 +42,7 @@ def check(weights: Iterable[Tensor]) -> None:
 
 def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
     """Update float32 tensors together."""
+    check((), clip_gradient=rule.clip_gradient)  # a state that was loaded may have set it
     amp = require_apex()
     flag = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
 

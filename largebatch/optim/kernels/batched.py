@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from largebatch.optim.kernels import Rule, Tensors, momentum_step, with_decay
+from largebatch.optim.kernels import Rule, Tensors, directions, momentum_step
 
 ROW = 1024
 """Elements in a row of the scratch buffer; a row belongs to one tensor."""
@@ -24,10 +24,8 @@ ROW = 1024
 def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
     """Update tensors of any device together."""
     if rule.ratio == "none":
-        directions = with_decay(grads, weights, rule.decay)
-        momentum_step(
-            weights, directions, buffers, momentum=rule.momentum, into=rule.into, out=rule.out
-        )
+        steps = directions(grads, weights, rule)
+        momentum_step(weights, steps, buffers, momentum=rule.momentum, into=rule.into, out=rule.out)
         return
     inside = rule.ratio == "inside"
     ratios = trust_ratios(weights, grads, rule, times=rule.into if inside else rule.out)
@@ -35,6 +33,8 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
     torch._foreach_copy_(views, grads)
     if rule.decay:
         torch._foreach_add_(views, weights, alpha=rule.decay)
+    if rule.clip_gradient is not None:
+        scratch.clamp_(-rule.clip_gradient, rule.clip_gradient)
     if inside:
         _scale(scratch, ratios, weights)
         _add_momentum(weights, views, buffers, rule)
@@ -49,11 +49,13 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
 def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule, *, times: float) -> Tensor:
     """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, times a number.
 
-    One for each weight, of the weights' type.
+    None exceeds clip_ratio before it is multiplied. One for each weight, of the weights' type.
     """
     w, g = _norms(weights), _norms(grads)
     ratios = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
     ratios = torch.where((w > 0) & (g > 0), ratios, 1.0)
+    if rule.clip_ratio is not None:
+        ratios = ratios.clamp(max=rule.clip_ratio)
     return torch.mul(ratios, times, out=weights[0].new_empty(len(weights)))
 
 

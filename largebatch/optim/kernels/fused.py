@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from largebatch.optim.kernels import Rule, Tensors, momentum_step, with_decay
+from largebatch.optim.kernels import Rule, Tensors, directions, momentum_step
 
 ROW = 512
 """Elements summed in one go. torch adds the squares of a float32 tensor in a few float32 sums: the
@@ -32,10 +32,11 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
 
 
 def trust_ratio(w: float, g: float, rule: Rule) -> float:
-    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0."""
-    if not (w > 0 and g > 0):
-        return 1.0
-    return rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
+    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, clipped."""
+    ratio = 1.0
+    if w > 0 and g > 0:
+        ratio = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
+    return ratio if rule.clip_ratio is None else min(ratio, rule.clip_ratio)
 
 
 def norm(tensor: Tensor) -> float:
@@ -70,9 +71,9 @@ def _step(
     # 1 - dampening keeps 16 digits after the point, and a small `into` needs more of them; without
     # momentum torch's kernel would not write the buffer.
     exact = abs(1 - dampening - into) <= torch.finfo(weights[0].dtype).eps * into
-    if not exact or rule.momentum == 0:
-        directions = with_decay(grads, weights, rule.decay)
-        momentum_step(weights, directions, buffers, momentum=rule.momentum, into=into, out=out)
+    if not exact or rule.momentum == 0 or rule.clip_gradient is not None:
+        steps = directions(grads, weights, rule)
+        momentum_step(weights, steps, buffers, momentum=rule.momentum, into=into, out=out)
         return
     torch._fused_sgd_(
         weights,

@@ -1,0 +1,69 @@
+"""The command `suggest`: write a recipe for a batch, and what it is from. It prints."""
+
+import argparse
+import shlex
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from largebatch.cli.arguments import Call, count
+from largebatch.cli.recipe import write_recipe
+from largebatch.errors import LargebatchError, printable
+from largebatch.recipe.draft import draft, recipe_name, words
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.suggest import IMAGENET, DataSet, suggest
+from largebatch.schedules.build import build_schedule
+
+WIDTH = 100
+"""Of the lines that are printed, in columns."""
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    added = command("suggest", _suggest, "write a recipe for a batch between published ones")
+    added.add_argument("--batch", type=count, required=True, metavar="B", help="global batch")
+    added.add_argument("--model", default="resnet50", metavar="NAME", help="(resnet50)")
+    added.add_argument("--epochs", type=count, metavar="E", help="(what the epoch law takes)")
+    for option, text in (
+        ("samples", "training images, if not ImageNet's; then also:"),
+        ("val-samples", "validation images"),
+        ("classes", "number of classes"),
+        ("image-size", "side in pixels (224)"),
+    ):
+        added.add_argument(f"--{option}", type=count, metavar="N", help=text)
+    added.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<name>.yaml)")
+
+
+def _suggest(args: argparse.Namespace) -> int:
+    found = suggest(args.batch, data=_data(args), model=args.model, epochs=args.epochs)
+    out = args.out or Path(f"{recipe_name(found)}.yaml")
+    text = draft(found)
+    recipe = parse_recipe(text, source=str(out))
+    make_plan(recipe, workers=1)
+    build_schedule(recipe)
+    write_recipe(out, text)
+    for line in words(found):
+        print(printable(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)))
+    print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
+    return 0
+
+
+def _data(args: argparse.Namespace) -> DataSet:
+    """Return the data set that is described, which takes three numbers if it is not ImageNet."""
+    numbers = {
+        "--samples": args.samples,
+        "--val-samples": args.val_samples,
+        "--classes": args.classes,
+    }
+    missing = [option for option, number in numbers.items() if number is None]
+    if len(missing) == len(numbers) and args.image_size is None:
+        return IMAGENET
+    if missing:
+        raise LargebatchError(f"another data set than ImageNet needs {', '.join(missing)} too")
+    return DataSet(
+        samples=args.samples,
+        val_samples=args.val_samples,
+        classes=args.classes,
+        image_size=args.image_size or IMAGENET.image_size,
+    )

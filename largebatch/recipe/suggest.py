@@ -1,0 +1,312 @@
+"""A recipe for a batch between those that MLPerf's reference convergence points give.
+
+The points are the recipes `resnet50_<batch>_mlperf`: ten ways to 75.9 % top-1 with LARS. Between
+two neighbours every setting follows a power law of the batch, and such guesses are judged by
+leaving out, one after the other, the points that have two neighbours. How long to train follows
+from all points: epochs(B) = shortest (1 + B / critical), the form of arXiv:1812.06162.
+
+Another data set is compared with ImageNet by updates in an epoch. With as many of them a run makes
+the same number of updates, each of which depends on settings that act in an update: the learning
+rate (the trust ratio makes it a relative step), momentum, weight decay, and the warm-up as a share.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+from largebatch.errors import RecipeError
+from largebatch.recipe.installed import installed, read_installed
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import LARS
+
+LARGEST = 86_016
+"""The largest batch with a run to 75.9 % that is known here: Fujitsu's, MLPerf v0.6."""
+
+SPANS = range(32, 513)
+"""BatchNorm spans that a batch is divided into; the points have 64 to 424."""
+
+_POINT = re.compile(r"resnet50_\d+_mlperf")
+_MEAN = re.compile(r"after ([\d.]+) epochs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A reference point."""
+
+    name: str
+    batch: int
+    peak_lr: float
+    warmup: float
+    """Share of the run."""
+
+    momentum: float
+    weight_decay: float
+    bn_span: int
+    schedule_epochs: float
+    mean_epochs: float
+    """Until 75.9 % top-1."""
+
+
+SETTINGS: dict[str, Callable[[Point], float]] = {
+    "learning rate": lambda point: point.peak_lr,
+    "warm-up, share of the run": lambda point: point.warmup,
+    "1 - momentum": lambda point: 1 - point.momentum,
+    "weight decay": lambda point: point.weight_decay,
+    "BatchNorm span": lambda point: point.bn_span,
+}
+"""What is interpolated, on logarithmic scales of batch and value."""
+
+
+@cache
+def reference_points() -> tuple[Point, ...]:
+    """Read the points from the installed recipes, smallest batch first."""
+    texts = {name: text for name, text in installed().items() if _POINT.fullmatch(name)}
+    return tuple(sorted((_point(*item) for item in texts.items()), key=lambda point: point.batch))
+
+
+def _point(name: str, text: str) -> Point:
+    recipe = parse_recipe(text, source=name)
+    mean = _MEAN.search(" ".join(text.replace("#", " ").split()))
+    epochs, warmup, span = recipe.duration.epochs, recipe.schedule.warmup, recipe.batch.bn_span
+    assert isinstance(recipe.optimizer, LARS)
+    assert mean is not None
+    assert epochs is not None
+    assert warmup is not None
+    assert warmup.epochs is not None
+    assert span is not None
+    return Point(
+        name=name,
+        batch=recipe.batch.global_batch,
+        peak_lr=recipe.schedule.peak_lr,
+        warmup=warmup.epochs / epochs,
+        momentum=recipe.optimizer.momentum,
+        weight_decay=recipe.optimizer.weight_decay,
+        bn_span=span,
+        schedule_epochs=epochs,
+        mean_epochs=float(mean[1]),
+    )
+
+
+def neighbours(batch: float, points: Sequence[Point]) -> tuple[Point, Point]:
+    """Return the points around a batch; beyond the last or before the first, that one twice."""
+    below = [point for point in points if point.batch <= batch]
+    above = [point for point in points if point.batch >= batch]
+    return (below or above)[-1 if below else 0], (above or below)[0 if above else -1]
+
+
+def place(batch: float, lower: Point, upper: Point) -> float:
+    """Return where a batch lies between two points on a logarithmic scale, from 0 to 1."""
+    if lower.batch == upper.batch:
+        return 0.0
+    return math.log(batch / lower.batch) / math.log(upper.batch / lower.batch)
+
+
+def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], float]) -> float:
+    """Return the value of a power law through the two points around the batch."""
+    lower, upper = neighbours(batch, points)
+    share = place(batch, lower, upper)
+    return math.exp((1 - share) * math.log(value(lower)) + share * math.log(value(upper)))
+
+
+def left_out(points: Sequence[Point], value: Callable[[Point], float]) -> list[float]:
+    """Return the relative errors with which the other points give each that has neighbours."""
+    errors = []
+    for point in points[1:-1]:
+        others = [one for one in points if one is not point]
+        errors.append(interpolate(point.batch, others, value) / value(point) - 1)
+    return errors
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLaw:
+    """epochs(B) = shortest (1 + B / critical)."""
+
+    shortest: float
+    critical: float
+
+    def __call__(self, batch: float) -> float:
+        """Return how many epochs a batch takes."""
+        return self.shortest * (1 + batch / self.critical)
+
+
+def fit_epochs(points: Sequence[Point]) -> EpochLaw:
+    """Fit the law to the mean epochs by least squares of the relative errors.
+
+    With a = shortest and s = shortest / critical the errors a / E + s B / E - 1 are linear.
+    """
+    pairs = [(1 / point.mean_epochs, point.batch / point.mean_epochs) for point in points]
+    xx, xy, yy = (sum(one[i] * one[j] for one in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(one[i] for one in pairs) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    shortest, slope = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+    return EpochLaw(shortest, shortest / slope)
+
+
+def epoch_errors(points: Sequence[Point]) -> list[float]:
+    """Return the relative errors with which fits to nine points give the tenth."""
+    errors = []
+    for point in points:
+        law = fit_epochs([one for one in points if one is not point])
+        errors.append(law(point.batch) / point.mean_epochs - 1)
+    return errors
+
+
+def margin(points: Sequence[Point]) -> float:
+    """Return how many times longer than the epochs to 75.9 % the points' schedules are."""
+    return median(point.schedule_epochs / point.mean_epochs for point in points)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """Images to train on, other than ImageNet's, which need no name."""
+
+    samples: int
+    val_samples: int
+    classes: int
+    image_size: int
+
+
+IMAGENET = DataSet(samples=1_281_167, val_samples=50_000, classes=1_000, image_size=224)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Settings for a batch, and what they are from."""
+
+    batch: int
+    data: DataSet
+    model: str
+    alike: float
+    """The batch with which ImageNet's epoch has as many updates; `batch` itself on ImageNet."""
+
+    lower: Point
+    upper: Point
+    peak_lr: float
+    momentum: float
+    weight_decay: float
+    bn_span: int
+    law_epochs: float
+    """Until 75.9 %, by the law at `alike`."""
+
+    epochs: float
+    """Of the schedule."""
+
+    warmup_epochs: float
+    clean_epochs: float
+    given_epochs: bool
+    """Whether `epochs` was given and does not follow from the law."""
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether the batch lies beyond the largest point."""
+        return self.alike > self.upper.batch
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the images are not ImageNet's."""
+        return self.data != IMAGENET
+
+    @property
+    def a_point(self) -> bool:
+        """Whether the batch is a reference point's."""
+        return self.lower.batch == self.alike
+
+
+def suggest(
+    batch: int, *, data: DataSet = IMAGENET, model: str = "resnet50", epochs: float | None = None
+) -> Suggestion:
+    """Choose settings for a batch.
+
+    Raises RecipeError where nothing published says anything about such a batch, and where it is no
+    number of BatchNorm spans.
+    """
+    points = reference_points()
+    alike = batch * IMAGENET.samples / data.samples
+    _require_in_range(batch, alike, points, data)
+    lower, upper = neighbours(alike, points)
+    alone = lower is upper
+    values = {name: interpolate(alike, points, value) for name, value in SETTINGS.items()}
+    law_epochs = fit_epochs(points)(alike)
+    total = _schedule_epochs(alike, lower, law_epochs * margin(points))
+    total = total if epochs is None else epochs
+    return Suggestion(
+        batch=batch,
+        data=data,
+        model=model,
+        alike=alike,
+        lower=lower,
+        upper=upper,
+        peak_lr=lower.peak_lr if alone else _digits(values["learning rate"], 4),
+        momentum=lower.momentum if alone else round(1 - values["1 - momentum"], 4),
+        weight_decay=lower.weight_decay if alone else _digits(values["weight decay"], 3),
+        bn_span=_span(batch, values["BatchNorm span"]),
+        law_epochs=law_epochs,
+        epochs=total,
+        warmup_epochs=_digits(values["warm-up, share of the run"] * total, 3),
+        clean_epochs=_digits(clean_share() * total, 3),
+        given_epochs=epochs is not None,
+    )
+
+
+def _schedule_epochs(alike: float, lower: Point, rule: float) -> float:
+    """Return the length of a schedule: a point's own, else the rule's, in whole epochs."""
+    return lower.schedule_epochs if lower.batch == alike else math.ceil(rule)
+
+
+def _require_in_range(batch: int, alike: float, points: Sequence[Point], data: DataSet) -> None:
+    smallest, share = points[0].batch, data.samples / IMAGENET.samples
+    like = "" if data == IMAGENET else f", as {alike:,.0f} on ImageNet by updates in an epoch"
+    if alike > LARGEST:
+        raise RecipeError(
+            f"a batch of {batch:,}{like}: the largest batch with a run to 75.9 % that is known "
+            f"here is {LARGEST:,} (Fujitsu's, MLPerf v0.6), so settings for more would be made up; "
+            f"give at most {math.floor(LARGEST * share):,}"
+        )
+    if alike < smallest:
+        raise RecipeError(
+            f"a batch of {batch:,}{like}: the smallest reference point is {smallest:,}; give at "
+            f"least {math.ceil(smallest * share):,}. Smaller ones do without LARS: SGD with a "
+            "learning rate of 0.1 for every 256 (arXiv:1706.02677), as in resnet50_8192_goyal"
+        )
+
+
+def _span(batch: int, wanted: float) -> int:
+    """Return the divisor of the batch in SPANS that is nearest to a span, by ratio."""
+    possible = _spans(batch)
+    if not possible:
+        below = next(filter(_spans, range(batch, 0, -1)), None)
+        above = next(filter(_spans, itertools.count(batch)))
+        near = " and ".join(f"{one:,}" for one in (below, above) if one)
+        raise RecipeError(
+            f"a batch of {batch:,} cannot be divided into BatchNorm spans of {SPANS[0]} to "
+            f"{SPANS[-1]} samples; the nearest batches that can: {near}"
+        )
+    return min(possible, key=lambda span: abs(math.log(span / wanted)))
+
+
+def _spans(batch: int) -> list[int]:
+    return [span for span in SPANS if batch % span == 0]
+
+
+@cache
+def clean_share() -> float:
+    """Return the share of its run that Fujitsu's entry trained on clean images."""
+    recipe = parse_recipe(read_installed("resnet50_86016_fujitsu"))
+    clean, total = recipe.polish.clean if recipe.polish else None, recipe.duration.steps
+    assert clean is not None
+    assert clean.steps is not None
+    assert total is not None
+    return clean.steps / total
+
+
+def _digits(value: float, number: int) -> float:
+    """Round to so many digits: more of them would be no knowledge.
+
+    >>> _digits(13.1677, 4), _digits(0.00012345, 3)
+    (13.17, 0.000123)
+    """
+    return float(f"{value:.{number}g}")
