@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.runs.build import build_model, build_optimizer
+from largebatch.runs.build import build_model
+from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
 
 _ENOUGH_SECONDS = 0.3

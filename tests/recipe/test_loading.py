@@ -4,7 +4,7 @@ import pytest
 
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
-from largebatch.recipe.recipe import LARS
+from largebatch.recipe.optimizers import LARS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
