@@ -112,7 +112,8 @@ def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
 
 def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) -> None:
     state = trainer.state
-    if _is_over(trainer, steps, until):
+    unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
+    if _is_over(trainer, steps, until) and not unjudged:
         return
     trainer.begin_stage()
     diverged = None

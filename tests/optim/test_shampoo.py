@@ -15,10 +15,14 @@ def a_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 12), nn.Linear(12, 2)).double()
 
 
-def an_optimizer(model: nn.Module, **changes: int) -> Shampoo:
-    settings = {"block_size": 16, "start_preconditioning_step": 2, **changes}
+def an_optimizer(model: nn.Module, *, block_size: int = 16) -> Shampoo:
     return Shampoo(
-        model.parameters(), lr=1e-3, betas=(0.9, 0.7), preconditioning_compute_steps=1, **settings
+        model.parameters(),
+        lr=1e-3,
+        betas=(0.9, 0.7),
+        block_size=block_size,
+        start_preconditioning_step=2,
+        preconditioning_compute_steps=1,
     )
 
 

@@ -8,12 +8,13 @@ import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from plain_images import GREY, load, training_files
-from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, content, log, timms, weights
+from short_runs import AFFINE, BEFORE, CLEAN, STATISTICS, a_recipe, content, log, timms, weights
 from torch import Tensor, nn
 
 from largebatch import run
@@ -22,11 +23,12 @@ from largebatch.data.datasets import digits
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options
+from largebatch.training.trainer import Trainer
 
 EVERY = 1437
 MOMENTUM = 0.9
 FREE = (
-    *("optimizer.kind=schedule-free", f"optimizer.statistics_samples={EVERY}"),
+    *("optimizer.kind=schedule-free", "optimizer.statistics_samples=96"),
     *("schedule.decay.kind=constant", "batch.bn_span=96", "model.arguments.drop_rate=0"),
 )
 
@@ -81,7 +83,10 @@ def measured(recipe: Recipe, state: dict[str, Any]) -> float:
 
 def test_an_evaluation_is_of_the_average_with_statistics_of_its_own(tmp_path: Path) -> None:
     recipe = free(
-        changes=("batch={global_batch: 1437, bn_span: 1437}", "evaluation.every_epochs=3")
+        changes=(
+            *(f"batch={{global_batch: {EVERY}, bn_span: {EVERY}}}", "evaluation.every_epochs=3"),
+            f"optimizer.statistics_samples={EVERY}",
+        )
     )
     run(recipe, out=tmp_path / "run", max_steps=3)
     expected = measured(recipe, content(tmp_path / "run"))
@@ -141,3 +146,20 @@ def test_the_average_is_what_ways_of_polishing_are_compared_on(tmp_path: Path) -
     before, after = (record["loss"] for record in log(tmp_path / "polished", "evaluation"))
     assert rows["none"] == pytest.approx(before, rel=1e-5)
     assert rows["statistics"] == pytest.approx(after, rel=1e-5)
+
+
+def test_a_run_that_was_ended_before_its_last_evaluation_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last checkpoint was written after the last update, and no stage had ended yet."""
+    recipe = free(changes=(f"execution.checkpoints.every_steps={BEFORE}",))
+    run(recipe, out=tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "end_stage", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            run(recipe, out=tmp_path / "run")
+    assert content(tmp_path / "run")["progress"]["step"] == BEFORE
+    resumed = run(recipe, out=tmp_path / "run", resume=True)
+    assert [stage.name for stage in resumed.stages] == ["train", "statistics"]
+    ours, other = weights(tmp_path / "run"), weights(tmp_path / "whole")
+    torch.testing.assert_close(ours, other, rtol=0, atol=0)
