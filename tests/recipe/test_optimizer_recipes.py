@@ -110,7 +110,7 @@ def test_what_is_from_memory_is_marked_on_its_line_and_never_called_published() 
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_of_imagenet_says_after_whom_and_claims_no_measurement(path: Path) -> None:
+def test_every_recipe_of_imagenet_names_its_source_and_claims_no_measurement(path: Path) -> None:
     found = origin(path.read_text())
     assert found.after
     assert found.measured == ""

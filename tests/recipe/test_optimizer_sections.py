@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_by_its_key(changes: tuple[str, ...], message:
         (FREE, "schedulefree", "schedulefree", "pip install schedulefree"),
     ],
 )
-def test_without_its_library_one_line_says_how_to_get_it(
+def test_without_its_library_one_line_names_the_way_to_get_it(
     changes: tuple[str, ...],
     module: str,
     package: str,
