@@ -86,6 +86,21 @@ def require_onnx() -> ModuleType:
     return _import("onnx", "onnx", purpose, install=install)
 
 
+def require_shampoo() -> ModuleType:
+    """Import pytorch_optimizer."""
+    return _import(
+        "pytorch_optimizer",
+        "pytorch-optimizer",
+        "optimizer.kind: shampoo",
+        install="pip install 'pytorch-optimizer>=4,<5'",
+    )
+
+
+def require_schedulefree() -> ModuleType:
+    """Import schedulefree."""
+    return _import("schedulefree", "schedulefree", "optimizer.kind: schedule-free")
+
+
 def require_horovod() -> ModuleType:
     """Import horovod.torch."""
     return _import("horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD)

@@ -1,7 +1,8 @@
 """The crown test: any division of a global batch gives the weights of plain PyTorch.
 
-The reference is written by hand (plain.py), with nothing of ours in it. SGD stands beside LARS
-because LARS divides by the gradient's norm and cannot see a wrong scale.
+The reference is written by hand (plain.py), with nothing of ours in it; optimizers of libraries are
+used there as they come. SGD stands beside LARS because LARS divides by the gradient's norm and
+cannot see a wrong scale.
 """
 
 import importlib.util

@@ -16,7 +16,12 @@ from largebatch.data.index import index
 from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
-from largebatch.optional import require_wandb, torchvision_lacks_operators
+from largebatch.optional import (
+    require_schedulefree,
+    require_shampoo,
+    require_wandb,
+    torchvision_lacks_operators,
+)
 
 
 def examine() -> Iterator[str]:
@@ -28,6 +33,8 @@ def examine() -> Iterator[str]:
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", require_wandb),
+        "Shampoo": ("pytorch-optimizer", require_shampoo),
+        "schedulefree": ("schedulefree", require_schedulefree),
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():

@@ -178,7 +178,7 @@ def sections_of(annotation: object) -> list[type[Section]]:
     """Return the sections a field may hold: one, or several for a union chosen by `kind`.
 
     >>> [section.__name__ for section in sections_of(Recipe.model_fields["optimizer"].annotation)]
-    ['LARS', 'SGD']
+    ['LARS', 'SGD', 'Shampoo', 'ScheduleFree', 'LAMB']
     """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]

@@ -16,7 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from largebatch.recipe.choices import Convention, OffTarget, Precision
+from largebatch.recipe.choices import OffTarget, Precision
+from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.sections import (
     MAX_BATCH,
@@ -25,8 +26,6 @@ from largebatch.recipe.sections import (
     Data,
     Duration,
     Execution,
-    Momentum,
-    NonNegative,
     Polish,
     Positive,
     Section,
@@ -103,50 +102,6 @@ def _words(value: JsonValue) -> list[str]:
     if isinstance(value, list):
         return [word for each in value for word in _words(each)]
     return [value] if isinstance(value, str) else []
-
-
-class LARS(Section):
-    """Layer-wise adaptive rate scaling (arXiv:1708.03888)."""
-
-    kind: Literal["lars"]
-
-    convention: Convention
-    """Where rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's TF2 code;
-    optax too, but only without weight decay). `scaled-momentum`: ratio inside, rate outside (timm).
-    `outside`: both outside (Intel); it can blow up where old momentum meets a tiny gradient, which
-    the ratio divides by. `fujitsu`: both inside, weight decay scaled by the peak rate (MLPerf v0.6,
-    open division)."""
-
-    momentum: Momentum = 0.9
-
-    weight_decay: NonNegative = 1e-4
-    """Applied to the tensors that are adapted; biases and normalisation layers get neither."""
-
-    eta: Positive = 1e-3
-    """Trust coefficient: |step| / |weight| at rate 1, before momentum and decay."""
-
-    eps: NonNegative = 0.0
-    """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
-
-    clip_ratio: Positive | None = None
-    """The largest trust ratio; null: no limit. LARS-ImageNet-PyTorch (NUS) has 50."""
-
-    clip_gradient: Positive | None = None
-    """Every element of a gradient is cut off at -clip_gradient and clip_gradient, weight decay
-    included, that of biases and normalisation layers too; null: none is. NUS's code has 10."""
-
-
-class SGD(Section):
-    """Stochastic gradient descent with momentum, as torch.optim.SGD."""
-
-    kind: Literal["sgd"]
-
-    momentum: Momentum = 0.9
-
-    weight_decay: NonNegative = 1e-4
-    """Applied to weights; biases and normalisation layers get none."""
-
-    nesterov: bool = False
 
 
 class Loss(Section):
@@ -230,7 +185,7 @@ class Recipe(Section):
     data: Data
     model: Model
     batch: BatchSizes
-    optimizer: Annotated[LARS | SGD, Field(discriminator="kind")]
+    optimizer: Annotated[LARS | SGD | Shampoo | ScheduleFree | LAMB, Field(discriminator="kind")]
     schedule: Schedule
     loss: Loss = Loss()
     precision: Precision = "fp32"
@@ -292,6 +247,44 @@ class Recipe(Section):
             raise ValueError(
                 f"polish.statistics.samples ({statistics.samples}) must not exceed "
                 f"data.train_samples{left} ({self.train_samples})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_average_is_free_of_other_ones(self) -> Self:
+        if not isinstance(self.optimizer, ScheduleFree):
+            return self
+        if self.schedule.decay.kind not in {"constant", "fix"}:
+            raise ValueError(
+                "optimizer.kind: schedule-free averages its weights instead of lowering the rate; "
+                f"schedule.decay must be {{kind: constant}}, got {self.schedule.decay.kind}"
+            )
+        if self.polish is not None and self.polish.ema is not None:
+            raise ValueError(
+                "polish.ema would average the weights that optimizer.kind: schedule-free averages "
+                "already; leave it out"
+            )
+        if self.polish is not None and self.polish.clean and self.polish.keep == "better":
+            raise ValueError(
+                "polish.clean cannot be rolled back with optimizer.kind: schedule-free, whose "
+                "average holds every update of the schedule; leave out clean or keep: better"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_average_has_statistics(self) -> Self:
+        if not isinstance(self.optimizer, ScheduleFree):
+            return self
+        samples = self.optimizer.statistics_samples
+        if (samples is None) != (self.batch.bn_span is None):
+            raise ValueError(
+                "optimizer.statistics_samples is for models with BatchNorm: give it and "
+                "batch.bn_span, or neither"
+            )
+        if samples is not None and samples > self.train_samples:
+            raise ValueError(
+                f"optimizer.statistics_samples ({samples}) must not exceed the training images "
+                f"({self.train_samples})"
             )
         return self
 

@@ -21,7 +21,7 @@ from statistics import median
 from largebatch.errors import RecipeError
 from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.recipe import LARS
+from largebatch.recipe.optimizers import LARS
 
 LARGEST = 86_016
 """The largest batch with a run to 75.9 % that is known here: Fujitsu's, MLPerf v0.6."""

@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_pipeline
@@ -36,12 +36,11 @@ from largebatch.distributed.reducer import (
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.optim.lars import LARS
-from largebatch.recipe import recipe as recipes
-from largebatch.recipe import sections
+from largebatch.recipe import optimizers, sections
 from largebatch.recipe.plan import Plan, make_plan, may_share_spans, measuring_plan
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.interrupts import stop_requests
+from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
@@ -114,38 +113,6 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
-
-    Raises RecipeError where `execution.kernels` cannot update this model, MissingPackageError where
-    they are not installed.
-    """
-    section, peak_lr = recipe.optimizer, recipe.schedule.peak_lr
-    groups = param_groups(model, weight_decay=section.weight_decay)
-    match section:
-        case recipes.LARS():
-            try:
-                return LARS(
-                    groups,
-                    lr=peak_lr,
-                    momentum=section.momentum,
-                    eta=section.eta,
-                    eps=section.eps,
-                    clip_ratio=section.clip_ratio,
-                    clip_gradient=section.clip_gradient,
-                    convention=section.convention,
-                    kernels=recipe.execution.kernels,
-                )
-            except ValueError as error:
-                raise RecipeError(f"execution.kernels: {error}") from None
-        case recipes.SGD():
-            for group in groups:
-                del group["adapt"]
-            return SGD(groups, lr=peak_lr, momentum=section.momentum, nesterov=section.nesterov)
-        case _:
-            assert_never(section)
-
-
 def build_extra(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
 ) -> Updater:
@@ -159,11 +126,15 @@ def build_extra(
     trained = affine_parameters(model) if affine_only else set(model.parameters())
     for weight in model.parameters():
         weight.requires_grad_(weight in trained)
-    groups = param_groups(model, weight_decay=section.weight_decay)
+    if isinstance(section, optimizers.LAMB):
+        decay, momentum = 0.0, section.beta1  # its own decay is of another scale
+    else:
+        decay, momentum = section.weight_decay, section.momentum
+    groups = param_groups(model, weight_decay=decay)
     for group in groups:
         del group["adapt"]
-    nesterov = isinstance(section, recipes.SGD) and section.nesterov
-    optimizer = SGD(groups, lr=lr, momentum=section.momentum, nesterov=nesterov)
+    nesterov = isinstance(section, optimizers.SGD) and section.nesterov
+    optimizer = SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     reducer = build_reducer(recipe, model, backend)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)

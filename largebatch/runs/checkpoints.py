@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
+from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.loading import dump_recipe, parse_recipe
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
@@ -25,7 +26,6 @@ from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import (
     describe_unsettled,
     make_updates,
-    measure_statistics,
     polish_statistics,
 )
 from largebatch.training.trainer import Trainer
@@ -114,7 +114,7 @@ def _rows(trainer: Trainer) -> Iterator[Row]:
         begun, note, updates = time.perf_counter(), None, 0
         if mode == "statistics":
             section = polish.statistics
-            drift = measure_statistics(trainer, section.samples, sequential=section.sequential)
+            drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
             note = describe_unsettled(drift)
         elif lr is not None:
             updates = _update(trainer, mode, lr=lr)
@@ -202,6 +202,7 @@ def polish_checkpoint(
     with open_trainer(recipe, options, facts, measuring=True) as trainer:
         begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
         trainer.restore(replace(checkpoint, stages=[], state=begun))
+        trainer.store_average()
         stage = _stage(checkpoint, trainer.plan)
         if ema:
             store_ema(state["ema"], trainer.state.model)
@@ -238,9 +239,19 @@ def compare_checkpoint(
     with open_trainer(recipe, options, facts) as trainer:
         trainer.state.model.load_state_dict(state["model"])
         trainer.state.scaler.load_state_dict(state["scaler"])
+        _store_average(trainer, state["optimizer"])
         if ema:
             store_ema(state["ema"], trainer.state.model)
         yield compare(trainer)
+
+
+def _store_average(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Let the model become the average that a saved optimizer keeps, if it has not become it."""
+    if is_averaging(saved["param_groups"]):
+        trainer.state.load_optimizer(**saved)
+        trainer.store_average()
+    elif is_averaging(trainer.state.updater.optimizer.param_groups):  # fresh
+        store_average(trainer.state.updater.optimizer)
 
 
 def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.runs.build import build_model, build_optimizer
+from largebatch.runs.build import build_model
+from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
 
 _ENOUGH_SECONDS = 0.3
@@ -65,14 +66,15 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     optimizer.step()
     update = _elapsed(begun, backend.device)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    copies = 3 + (recipe.polish is not None and recipe.polish.ema is not None)
+    kept_by_optimizer = sum(_tensor_bytes(optimizer.state_dict()["state"]))
+    copies = 2 + (recipe.polish is not None and recipe.polish.ema is not None)
     per_sample = seconds / num
     return Estimate(
         device=backend.device.type,
         precision=recipe.precision,
         samples=num,
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
-        memory_bytes=copies * weights + kept * plan.device_batch // num,
+        memory_bytes=copies * weights + kept_by_optimizer + kept * plan.device_batch // num,
     )
 
 
@@ -83,6 +85,15 @@ def _whole_spans(num: int, span: int) -> int:
     [8, 15, 30]
     """
     return num if num < span else num - num % span
+
+
+def _tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tensors and values
+    """Go through the tensors of an optimizer's state."""
+    if isinstance(value, Tensor):
+        yield value.nbytes
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensor_bytes(each)
 
 
 def _batch(recipe: Recipe, num: int, device: torch.device) -> tuple[Tensor, Tensor]:

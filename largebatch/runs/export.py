@@ -40,12 +40,13 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     model = build(
         recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
     )
-    model.load_state_dict(checkpoint.state["model"])
+    weights = checkpoint.model(source=path)
+    model.load_state_dict(weights)
     model.eval()
     if onnx:
         require_onnx()
     files = {
-        WEIGHTS: safetensors.torch.save(checkpoint.state["model"], metadata={"format": "pt"}),
+        WEIGHTS: safetensors.torch.save(weights, metadata={"format": "pt"}),
         CARD: _card(checkpoint, source=path).encode(),
         RECIPE: dump_recipe(recipe).encode(),
     }

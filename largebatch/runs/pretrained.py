@@ -34,7 +34,7 @@ from largebatch.runs.checkpoints import (
 from largebatch.runs.options import Options
 from largebatch.runs.weights import Weights, check_format, read_weights
 from largebatch.training.evaluation import Metrics
-from largebatch.training.stages import describe_unsettled, measure_statistics
+from largebatch.training.stages import describe_unsettled
 from largebatch.training.trainer import Trainer
 
 
@@ -77,7 +77,7 @@ def polish_weights(what: Pretrained, options: Options, *, samples: int | None = 
         assert section is not None
         with _open(recipe, state, options, backend, measuring=True) as trainer:
             before = trainer.measure()
-            drift = measure_statistics(trainer, section.samples, sequential=section.sequential)
+            drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
             after = trainer.measure()
             if backend.rank == 0:
                 weights.replace(_statistics(trainer.state.model))

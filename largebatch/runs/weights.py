@@ -147,7 +147,7 @@ def _read_safe(path: Path) -> Weights:
     with safe_open(path, framework="pt") as file:
         keys = set(file.keys())
         if HEADER in keys:  # a checkpoint of ours
-            tensors = load_checkpoint(path).state["model"]
+            tensors = load_checkpoint(path).model(source=path)
             return Weights(path, tensors, tensors, {"format": "pt"})
         tensors = {key: file.get_tensor(key) for key in keys}
         return Weights(path, tensors, tensors, file.metadata())

@@ -17,6 +17,8 @@ _PACKAGES = (
     "numpy",
     "horovod",
     "nvidia-dali-cuda120",
+    "pytorch-optimizer",
+    "schedulefree",
 )
 
 

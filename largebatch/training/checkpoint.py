@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from largebatch.errors import CheckpointError, RecipeError
+from largebatch.optim.schedule_free import is_averaging
 from largebatch.recipe.loading import dump_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.storage import CHECKSUM_BYTES, checksum, whole_file
@@ -85,6 +86,21 @@ class Checkpoint:
         progress = _PROGRESS.validate_json(json.dumps(state["progress"]), strict=True)
         stages = _STAGES.validate_python(state["stages"])
         return cls(recipe, progress, stages, state, origin)
+
+    def model(self, *, source: Path) -> dict[str, Tensor]:
+        """Return the weights and statistics to evaluate, where the checkpoint has them.
+
+        Raises CheckpointError, which begins with `source`, for a Schedule-Free run before the end
+        of its schedule: what is evaluated is an average, whose statistics only images can tell.
+        """
+        if is_averaging(self.state["optimizer"]["param_groups"]):
+            raise CheckpointError(
+                f"{source}: holds a Schedule-Free run before the end of its schedule, and so not "
+                f"the average that is evaluated: `largebatch polish {source} --out DIR` writes it "
+                "with its BatchNorm statistics; or resume the run to its end"
+            )
+        weights: dict[str, Tensor] = self.state["model"]
+        return weights
 
 
 _PROGRESS = TypeAdapter(Progress)

@@ -4,17 +4,14 @@ A stage drives the training loop and does between two updates what the loop does
 evaluate, save, and stop when asked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from largebatch.errors import CheckpointError, DivergedError
-from largebatch.polish.statistics import QUANTILES, polish
+from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.plan import Plan
 from largebatch.tracking.events import Drift, StageName
@@ -91,7 +88,7 @@ def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> Non
     if section is None:
         return
     trainer.begin_stage()
-    drift = measure_statistics(trainer, section.samples, sequential=section.sequential)
+    drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
     trainer.emit(
         Drift(
             step=trainer.state.progress.step,
@@ -115,7 +112,8 @@ def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
 
 def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) -> None:
     state = trainer.state
-    if _is_over(trainer, steps, until):
+    unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
+    if _is_over(trainer, steps, until) and not unjudged:
         return
     trainer.begin_stage()
     diverged = None
@@ -129,6 +127,8 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
     if diverged is not None:
         state.progress.discard_until(steps.stop)
     if state.progress.step == steps.stop:
+        if steps.stop == trainer.plan.steps:  # the schedule has ended
+            trainer.store_average()
         trainer.end_stage(name, num_steps=made, note=diverged, failed=diverged is not None)
 
 
@@ -206,21 +206,3 @@ def describe_unsettled(drift: PolishDrift) -> str | None:
         f"the statistics have not settled in {drift.passes} passes: the last one moved them by "
         f"{drift.settling:.2g} standard deviations or ln(variance)"
     )
-
-
-def measure_statistics(trainer: Trainer, samples: int, *, sequential: bool) -> PolishDrift:
-    """Polish the statistics of the model over the first samples of the training order."""
-    images = _CleanImages(trainer, samples)
-    return polish(trainer.state.model, images, trainer.backend, sequential=sequential)
-
-
-@dataclass(frozen=True, slots=True)
-class _CleanImages:
-    """Clean training images, which can be gone through again."""
-
-    trainer: Trainer
-    samples: int
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        with closing(self.trainer.pipeline.statistics(self.samples)) as batches:
-            yield from batches

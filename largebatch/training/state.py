@@ -26,6 +26,9 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _STAGES = TypeAdapter(list[StageResult])
 
+_COUNTED = ("step", "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
+"""What optimizers count in their groups, beside the rate: timm's Lamb, Shampoo, Schedule-Free."""
+
 
 class Updater(NamedTuple):
     """What makes updates: of these weights, at this learning rate, from these gradients."""
@@ -182,7 +185,7 @@ class TrainState:
         else:
             self.ema = None  # it has become the model
         self.model.load_state_dict(state["model"])
-        self._load_optimizer(**state["optimizer"])
+        self.load_optimizer(**state["optimizer"])
         _load_scaler(self.scaler, state["scaler"])
         self.progress = Progress(**state["progress"])
         self.stages = _STAGES.validate_python(state["stages"])
@@ -194,14 +197,17 @@ class TrainState:
             _require_like(self.snapshot["ema"], ema, "the snapshot's EMA")
         self._begun = time.perf_counter()
 
-    def _load_optimizer(
+    def load_optimizer(
         self, state: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]]
     ) -> None:
-        """Load learning rates, and momentum and the like in the memory layout of each parameter."""
+        """Load rates and counts, and momentum and the like in the memory layout of each parameter.
+
+        Raises as load_state_dict.
+        """
         optimizer = self.updater.optimizer
         own = optimizer.state_dict()["param_groups"]
         groups = [
-            {**group, "lr": float(saved["lr"])}
+            {**group, "lr": float(saved["lr"]), **_counts(saved)}
             for group, saved in zip(own, param_groups, strict=True)
         ]
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -220,6 +226,15 @@ class TrainState:
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def _counts(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was counted in a saved group; raise TypeError where that is no number."""
+    counts = {key: group[key] for key in _COUNTED if key in group}
+    for key, value in counts.items():
+        if not isinstance(value, int | float) and getattr(value, "shape", None) != torch.Size():
+            raise TypeError(f"optimizer: {key} is no number")
+    return counts
 
 
 def _load_scaler(scaler: GradScaler, state: Mapping[str, Any]) -> None:

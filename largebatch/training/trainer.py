@@ -6,7 +6,8 @@ held out decide whether what it did is kept, or the state before it comes back.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError
 from largebatch.models.batchnorm import Spans
+from largebatch.optim.schedule_free import at_average, is_averaging, store_average
+from largebatch.polish.statistics import Drift, polish
+from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import versions
@@ -126,14 +130,45 @@ class Trainer:
         return True
 
     def measure(self, each: Callable[[Tensor, Tensor], object] = lambda *_: None) -> Metrics:
-        """Evaluate the model as it is on the validation data; `each` is as in evaluate."""
-        return evaluate(
-            self.state.model,
-            self.pipeline.validation(),
-            self.backend,
-            expected=self.plan.val_samples,
-            each=each,
-        )
+        """Evaluate the model as it is on the validation data; `each` is as in evaluate.
+
+        Where the optimizer averages weights, that is their average, with statistics of its own.
+        """
+        with self._at_average():
+            return evaluate(
+                self.state.model,
+                self.pipeline.validation(),
+                self.backend,
+                expected=self.plan.val_samples,
+                each=each,
+            )
+
+    def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
+        """Polish the statistics of the model over the first samples of the training order."""
+        images = _CleanImages(self.pipeline, samples)
+        return polish(self.state.model, images, self.backend, sequential=sequential)
+
+    @contextmanager
+    def _at_average(self) -> Iterator[None]:
+        optimizer = self.state.updater.optimizer
+        if not is_averaging(optimizer.param_groups):
+            yield
+            return
+        with at_average(self.state.model, optimizer):
+            self._measure_average()
+            yield
+
+    def store_average(self) -> None:
+        """Let the model become the average of its weights, where the optimizer keeps one."""
+        optimizer = self.state.updater.optimizer
+        if is_averaging(optimizer.param_groups):
+            store_average(optimizer)
+            self._measure_average()
+
+    def _measure_average(self) -> None:
+        section = self.recipe.optimizer
+        if isinstance(section, ScheduleFree) and section.statistics_samples is not None:
+            self.measure_statistics(section.statistics_samples)
 
     def evaluate(
         self, stage: StageName, each: Callable[[Tensor, Tensor], object] = lambda *_: None
@@ -304,6 +339,18 @@ class Trainer:
             )
         )
         return found.top1, kept
+
+
+@dataclass(frozen=True, slots=True)
+class _CleanImages:
+    """Clean training images, which can be gone through again."""
+
+    pipeline: Pipeline
+    samples: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        with closing(self.pipeline.statistics(self.samples)) as batches:
+            yield from batches
 
 
 def _mistakes(found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]) -> Mistakes:

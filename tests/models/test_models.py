@@ -13,7 +13,8 @@ from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.optim.lars import LARS
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model, build_optimizer, require_trainable
+from largebatch.runs.build import build_model, require_trainable
+from largebatch.runs.optimizer import build_optimizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CPU = Serial(torch.device("cpu"))

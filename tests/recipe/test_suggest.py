@@ -14,8 +14,8 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
 from largebatch.recipe.draft import draft, words
 from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.plan import make_plan
-from largebatch.recipe.recipe import LARS
 from largebatch.recipe.suggest import (
     IMAGENET,
     SETTINGS,

@@ -37,6 +37,23 @@ def test_an_ema_is_one_more_copy_of_the_model() -> None:
     assert plain.memory_bytes == ema.memory_bytes + size
 
 
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        (["optimizer.kind=lamb"], 2),
+        (["optimizer.kind=shampoo"], 6),
+        (["optimizer.kind=schedule-free", "schedule.decay.kind=constant"], 1),
+    ],
+)
+def test_what_an_optimizer_keeps_is_counted(changes: list[str], copies: int) -> None:
+    """Two moments; two momenta and about four matrices a block; the other set of weights."""
+    model = build("lenet5", num_classes=10, arguments={}, head_std=None)
+    weights = 4 * sum(weight.numel() for weight in model.parameters())
+    plain = measured().memory_bytes - weights  # without its momentum
+    found = measured(*changes).memory_bytes - plain
+    assert found == pytest.approx(copies * weights, rel=0.1 if copies == 6 else 0)
+
+
 def test_plan_shows_what_a_run_takes_here_and_that_a_batch_is_larger_than_an_epoch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

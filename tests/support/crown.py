@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
+from largebatch import load_recipe
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -24,6 +25,7 @@ from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.plan import Plan
+from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
@@ -34,11 +36,27 @@ SPAN = 8
 PEAK = 0.8
 MOMENTUM, WEIGHT_DECAY, ETA, EPS = 0.9, 0.05, 0.02, 1e-9
 SMOOTHING = 0.1
-OPTIMIZERS = ("sgd", "reference", "scaled-momentum", "outside", "fujitsu")
+CONVENTIONS = ("reference", "scaled-momentum", "outside", "fujitsu")
+SECTIONS = {
+    "nesterov": "kind: sgd, momentum: 0.9, nesterov: true",
+    "shampoo": (
+        "kind: shampoo, momentum: 0.9, beta2: 0.7, matrix_eps: 1e-4, block_size: 8, "
+        "start_step: 2, root: 4"
+    ),
+    "schedule-free": (
+        "kind: schedule-free, momentum: 0.9, weight_power: 0.75, weight_lr_power: 1.5, "
+        "statistics_samples: 8"
+    ),
+    "lamb": "kind: lamb, bias_correction: false, max_grad_norm: 0.5",
+}
+"""Sections of a recipe, without the weight decay, which is that of all."""
+
+OPTIMIZERS = ("sgd", *CONVENTIONS, *SECTIONS)
 NETS = ("plain", "batchnorm")
 CASES = {"plain": "plain", "batchnorm": "batchnorm", "shared spans": "batchnorm"}
 """The net of each case on several workers. In the last a worker holds half of a span."""
 
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 State = dict[str, Tensor]
 
 
@@ -66,7 +84,13 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
-    """Build one of OPTIMIZERS the way `build` does."""
+    """Build one of OPTIMIZERS; those of SECTIONS as a run does."""
+    if kind in SECTIONS:
+        changes = (
+            f"optimizer={{{SECTIONS[kind]}, weight_decay: {WEIGHT_DECAY}}}",
+            f"schedule={{peak_lr: {PEAK}, warmup: null, decay: {{kind: constant}}}}",
+        )
+        return build_optimizer(load_recipe(DIGITS, changes), model)
     groups = param_groups(model, weight_decay=WEIGHT_DECAY)
     if kind == "sgd":
         return SGD(

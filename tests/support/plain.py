@@ -1,19 +1,30 @@
-"""The problem of the crown test by hand: plain PyTorch and the formulas of the papers.
+"""The problem of the crown test by hand: plain PyTorch, with formulas of papers or a library's.
 
-Nothing of largebatch takes part, so that a mistake of ours cannot be on both sides of a comparison.
+Nothing of largebatch computes here, so that a mistake of ours cannot be on both sides of a
+comparison.
 """
 
 import crown
 import torch
 import torch.nn.functional as F
-from crown import EPS, ETA, GLOBAL_BATCH, MOMENTUM, PEAK, SMOOTHING, State
-from torch import Tensor
+from crown import EPS, ETA, GLOBAL_BATCH, MOMENTUM, PEAK, SMOOTHING, WEIGHT_DECAY, State
+from pytorch_optimizer import ScalableShampoo
+from schedulefree import SGDScheduleFree
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
+
+from largebatch.optional import require_timm
+
+require_timm()
+from timm.optim.lamb import Lamb  # noqa: E402 -- timm needs torchvision's operators
 
 
 def plain_pytorch(net: str, optimizer: str, *, chunk: int) -> State:
     """One process, the formulas of the papers, statistics over `chunk` samples."""
     model = crown.net(net)
     images, labels = crown.data()
+    theirs = library_optimizer(optimizer, model)
     velocity = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
     for step in range(crown.STEPS):
         model.zero_grad()
@@ -32,16 +43,56 @@ def plain_pytorch(net: str, optimizer: str, *, chunk: int) -> State:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(torch.stack([found[name] for found in after]).double().mean(0))
+        if theirs is not None:
+            update(theirs, lr=crown.rate(step))
+            continue
+        with torch.no_grad():
             for name, weight in model.named_parameters():
                 assert weight.grad is not None
                 move(optimizer, weight, weight.grad, velocity[name], lr=crown.rate(step))
     return model.state_dict()
 
 
+def library_optimizer(kind: str, model: nn.Module) -> Optimizer | None:
+    """Build what a library has, by its own arguments; the rate comes with every update."""
+    groups: ParamsT = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if kind == "nesterov":
+        return SGD(groups, lr=1.0, momentum=MOMENTUM, nesterov=True)
+    if kind == "shampoo":
+        return ScalableShampoo(
+            groups,
+            betas=(MOMENTUM, 0.7),
+            matrix_eps=1e-4,
+            block_size=8,
+            start_preconditioning_step=2,
+            preconditioning_compute_steps=1,
+            inverse_exponent_override=4,
+        )
+    if kind == "schedule-free":
+        free: Optimizer = SGDScheduleFree(groups, momentum=MOMENTUM, r=0.75, weight_lr_power=1.5)
+        free.train()  # type: ignore[attr-defined]
+        return free
+    if kind == "lamb":
+        lamb: Optimizer = Lamb(groups, bias_correction=False, max_grad_norm=0.5)
+        return lamb
+    return None
+
+
+def update(optimizer: Optimizer, *, lr: float) -> None:
+    """Make one update at a rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    torch.manual_seed(0)  # Shampoo draws where it begins to look for the largest eigenvalue
+    optimizer.step()
+
+
 def move(optimizer: str, w: Tensor, g: Tensor, v: Tensor, *, lr: float) -> None:
     """One update of one tensor; vectors are neither decayed nor adapted."""
     adapt = w.ndim > 1
-    wd = crown.WEIGHT_DECAY if adapt else 0.0
+    wd = WEIGHT_DECAY if adapt else 0.0
     decay = wd * PEAK if optimizer == "fujitsu" else wd
     ratio = ETA * w.norm() / (g.norm() + decay * w.norm() + EPS) if adapt else 1.0
     if optimizer == "sgd":

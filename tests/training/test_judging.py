@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import SGD
 
 from largebatch.distributed.serial import Serial
 from largebatch.tracking.events import Decision, Event, Note, StageName, StageResult
-from largebatch.training.state import Progress, TrainState
+from largebatch.training.state import Progress, TrainState, Updater
 from largebatch.training.trainer import Trainer
 
 LABELS = torch.arange(10) % 5
@@ -39,7 +40,7 @@ class Second:
         anything: Any = None
         self.state = TrainState(
             model=nn.Identity(),
-            updater=anything,
+            updater=Updater(SGD([torch.zeros(1)]), anything, anything),
             scaler=GradScaler("cpu", enabled=False),
             ema=None,
             progress=Progress(step=7),

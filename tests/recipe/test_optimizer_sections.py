@@ -1,0 +1,84 @@
+"""What a recipe may say of its optimizer, and what is missing where a library is not installed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from short_runs import DIGITS
+
+from largebatch import load_recipe
+from largebatch.cli.main import USER, main
+from largebatch.errors import RecipeError
+
+FREE = (
+    *("optimizer.kind=schedule-free", "optimizer.statistics_samples=96"),
+    "schedule.decay.kind=constant",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            (*FREE[:2], "schedule.decay.kind=cosine"),
+            r"schedule.decay must be {kind: constant}, got cosine",
+        ),
+        ((*FREE, "polish.ema=0.9"), "polish.ema would average the weights"),
+        (
+            (*FREE, "polish={clean: {steps: 2}, keep: better, held_out: 100}"),
+            "polish.clean cannot be rolled back",
+        ),
+        ((FREE[0], FREE[2]), "optimizer.statistics_samples is for models with BatchNorm"),
+        (
+            (*FREE, "optimizer.statistics_samples=1438"),
+            r"optimizer.statistics_samples \(1438\) must not exceed the training images \(1437\)",
+        ),
+        (
+            (*FREE, "optimizer.momentum=0"),
+            "optimizer.momentum: input should be greater than 0",
+        ),
+        (
+            ("optimizer.kind=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"),
+            "nesterov: true needs a momentum above 0",
+        ),
+        (("optimizer.kind=shampoo", "optimizer.block_size=1"), "optimizer.block_size: "),
+        (("optimizer.kind=shampoo", "optimizer.graft=adam"), "optimizer.graft: "),
+        (("optimizer.kind=lamb", "optimizer.max_grad_norm=0"), "optimizer.max_grad_norm: "),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(changes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(DIGITS, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "module", "package", "install"),
+    [
+        (
+            ("optimizer.kind=shampoo",),
+            "pytorch_optimizer",
+            "pytorch-optimizer",
+            "pip install 'pytorch-optimizer>=4,<5'",
+        ),
+        (FREE, "schedulefree", "schedulefree", "pip install schedulefree"),
+    ],
+)
+def test_without_its_library_one_line_names_the_way_to_get_it(
+    changes: tuple[str, ...],
+    module: str,
+    package: str,
+    install: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    words = [word for change in changes for word in ("--set", change)]
+    out = tmp_path / "run"
+    assert main(["train", str(DIGITS), *words, "--out", str(out)]) == USER
+    kind = changes[0].partition("=")[2]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"largebatch: optimizer.kind: {kind} needs {package}, which is not installed; install it "
+        f"with: {install}"
+    )
+    assert not out.exists()
