@@ -117,6 +117,11 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
     rows = {}
     if polish.ema:
         rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
+    if polish.swa:
+        rows["SWA"] = (
+            f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
+            f"of the last {plan.swa_steps:,} steps"
+        )
     if polish.affine:
         rows["affine"] = (
             f"{plan.affine_steps:,} steps more, learning rate from {polish.affine.lr:g} to 0"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import MAX_UPDATES, Duration
+from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""
@@ -46,6 +46,10 @@ class Plan:
 
     warmup_steps: int
     clean_steps: int
+    swa_steps: int = 0
+    swa_every: int = 0
+    """Updates at the end of the schedule over which weights are averaged, and their interval."""
+
     affine_steps: int = 0
     """Updates after the schedule, in which few weights move."""
 
@@ -56,6 +60,11 @@ class Plan:
     def train_steps(self) -> int:
         """Updates on augmented images; the clean ones follow."""
         return self.steps - self.clean_steps
+
+    @property
+    def swa_after(self) -> range:
+        """Numbers of updates after which the weights are averaged, the last ones first."""
+        return range(self.steps, self.steps - self.swa_steps, -max(1, self.swa_every))
 
     @property
     def updates(self) -> int:
@@ -125,7 +134,8 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     steps_in = converter(recipe)
     steps = steps_in(recipe.duration, math.ceil)
     warmup = recipe.schedule.warmup
-    clean, affine = (recipe.polish.clean, recipe.polish.affine) if recipe.polish else (None, None)
+    polish = recipe.polish or Polish.model_construct()
+    clean, swa, affine = polish.clean, polish.swa, polish.affine
     if steps > MAX_UPDATES:
         raise RecipeError(
             f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
@@ -143,6 +153,8 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         steps=steps,
         warmup_steps=steps_in(warmup) if warmup else 0,
         clean_steps=steps_in(clean) if clean else 0,
+        swa_steps=steps_in(swa.over) if swa else 0,
+        swa_every=steps_in(swa.every) if swa else 0,
         affine_steps=steps_in(affine) if affine else 0,
         evaluate_after=_evaluations(recipe, steps=steps),
     )
@@ -152,11 +164,21 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
 
 def _check_lengths(recipe: Recipe, plan: Plan) -> None:
     """Raise RecipeError where a part of the schedule is as long as all of it."""
-    for key, length in (("schedule.warmup", plan.warmup_steps), ("polish.clean", plan.clean_steps)):
+    parts = {
+        "schedule.warmup": plan.warmup_steps,
+        "polish.clean": plan.clean_steps,
+        "polish.swa.over": plan.swa_steps,
+    }
+    for key, length in parts.items():
         if length >= plan.steps:
             raise RecipeError(
                 f"{key} ({length} steps) must be shorter than duration ({plan.steps} steps)"
             )
+    if plan.swa_steps and plan.swa_every >= plan.swa_steps:
+        raise RecipeError(
+            f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
+            f"({plan.swa_steps} steps): the mean would hold one state of the weights"
+        )
     ema = recipe.polish.ema if recipe.polish else None
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(

@@ -119,6 +119,19 @@ class Data(Section):
         return self
 
 
+class SWA(Section):
+    """The mean of the weights at a regular interval (arXiv:1803.05407).
+
+    The rates are the schedule's: high or constant ones move the weights far enough for it to pay.
+    """
+
+    over: Duration
+    """The last part of the schedule, clean epochs included."""
+
+    every: Duration
+    """The interval; the last weights of the schedule are the last ones in the mean."""
+
+
 class Affine(Duration):
     """More updates after the schedule, of BatchNorm's scales and shifts and of the classifier."""
 
@@ -152,6 +165,10 @@ class Polish(Section):
     statistics alike. When the schedule has ended the EMA becomes the model, and the stages
     below work on it. 1 / (1 - ema) is how many updates it reaches back; null: no EMA."""
 
+    swa: SWA | None = None
+    """When the schedule has ended, this mean of weights and running statistics becomes the model;
+    in place of ema, and with statistics after it. null: none."""
+
     affine: Affine | None = None
     """More updates on clean images after the schedule, in which only BatchNorm's scales and
     shifts and the classifier move, by SGD: with the optimizer's momentum, its weight decay on the
@@ -172,10 +189,20 @@ class Polish(Section):
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
-        if not (self.clean or self.ema or self.affine or self.statistics):
+        if not (self.clean or self.ema or self.swa or self.affine or self.statistics):
             raise ValueError(
-                "give at least one of clean, ema, affine and statistics; without polishing, leave "
-                "polish out"
+                "give at least one of clean, ema, swa, affine and statistics; without polishing, "
+                "leave polish out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _averages_are_measured(self) -> Self:
+        if self.ema is not None and self.swa is not None:
+            raise ValueError("ema and swa would each become the model: give one of the two")
+        if self.swa is not None and self.statistics is None:
+            raise ValueError(
+                "swa needs statistics: the running statistics of an average belong to other weights"
             )
         return self
 

@@ -48,8 +48,8 @@ from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, Tracker
 from largebatch.tracking.log import record
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Retention, Writer
-from largebatch.training.ema import EMA
 from largebatch.training.loss import cross_entropy
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
@@ -354,7 +354,6 @@ def _retention(recipe: Recipe) -> Retention:
 
 
 def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
-    decay = recipe.polish.ema if recipe.polish else None
     return TrainState(
         model=model,
         updater=Updater(
@@ -363,8 +362,14 @@ def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend)
             build_reducer(recipe, model, backend),
         ),
         scaler=build_scaler(recipe, plan, backend),
-        ema=EMA(model, decay=decay) if decay else None,
+        average=_build_average(recipe, plan, model),
     )
+
+
+def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | None:
+    if recipe.polish is not None and recipe.polish.ema is not None:
+        return EMA(model, decay=recipe.polish.ema)
+    return SWA(model, after=plan.swa_after) if plan.swa_after else None
 
 
 def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Updater:

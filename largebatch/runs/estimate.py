@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.sections import Polish
 from largebatch.runs.build import build_model, build_optimizer
 from largebatch.training.loss import cross_entropy
 
@@ -31,7 +32,7 @@ class Estimate(NamedTuple):
     """Forward, backward and update; input and communication not."""
 
     memory_bytes: int
-    """Weights, gradients, optimizer and EMA, and what forward keeps for backward."""
+    """Weights, gradients, optimizer and average, and what forward keeps for backward."""
 
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
@@ -65,7 +66,8 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     optimizer.step()
     update = _elapsed(begun, backend.device)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    copies = 3 + (recipe.polish is not None and recipe.polish.ema is not None)
+    polish = recipe.polish or Polish.model_construct()
+    copies = 3 + (polish.ema is not None or polish.swa is not None)
     per_sample = seconds / num
     return Estimate(
         device=backend.device.type,

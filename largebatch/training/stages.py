@@ -1,4 +1,4 @@
-"""The stages of a run, in order: train, clean, ema, affine, statistics; all but train optional.
+"""The stages of a run: train, clean, ema, swa, affine, statistics; all but train optional.
 
 A stage drives the training loop and does between two updates what the loop does not know of: log,
 evaluate, save, and stop when asked.
@@ -18,6 +18,7 @@ from largebatch.polish.statistics import QUANTILES, polish
 from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.plan import Plan
 from largebatch.tracking.events import Drift, StageName
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.trainer import Trainer
@@ -71,11 +72,33 @@ def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
 
 def _ema(trainer: Trainer, _: range, __: int) -> None:
     """Let the EMA become the model, if there is one."""
-    if trainer.state.ema is None:
+    if isinstance(trainer.state.average, EMA):
+        trainer.begin_stage()
+        trainer.state.store_average()
+        trainer.end_stage("ema", num_steps=0)
+
+
+def _swa(trainer: Trainer, _: range, __: int) -> None:
+    """Let the mean of the weights become the model, if there is one."""
+    average = trainer.state.average
+    if not isinstance(average, SWA):
+        return
+    if not average.num_models:
+        trainer.note("swa", "there is no mean: the updates that it was to be of were rolled back")
+        trainer.state.average = None
         return
     trainer.begin_stage()
-    trainer.state.store_ema()
-    trainer.end_stage("ema", num_steps=0)
+    trainer.state.store_average()
+    _measure_if_judged(trainer)
+    trainer.end_stage("swa", num_steps=0)
+
+
+def _measure_if_judged(trainer: Trainer) -> None:
+    """Give a mean of weights its own statistics, where it is to be judged by them."""
+    polish = trainer.recipe.polish
+    if polish is not None and polish.statistics is not None and polish.keep == "better":
+        section = polish.statistics
+        measure_statistics(trainer, section.samples, sequential=section.sequential)
 
 
 def _affine(trainer: Trainer, steps: range, until: int) -> None:
@@ -153,6 +176,7 @@ STAGES = (
     Stage("train", lambda plan: plan.train_steps, partial(_train_stage, "train")),
     Stage("clean", lambda plan: plan.steps, partial(_train_stage, "clean")),
     Stage("ema", lambda plan: plan.steps, _ema),
+    Stage("swa", lambda plan: plan.steps, _swa),
     Stage("affine", lambda plan: plan.updates, _affine),
     Stage("statistics", lambda plan: plan.updates, polish_statistics),
 )

@@ -41,7 +41,7 @@ class Second:
             model=nn.Identity(),
             updater=anything,
             scaler=GradScaler("cpu", enabled=False),
-            ema=None,
+            average=None,
             progress=Progress(step=7),
             stages=[first],
         )

@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,7 @@ from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.training.ema import EMA
+from largebatch.training.averages import EMA
 from largebatch.training.state import TrainState
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -77,12 +76,13 @@ def test_a_saved_average_goes_on_bit_by_bit() -> None:
     torch.testing.assert_close(halves.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
-def test_a_skipped_update_is_not_averaged() -> None:
+def test_a_skipped_update_is_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one the weights are those of the update before."""
     seen: list[int] = []
     scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
-    state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, ema=None)
-    state.ema = cast("Any", SimpleNamespace(update=lambda: seen.append(state.progress.step)))
+    state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
+    state.average = EMA(state.model, decay=0.5)
+    monkeypatch.setattr(state.average, "update", lambda: seen.append(state.progress.step))
     for step in range(5):
         state.count(step, images=1, seconds=0.0, skipped=step in {2, 3})
     assert seen == [1, 2, 5]
