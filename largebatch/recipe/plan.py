@@ -37,6 +37,9 @@ class Plan:
     sync_workers: int = 1
     """How many workers side by side share each span while training; 1: each holds whole spans."""
 
+    parts: int = 1
+    """Runs of consecutive samples of a global batch whose gradients Adasum combines."""
+
     train_samples: int
     """Those that are trained on: images held out are not among them."""
 
@@ -94,8 +97,13 @@ class Plan:
         """Return the positions of one device batch.
 
         The workers' device batches of one micro-batch lie side by side, so the samples that share
-        BatchNorm statistics are the same contiguous run however the global batch is divided.
+        BatchNorm statistics are the same contiguous run however the global batch is divided. For
+        Adasum, whose parts are such runs too, those of one worker do, and each holds whole spans.
         """
+        if self.parts > 1:
+            place = rank * self.accumulation + micro
+            start = step * self.global_batch + place * self.device_batch
+            return range(start, start + self.device_batch)
         per_micro = self.workers * self.device_batch
         start = step * self.global_batch + micro * per_micro + rank * self.device_batch
         return range(start, start + self.device_batch)
@@ -119,7 +127,10 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
             f"possible numbers of workers: {_some(_divisors(batch.global_batch))}"
         )
     per_worker = batch.global_batch // workers
+    parts = recipe.reduction.parts or 1
     possible = _device_batches(per_worker, workers=workers, span=span)
+    if parts > 1:
+        possible = _within_parts(possible, parts, batch.global_batch, workers=workers, span=span)
     device_batch = recipe.execution.device_batch
     if device_batch is None:
         device_batch = _choose_device_batch(possible, span=span)
@@ -148,6 +159,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         accumulation=per_worker // device_batch,
         bn_span=batch.bn_span,
         sync_workers=max(1, span // device_batch),
+        parts=parts,
         train_samples=recipe.train_samples,
         val_samples=recipe.data.val_samples,
         steps=steps,
@@ -279,6 +291,25 @@ def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
         for size in _divisors(per_worker)
         if size % span == 0 or (span % size == 0 and workers % (span // size) == 0)
     ]
+
+
+def _within_parts(
+    possible: list[int], parts: int, global_batch: int, *, workers: int, span: int
+) -> list[int]:
+    """Return the device batches that hold whole spans of one of Adasum's parts.
+
+    Raises PlanError where the parts cannot be divided over the workers.
+    """
+    sizes = [size for size in possible if size % span == 0 and global_batch // parts % size == 0]
+    if max(workers, parts) % min(workers, parts) or not sizes:
+        most = global_batch // span
+        numbers = [n for n in _divisors(most) if max(n, parts) % min(n, parts) == 0]
+        raise PlanError(
+            f"reduction.parts: {parts} parts of {global_batch // parts} samples, in whole "
+            f"BatchNorm spans, cannot be divided over {workers} workers; possible numbers of "
+            f"workers: {_some(numbers)}"
+        )
+    return sizes
 
 
 def _choose_device_batch(possible: list[int], *, span: int) -> int:

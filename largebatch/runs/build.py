@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -163,13 +164,19 @@ def build_extra(
     nesterov = isinstance(section, recipes.SGD) and section.nesterov
     optimizer = SGD(groups, lr=lr, momentum=section.momentum, nesterov=nesterov)
     fall = cosine(peak=lr, steps=plan.affine_steps)
-    reducer = build_reducer(recipe, model, backend)
+    reducer = build_reducer(recipe, plan, model, backend)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
 
 
-def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer:
-    """Build what sums the gradients; raise RecipeError where the backend cannot send the type."""
-    section = recipe.reduction
+def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
+    """Build what sums or combines the gradients.
+
+    Raises RecipeError where the backend cannot send the type.
+    """
+    section, grouping = recipe.reduction, _grouping(recipe.execution.groups)
+    if section.parts is not None:
+        parts, passes = section.parts, plan.accumulation
+        return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
     if section.dtype == "bf16" and backend.name == "horovod":
         raise RecipeError(
             "reduction.dtype: bf16: Horovod has no such type; use fp16, or --backend torch"
@@ -177,7 +184,7 @@ def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer
     return Reducer(
         model.named_parameters(),
         backend,
-        grouping=_grouping(recipe.execution.groups),
+        grouping=grouping,
         dtype=_SENT_AS[section.dtype],
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=_kept_exact(recipe, model),
@@ -218,7 +225,8 @@ def describe_groups(recipe: Recipe) -> str:
         size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
         sizes.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
     kind = recipe.execution.groups.kind
-    return f"{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
+    how = f"Adasum of {section.parts} parts, " if section.parts else ""
+    return f"{how}{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
 
 
 def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
@@ -292,8 +300,9 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """Join the other workers and build every object of a run; see join and build_trainer."""
     facts = {**facts, **recipe.model_dump(mode="json")}
+    splits = recipe.reduction.parts is not None or may_share_spans(recipe, workers=world_size())
     with (
-        join(options, facts, splits=may_share_spans(recipe, workers=world_size())) as backend,
+        join(options, facts, splits=splits) as backend,
         build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
         yield trainer
@@ -359,7 +368,7 @@ def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend)
         updater=Updater(
             build_optimizer(recipe, model),
             build_schedule(recipe),
-            build_reducer(recipe, model, backend),
+            build_reducer(recipe, plan, model, backend),
         ),
         scaler=build_scaler(recipe, plan, backend),
         average=_build_average(recipe, plan, model),
