@@ -171,6 +171,8 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         evaluate_after=_evaluations(recipe, steps=steps),
     )
     _check_lengths(recipe, plan)
+    if polish.swap is not None:
+        replica_plan(recipe, plan)
     return plan
 
 
@@ -198,6 +200,38 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
             f"has {plan.steps:,}: the EMA would hold weights from the start; give less than "
             f"{1 - 1 / plan.steps:.6g}"
         )
+
+
+def replica_plan(recipe: Recipe, plan: Plan) -> Plan:
+    """Return how one worker trains one replica of `polish.swap`, whatever the other workers do.
+
+    Raises RecipeError where a replica is trained for longer than a run may be.
+    """
+    assert recipe.polish is not None
+    assert recipe.polish.swap is not None
+    section = recipe.polish.swap
+    steps = section.steps or _whole((section.epochs or 0) * plan.train_samples / section.batch)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"polish.swap: {section.epochs:g} epochs are {steps:,} updates of each replica, "
+            f"expected at most {MAX_UPDATES:,}; give fewer epochs or a larger batch"
+        )
+    possible = _device_batches(section.batch, workers=1, span=plan.bn_span or 1)
+    most = recipe.execution.device_batch or DEVICE_BATCH_LIMIT
+    device_batch = max((size for size in possible if size <= most), default=possible[0])
+    return Plan(
+        workers=1,
+        global_batch=section.batch,
+        device_batch=device_batch,
+        accumulation=section.batch // device_batch,
+        bn_span=plan.bn_span,
+        train_samples=plan.train_samples,
+        val_samples=plan.val_samples,
+        steps=steps,
+        warmup_steps=0,
+        clean_steps=0,
+        evaluate_after=(),
+    )
 
 
 def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:

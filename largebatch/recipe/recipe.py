@@ -288,6 +288,12 @@ class Recipe(Section):
             )
         if self.batch.bn_span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
+        swap = self.polish.swap
+        if swap is not None and swap.batch % self.batch.bn_span:
+            raise ValueError(
+                f"polish.swap.batch ({swap.batch}) must be a multiple of batch.bn_span "
+                f"({self.batch.bn_span}), the samples that share BatchNorm statistics"
+            )
         statistics = self.polish.statistics
         if statistics is not None and statistics.samples > self.train_samples:
             left = " less polish.held_out" if self.polish.held_out else ""

@@ -34,13 +34,20 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe import recipe as recipes
 from largebatch.recipe import sections
-from largebatch.recipe.plan import Plan, make_plan, may_share_spans, measuring_plan
+from largebatch.recipe.plan import (
+    Plan,
+    make_plan,
+    may_share_spans,
+    measuring_plan,
+    replica_plan,
+)
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.options import Options
@@ -154,18 +161,22 @@ def build_extra(
     BatchNorm's scales and shifts and the classifier. The rate falls from `lr` to zero, so that the
     last batches leave no mark of their own.
     """
-    section = recipe.optimizer
     trained = affine_parameters(model) if affine_only else set(model.parameters())
     for weight in model.parameters():
         weight.requires_grad_(weight in trained)
+    fall = cosine(peak=lr, steps=plan.affine_steps)
+    reducer = build_reducer(recipe, plan, model, backend)
+    optimizer = _build_sgd(recipe, model, lr=lr)
+    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
+
+
+def _build_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
+    section = recipe.optimizer
     groups = param_groups(model, weight_decay=section.weight_decay)
     for group in groups:
         del group["adapt"]
     nesterov = isinstance(section, recipes.SGD) and section.nesterov
-    optimizer = SGD(groups, lr=lr, momentum=section.momentum, nesterov=nesterov)
-    fall = cosine(peak=lr, steps=plan.affine_steps)
-    reducer = build_reducer(recipe, plan, model, backend)
-    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
+    return SGD(groups, lr=lr, momentum=section.momentum, nesterov=nesterov)
 
 
 def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
@@ -347,6 +358,7 @@ def build_trainer(
                 spans=Spans(model, backend, sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=partial(_build_affine, here, plan, model, backend),
+                build_replica=partial(_build_replica, here, plan, model),
                 trackers=trackers,
                 emit=emit,
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
@@ -386,3 +398,13 @@ def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     assert recipe.polish.affine is not None
     lr = recipe.polish.affine.lr
     return build_extra(recipe, plan, model, backend, affine_only=True, lr=lr)
+
+
+def _build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
+    assert recipe.polish is not None
+    assert recipe.polish.swap is not None
+    lr = recipe.polish.swap.lr
+    fall = cosine(peak=lr, steps=replica_plan(recipe, plan).steps)
+    alone = Serial(next(model.parameters()).device)
+    reducer = Reducer(model.named_parameters(), alone, divisor=1.0)
+    return Updater(_build_sgd(recipe, model, lr=lr), fall, reducer)

@@ -80,7 +80,13 @@ def small_lr(recipe: Recipe) -> float:
 def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
     """Return the recipe with the updates of a comparison beside its statistics pass."""
     assert recipe.polish is not None
-    changes = {"clean": None, "ema": None, "swa": None, "affine": Affine(epochs=epochs, lr=lr)}
+    changes = {
+        "clean": None,
+        "ema": None,
+        "swa": None,
+        "swap": None,
+        "affine": Affine(epochs=epochs, lr=lr),
+    }
     polish = recipe.polish.model_copy(update=changes)  # what was held out stays so
     return recipe.model_copy(update={"polish": polish})
 
@@ -200,7 +206,7 @@ def polish_checkpoint(
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts, measuring=True) as trainer:
-        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
+        begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
         trainer.restore(replace(checkpoint, stages=[], state=begun))
         stage = _stage(checkpoint, trainer.plan)
         if ema:

@@ -68,6 +68,8 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     polish = recipe.polish or Polish.model_construct()
     copies = 3 + (polish.ema is not None or polish.swa is not None)
+    if polish.swap is not None:  # what replicas begin as, their sum in float64, another momentum
+        copies = 7
     per_sample = seconds / num
     return Estimate(
         device=backend.device.type,

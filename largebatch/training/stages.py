@@ -1,4 +1,4 @@
-"""The stages of a run: train, clean, ema, swa, affine, statistics; all but train optional.
+"""The stages of a run: train, clean, ema, swa, swap, affine, statistics; all but train optional.
 
 A stage drives the training loop and does between two updates what the loop does not know of: log,
 evaluate, save, and stop when asked.
@@ -9,18 +9,20 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.polish.statistics import QUANTILES, polish
 from largebatch.polish.statistics import Drift as PolishDrift
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.plan import Plan, replica_plan
+from largebatch.recipe.sections import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.loop import step_seeds, train
+from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
 
 
@@ -47,7 +49,8 @@ def run_stages(trainer: Trainer, *, until: int) -> bool:
         end = stage.end(trainer.plan)
         if stage.name not in ended:
             stage.run(trainer, range(begin, end), until)
-            if state.progress.step < end:
+            stopped = stage.name == "swap" and state.replicas is not None
+            if stopped or state.progress.step < end:
                 trainer.save()
                 return False
         begin = end
@@ -89,16 +92,41 @@ def _swa(trainer: Trainer, _: range, __: int) -> None:
         return
     trainer.begin_stage()
     trainer.state.store_average()
-    _measure_if_judged(trainer)
-    trainer.end_stage("swa", num_steps=0)
+    trainer.end_stage("swa", num_steps=0, note=_measure_if_judged(trainer, "swa"))
 
 
-def _measure_if_judged(trainer: Trainer) -> None:
-    """Give a mean of weights its own statistics, where it is to be judged by them."""
+def _swap(trainer: Trainer, _: range, __: int) -> None:
+    """Let the mean of replicas that are trained alone become the model, if the recipe has some."""
+    polish, state = trainer.recipe.polish, trainer.state
+    if polish is None or polish.swap is None:
+        return
+    section = polish.swap
+    trainer.begin_stage()
+    diverged = unsettled = None
+    try:
+        trained = train_replicas(trainer, section)
+    except DivergedError as error:
+        if not state.snapshot:  # nothing to roll back to
+            raise
+        diverged = str(error)
+    else:
+        if trained is None:  # asked to stop
+            return
+        trained.store()
+        unsettled = _measure_if_judged(trainer, "swap")
+    state.replicas = None
+    steps = replica_plan(trainer.recipe, trainer.plan).steps
+    note = f"{section.replicas} replicas, {steps:,} updates of {section.batch:,} samples each"
+    note = diverged or "; ".join(filter(None, [note, unsettled]))
+    trainer.end_stage("swap", num_steps=0, note=note, failed=diverged is not None)
+
+
+def _measure_if_judged(trainer: Trainer, name: Literal["swa", "swap"]) -> str | None:
+    """Give a mean of weights its own statistics, where it is judged; return a remark on them."""
     polish = trainer.recipe.polish
-    if polish is not None and polish.statistics is not None and polish.keep == "better":
-        section = polish.statistics
-        measure_statistics(trainer, section.samples, sequential=section.sequential)
+    if polish is None or polish.statistics is None or polish.keep == "always":
+        return None
+    return _measure(trainer, name, polish.statistics)
 
 
 def _affine(trainer: Trainer, steps: range, until: int) -> None:
@@ -108,15 +136,28 @@ def _affine(trainer: Trainer, steps: range, until: int) -> None:
     _train_stage("affine", trainer, steps, until)
 
 
-def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> None:
+def _statistics(trainer: Trainer, _: range, __: int) -> None:
+    """Do the statistics pass, unless those of the mean that was kept last have been measured."""
+    polish, last = trainer.recipe.polish, trainer.state.last_kept
+    judged = polish is not None and polish.keep == "better"
+    if not (judged and last is not None and last.name in {"swa", "swap"}):
+        polish_statistics(trainer)
+
+
+def polish_statistics(trainer: Trainer) -> None:
     """Do the statistics pass, if the recipe has one, and emit what it changed."""
     section = trainer.recipe.polish.statistics if trainer.recipe.polish else None
-    if section is None:
-        return
-    trainer.begin_stage()
+    if section is not None:
+        trainer.begin_stage()
+        note = _measure(trainer, "statistics", section)
+        trainer.end_stage("statistics", num_steps=0, note=note)
+
+
+def _measure(trainer: Trainer, name: StageName, section: Statistics) -> str | None:
     drift = measure_statistics(trainer, section.samples, sequential=section.sequential)
     trainer.emit(
         Drift(
+            stage=name,
             step=trainer.state.progress.step,
             samples=section.samples,
             passes=drift.passes,
@@ -126,7 +167,7 @@ def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> Non
             layers=tuple(drift),
         )
     )
-    trainer.end_stage("statistics", num_steps=0, note=describe_unsettled(drift))
+    return describe_unsettled(drift)
 
 
 def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
@@ -177,8 +218,9 @@ STAGES = (
     Stage("clean", lambda plan: plan.steps, partial(_train_stage, "clean")),
     Stage("ema", lambda plan: plan.steps, _ema),
     Stage("swa", lambda plan: plan.steps, _swa),
+    Stage("swap", lambda plan: plan.steps, _swap),
     Stage("affine", lambda plan: plan.updates, _affine),
-    Stage("statistics", lambda plan: plan.updates, polish_statistics),
+    Stage("statistics", lambda plan: plan.updates, _statistics),
 )
 
 

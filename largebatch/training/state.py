@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from largebatch.distributed.reducer import Reducer
 from largebatch.schedules.functions import Schedule
 from largebatch.tracking.events import StageResult
-from largebatch.training.averages import EMA, SWA
+from largebatch.training.averages import EMA, SWA, ReplicaMean
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -97,6 +97,9 @@ class TrainState:
     """None if the recipe wants none, and when it has become the model. Checkpoints have either as
     `ema`."""
 
+    replicas: ReplicaMean | None = None
+    """Those that have been trained, while `swap` is under way; the model is what they began as."""
+
     progress: Progress = field(default_factory=Progress)
     stages: list[StageResult] = field(default_factory=list)
     """The stages that have ended."""
@@ -168,6 +171,7 @@ class TrainState:
             "optimizer": self.updater.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self._average_state(),
+            "replicas": self.replicas.state_dict() if self.replicas is not None else {},
             "progress": {**asdict(self.progress), "seconds": self.seconds},
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
@@ -185,6 +189,10 @@ class TrainState:
         else:
             self.average = None  # it has become the model
         self.model.load_state_dict(state["model"])
+        self.replicas = None
+        if state.get("replicas"):  # those of older versions have none
+            self.replicas = ReplicaMean(self.model)
+            self.replicas.load_state_dict(state["replicas"])
         self._load_optimizer(**state["optimizer"])
         _load_scaler(self.scaler, state["scaler"])
         self.progress = Progress(**state["progress"])

@@ -16,6 +16,8 @@ from largebatch.data.datasets import digits
 from largebatch.errors import RecipeError
 from largebatch.recipe.plan import make_plan
 from largebatch.report import write_report
+from largebatch.runs.checkpoints import polish_checkpoint
+from largebatch.runs.options import Options
 from largebatch.tracking.events import Accuracy
 from largebatch.training.checkpoint import load_checkpoint
 
@@ -63,11 +65,13 @@ def test_the_mean_and_its_statistics_are_those_computed_by_hand(tmp_path: Path) 
 def test_a_mean_is_judged_by_its_own_statistics(tmp_path: Path) -> None:
     """With those of other weights it would be rolled back before they are measured."""
     summary = run(a_recipe(SWA, MEASURED, JUDGED), out=tmp_path / "run")
-    _, swa, statistics = summary.stages
-    assert (swa.held_out, swa.loss) == (statistics.held_out, statistics.loss)
-    assert [record["stage"] for record in log(tmp_path / "run", "decision")] == [
-        *("swa", "statistics"),
-    ]
+    assert [stage.name for stage in summary.stages] == ["train", "swa"]
+    (drift,) = log(tmp_path / "run", "drift")
+    assert (drift["stage"], drift["samples"]) == ("swa", 97)
+    polished = polish_checkpoint(tmp_path / "run", Options(out=tmp_path / "again"), samples=97)
+    assert [stage.name for stage in polished.stages] == ["swa", "statistics"]
+    for stage in polished.stages:  # measured again, they are the same
+        assert stage.loss == pytest.approx(summary.stages[-1].loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("judged", [True, pytest.param(False, marks=pytest.mark.long)])
