@@ -15,7 +15,6 @@ from largebatch import run
 from largebatch.data.datasets import digits
 from largebatch.errors import RecipeError
 from largebatch.recipe.plan import make_plan
-from largebatch.report import write_report
 from largebatch.runs.checkpoints import polish_checkpoint
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Accuracy
@@ -58,8 +57,6 @@ def test_the_mean_and_its_statistics_are_those_computed_by_hand(tmp_path: Path) 
     for before, after in pairwise(summary.stages):
         assert after.before == Accuracy(top1=before.top1, top5=before.top5, loss=before.loss)
         assert after.loss != before.loss
-    page = write_report(tmp_path / "run").read_text()
-    assert "the mean of the weights at a regular interval" in page
 
 
 def test_a_mean_is_judged_by_its_own_statistics(tmp_path: Path) -> None:
