@@ -8,7 +8,7 @@ import pytest
 
 from largebatch.cli.main import _parser
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
+from largebatch.recipe.sections import SWA, SWAP, Affine, Duration, Polish, Statistics
 
 ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"
@@ -45,8 +45,8 @@ def test_both_documents_show_such_sections() -> None:
 
 def test_the_document_on_polishing_names_every_key() -> None:
     longest = max(blocks(POLISHING, "yaml"), key=len)
-    keys = {*Polish.model_fields, *Affine.model_fields, *Statistics.model_fields}
-    for key in keys | set(Duration.model_fields):
+    sections = (Polish, SWA, SWAP, Affine, Statistics, Duration)
+    for key in {key for section in sections for key in section.model_fields}:
         assert re.search(rf"\b{key}:", longest), key
 
 

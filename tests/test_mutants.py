@@ -12,7 +12,7 @@ CORE = ("optim/lars.py", "models/batchnorm.py", "training/loop.py", "distributed
 POLISHING = (
     "polish/moments.py",
     "polish/statistics.py",
-    "training/ema.py",
+    "training/averages.py",
     "training/stages.py",
     "training/state.py",
 )

@@ -1,6 +1,7 @@
 """The commands that read a recipe and run nothing: plan, check, explain, recipes. They print."""
 
 import argparse
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -11,7 +12,13 @@ from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
 from largebatch.recipe.installed import installed, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.recipe.plan import Plan, describe_decoding, describe_spans, make_plan
+from largebatch.recipe.plan import (
+    Plan,
+    describe_decoding,
+    describe_spans,
+    make_plan,
+    replica_plan,
+)
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
@@ -90,7 +97,13 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
     from largebatch.runs.estimate import estimate
 
     found = estimate(recipe, plan)
-    step, run = found.step_seconds, found.step_seconds * plan.updates
+    updates: float = plan.updates
+    if recipe.polish is not None and recipe.polish.swap is not None:
+        rounds = math.ceil(recipe.polish.swap.replicas / plan.workers)
+        replica = replica_plan(recipe, plan)
+        share = plan.device_batch * plan.accumulation
+        updates += rounds * replica.steps * replica.global_batch / share
+    step, run = found.step_seconds, found.step_seconds * updates
     return (
         f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
         f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples; "
@@ -117,6 +130,17 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
     rows = {}
     if polish.ema:
         rows["EMA"] = f"over some {1 / (1 - polish.ema):,.0f} updates (ema {polish.ema:g})"
+    if polish.swa:
+        rows["SWA"] = (
+            f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
+            f"of the last {plan.swa_steps:,} steps"
+        )
+    if polish.swap:
+        rows["SWAP"] = (
+            f"the mean of {polish.swap.replicas:,} replicas, "
+            f"{replica_plan(recipe, plan).steps:,} steps of {polish.swap.batch:,} samples each, "
+            f"learning rate from {polish.swap.lr:g} to 0"
+        )
     if polish.affine:
         rows["affine"] = (
             f"{plan.affine_steps:,} steps more, learning rate from {polish.affine.lr:g} to 0"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -55,6 +56,11 @@ class Pipeline:
         return [
             f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
         ]
+
+    def replica(self, plan: Plan, *, seed: int) -> Self:
+        """Return the pipeline of a replica, whose batches this worker alone goes through."""
+        recipe = self.recipe.model_copy(update={"seed": seed})
+        return replace(self, recipe=recipe, plan=plan, rank=0)
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, `accumulation` for each.

@@ -169,13 +169,18 @@ class Spans:
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._moments = torch.zeros(sum(sizes), dtype=dtype, device=backend.device)
         self._sums = torch.zeros_like(self._moments)  # what has been sent, while more is added
-        group = _neighbours(backend, sync_workers) if self._layers else None
-        for layer, part in zip(self._layers, self._moments.split(sizes), strict=True):
-            layer.moments = part
-            layer.group = group
+        self._group = _neighbours(backend, sync_workers) if self._layers else None
+        self.attach()
         self._backend = backend
         self._work: Work | None = None
         self._lay_out()
+
+    def attach(self) -> None:
+        """Let the model's layers count here from now on, after other Spans had them."""
+        sizes = [2 * layer.num_features + 1 for layer in self._layers]
+        for layer, part in zip(self._layers, self._moments.split(sizes), strict=True):
+            layer.moments = part
+            layer.group = self._group
 
     def reduce(self) -> None:
         """Start to sum the moments over all workers; call it after the step's last forward.

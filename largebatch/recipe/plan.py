@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import MAX_UPDATES, Duration
+from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
 
 DEVICE_BATCH_LIMIT = 256
 """The largest device batch that is chosen without being asked for."""
@@ -37,6 +37,9 @@ class Plan:
     sync_workers: int = 1
     """How many workers side by side share each span while training; 1: each holds whole spans."""
 
+    parts: int = 1
+    """Runs of consecutive samples of a global batch whose gradients Adasum combines."""
+
     train_samples: int
     """Those that are trained on: images held out are not among them."""
 
@@ -46,6 +49,10 @@ class Plan:
 
     warmup_steps: int
     clean_steps: int
+    swa_steps: int = 0
+    swa_every: int = 0
+    """Updates at the end of the schedule over which weights are averaged, and their interval."""
+
     affine_steps: int = 0
     """Updates after the schedule, in which few weights move."""
 
@@ -56,6 +63,11 @@ class Plan:
     def train_steps(self) -> int:
         """Updates on augmented images; the clean ones follow."""
         return self.steps - self.clean_steps
+
+    @property
+    def swa_after(self) -> range:
+        """Numbers of updates after which the weights are averaged, the last ones first."""
+        return range(self.steps, self.steps - self.swa_steps, -max(1, self.swa_every))
 
     @property
     def updates(self) -> int:
@@ -85,8 +97,13 @@ class Plan:
         """Return the positions of one device batch.
 
         The workers' device batches of one micro-batch lie side by side, so the samples that share
-        BatchNorm statistics are the same contiguous run however the global batch is divided.
+        BatchNorm statistics are the same contiguous run however the global batch is divided. For
+        Adasum, whose parts are such runs too, those of one worker do, and each holds whole spans.
         """
+        if self.parts > 1:
+            place = rank * self.accumulation + micro
+            start = step * self.global_batch + place * self.device_batch
+            return range(start, start + self.device_batch)
         per_micro = self.workers * self.device_batch
         start = step * self.global_batch + micro * per_micro + rank * self.device_batch
         return range(start, start + self.device_batch)
@@ -110,7 +127,10 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
             f"possible numbers of workers: {_some(_divisors(batch.global_batch))}"
         )
     per_worker = batch.global_batch // workers
+    parts = recipe.reduction.parts or 1
     possible = _device_batches(per_worker, workers=workers, span=span)
+    if parts > 1:
+        possible = _within_parts(possible, parts, batch.global_batch, workers=workers, span=span)
     device_batch = recipe.execution.device_batch
     if recipe.monitor:
         possible = _measurable(possible, recipe, workers=workers)
@@ -127,7 +147,8 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     steps_in = converter(recipe)
     steps = steps_in(recipe.duration, math.ceil)
     warmup = recipe.schedule.warmup
-    clean, affine = (recipe.polish.clean, recipe.polish.affine) if recipe.polish else (None, None)
+    polish = recipe.polish or Polish.model_construct()
+    clean, swa, affine = polish.clean, polish.swa, polish.affine
     if steps > MAX_UPDATES:
         raise RecipeError(
             f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
@@ -140,25 +161,40 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         accumulation=per_worker // device_batch,
         bn_span=batch.bn_span,
         sync_workers=max(1, span // device_batch),
+        parts=parts,
         train_samples=recipe.train_samples,
         val_samples=recipe.data.val_samples,
         steps=steps,
         warmup_steps=steps_in(warmup) if warmup else 0,
         clean_steps=steps_in(clean) if clean else 0,
+        swa_steps=steps_in(swa.over) if swa else 0,
+        swa_every=steps_in(swa.every) if swa else 0,
         affine_steps=steps_in(affine) if affine else 0,
         evaluate_after=_evaluations(recipe, steps=steps),
     )
     _check_lengths(recipe, plan)
+    if polish.swap is not None:
+        replica_plan(recipe, plan)
     return plan
 
 
 def _check_lengths(recipe: Recipe, plan: Plan) -> None:
     """Raise RecipeError where a part of the schedule is as long as all of it."""
-    for key, length in (("schedule.warmup", plan.warmup_steps), ("polish.clean", plan.clean_steps)):
+    parts = {
+        "schedule.warmup": plan.warmup_steps,
+        "polish.clean": plan.clean_steps,
+        "polish.swa.over": plan.swa_steps,
+    }
+    for key, length in parts.items():
         if length >= plan.steps:
             raise RecipeError(
                 f"{key} ({length} steps) must be shorter than duration ({plan.steps} steps)"
             )
+    if plan.swa_steps and plan.swa_every >= plan.swa_steps:
+        raise RecipeError(
+            f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
+            f"({plan.swa_steps} steps): the mean would hold one state of the weights"
+        )
     ema = recipe.polish.ema if recipe.polish else None
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
@@ -166,6 +202,38 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
             f"has {plan.steps:,}: the EMA would hold weights from the start; give less than "
             f"{1 - 1 / plan.steps:.6g}"
         )
+
+
+def replica_plan(recipe: Recipe, plan: Plan) -> Plan:
+    """Return how one worker trains one replica of `polish.swap`, whatever the other workers do.
+
+    Raises RecipeError where a replica is trained for longer than a run may be.
+    """
+    assert recipe.polish is not None
+    assert recipe.polish.swap is not None
+    section = recipe.polish.swap
+    steps = section.steps or _whole((section.epochs or 0) * plan.train_samples / section.batch)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"polish.swap: {section.epochs:g} epochs are {steps:,} updates of each replica, "
+            f"expected at most {MAX_UPDATES:,}; give fewer epochs or a larger batch"
+        )
+    possible = _device_batches(section.batch, workers=1, span=plan.bn_span or 1)
+    most = recipe.execution.device_batch or DEVICE_BATCH_LIMIT
+    device_batch = max((size for size in possible if size <= most), default=possible[0])
+    return Plan(
+        workers=1,
+        global_batch=section.batch,
+        device_batch=device_batch,
+        accumulation=section.batch // device_batch,
+        bn_span=plan.bn_span,
+        train_samples=plan.train_samples,
+        val_samples=plan.val_samples,
+        steps=steps,
+        warmup_steps=0,
+        clean_steps=0,
+        evaluate_after=(),
+    )
 
 
 def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:
@@ -276,6 +344,25 @@ def _measurable(possible: list[int], recipe: Recipe, *, workers: int) -> list[in
             "workers; give monitor: [], a smaller batch.bn_span or fewer workers"
         )
     return left
+
+
+def _within_parts(
+    possible: list[int], parts: int, global_batch: int, *, workers: int, span: int
+) -> list[int]:
+    """Return the device batches that hold whole spans of one of Adasum's parts.
+
+    Raises PlanError where the parts cannot be divided over the workers.
+    """
+    sizes = [size for size in possible if size % span == 0 and global_batch // parts % size == 0]
+    if max(workers, parts) % min(workers, parts) or not sizes:
+        most = global_batch // span
+        numbers = [n for n in _divisors(most) if max(n, parts) % min(n, parts) == 0]
+        raise PlanError(
+            f"reduction.parts: {parts} parts of {global_batch // parts} samples, in whole "
+            f"BatchNorm spans, cannot be divided over {workers} workers; possible numbers of "
+            f"workers: {_some(numbers)}"
+        )
+    return sizes
 
 
 def _choose_device_batch(possible: list[int], *, span: int) -> int:

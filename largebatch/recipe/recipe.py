@@ -134,12 +134,32 @@ class BatchSizes(Section):
 
 
 class Reduction(Section):
-    """What gradients are sent as when they are summed over the workers."""
+    """How the gradients of a global batch become one, and what they are sent as."""
+
+    kind: Literal["sum", "adasum"] = "sum"
+    """`sum`: the mean gradient over the global batch. `adasum`: the mean gradients of `parts` of it
+    are combined in pairs by how far they agree (arXiv:2006.02924), every tensor by itself: equal
+    ones give their mean, orthogonal ones their sum."""
+
+    parts: Annotated[int, Field(ge=2, le=65_536)] | None = None
+    """For adasum, into how many parts of consecutive samples the global batch is divided: a power
+    of two, in the paper the number of workers. Any number of workers that divides it, or that it
+    divides, computes the same."""
 
     dtype: Precision = "fp32"
     """Gradients are sent in this type. They are divided by the global batch before they are rounded
     and summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last
     group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
+
+    @model_validator(mode="after")
+    def _parts_are_for_adasum(self) -> Self:
+        if (self.kind == "adasum") != (self.parts is not None):
+            raise ValueError("kind: adasum and parts belong together: give both or neither")
+        if self.parts is not None and self.parts & (self.parts - 1):
+            raise ValueError(f"parts ({self.parts}) must be a power of two: 2, 4, 8 ...")
+        if self.kind == "adasum" and self.dtype != "fp32":
+            raise ValueError(f"kind: adasum sends in fp32: leave dtype: {self.dtype} out")
+        return self
 
 
 class NonFinite(Section):
@@ -241,6 +261,12 @@ class Recipe(Section):
             )
         if self.batch.bn_span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
+        swap = self.polish.swap
+        if swap is not None and swap.batch % self.batch.bn_span:
+            raise ValueError(
+                f"polish.swap.batch ({swap.batch}) must be a multiple of batch.bn_span "
+                f"({self.batch.bn_span}), the samples that share BatchNorm statistics"
+            )
         statistics = self.polish.statistics
         if statistics is not None and statistics.samples > self.train_samples:
             left = " less polish.held_out" if self.polish.held_out else ""
@@ -259,11 +285,12 @@ class Recipe(Section):
                 "optimizer.kind: schedule-free averages its weights instead of lowering the rate; "
                 f"schedule.decay must be {{kind: constant}}, got {self.schedule.decay.kind}"
             )
-        if self.polish is not None and self.polish.ema is not None:
-            raise ValueError(
-                "polish.ema would average the weights that optimizer.kind: schedule-free averages "
-                "already; leave it out"
-            )
+        for key in ("ema", "swa"):
+            if self.polish is not None and getattr(self.polish, key) is not None:
+                raise ValueError(
+                    f"polish.{key} would average the weights that optimizer.kind: schedule-free "
+                    "averages already; leave it out"
+                )
         if self.polish is not None and self.polish.clean and self.polish.keep == "better":
             raise ValueError(
                 "polish.clean cannot be rolled back with optimizer.kind: schedule-free, whose "
@@ -303,6 +330,26 @@ class Recipe(Section):
             raise ValueError(
                 "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small "
                 "gradients from vanishing; or send in bf16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_hold_whole_spans(self) -> Self:
+        parts, size = self.reduction.parts or 1, self.batch.global_batch
+        whole = (self.batch.bn_span or 1) * parts
+        if parts > 1 and size % whole:
+            raise ValueError(
+                f"reduction.parts ({parts}) does not divide batch.global_batch ({size}) into parts "
+                f"of whole BatchNorm spans; it must divide {size // (self.batch.bn_span or 1)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_is_that_of_a_sum(self) -> Self:
+        if self.monitor and self.reduction.kind == "adasum":
+            raise ValueError(
+                "monitor: noise_scale compares gradients before and after their sum, and "
+                "reduction.kind: adasum has none; leave one of the two out"
             )
         return self
 

@@ -119,6 +119,36 @@ class Data(Section):
         return self
 
 
+class SWA(Section):
+    """The mean of the weights at a regular interval (arXiv:1803.05407).
+
+    The rates are the schedule's: high or constant ones move the weights far enough for it to pay.
+    """
+
+    over: Duration
+    """The last part of the schedule, clean epochs included."""
+
+    every: Duration
+    """The interval; the last weights of the schedule are the last ones in the mean."""
+
+
+class SWAP(Duration):
+    """Replicas of the model, each trained alone, and their mean (arXiv:2001.02312, phase 3).
+
+    They go on from the same weights on augmented images, each in an order of its own, by SGD with
+    the optimizer's momentum and weight decay and no trust ratio. The length is that of each.
+    """
+
+    replicas: Annotated[int, Field(ge=2, le=4096)]
+    """How many; workers train them side by side, and one after the other where they are fewer."""
+
+    batch: Batch
+    """Samples in one update of a replica: a small batch."""
+
+    lr: Positive
+    """The rate of the first update; it falls to zero along half a cosine."""
+
+
 class Affine(Duration):
     """More updates after the schedule, of BatchNorm's scales and shifts and of the classifier."""
 
@@ -152,6 +182,14 @@ class Polish(Section):
     statistics alike. When the schedule has ended the EMA becomes the model, and the stages
     below work on it. 1 / (1 - ema) is how many updates it reaches back; null: no EMA."""
 
+    swa: SWA | None = None
+    """When the schedule has ended, this mean of weights and running statistics becomes the model;
+    in place of ema, and with statistics after it. null: none."""
+
+    swap: SWAP | None = None
+    """When the schedule has ended, the mean of replicas that were trained on alone becomes the
+    model, with statistics after it. null: none."""
+
     affine: Affine | None = None
     """More updates on clean images after the schedule, in which only BatchNorm's scales and
     shifts and the classifier move, by SGD: with the optimizer's momentum, its weight decay on the
@@ -172,11 +210,24 @@ class Polish(Section):
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
-        if not (self.clean or self.ema or self.affine or self.statistics):
+        stages = (self.clean, self.ema, self.swa, self.swap, self.affine, self.statistics)
+        if not any(stages):
             raise ValueError(
-                "give at least one of clean, ema, affine and statistics; without polishing, leave "
-                "polish out"
+                "give at least one of clean, ema, swa, swap, affine and statistics; without "
+                "polishing, leave polish out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _averages_are_measured(self) -> Self:
+        if self.ema is not None and self.swa is not None:
+            raise ValueError("ema and swa would each become the model: give one of the two")
+        for name, average in (("swa", self.swa), ("swap", self.swap)):
+            if average is not None and self.statistics is None:
+                raise ValueError(
+                    f"{name} needs statistics: the running statistics of an average belong to "
+                    "other weights"
+                )
         return self
 
     @model_validator(mode="after")

@@ -111,7 +111,7 @@ def _draw_slopes(axes: "Axes", run: Run) -> None:
     span = max(np.ptp(values), 0.2)
     axes.set_ylim(min(values) - 0.4 * span, max(values) + 0.4 * span)
     axes.set_xlim(-0.5, len(values) - 0.5)
-    size = 9.5 if run.decisions else 11
+    size = (9.5 if len(run.stages) < 6 else 8) if run.decisions else 11
     for place, stage in enumerate(run.stages):
         for row, line in enumerate(_stage_lines(stage)):
             axes.annotate(

@@ -148,7 +148,7 @@ class Run:
     def drift_kept(self) -> bool:
         """Whether the statistics that were measured are those of the model."""
         judged = {decision.stage: decision.kept for decision in self.decisions}
-        return judged.get("statistics", True)
+        return self.drift is None or judged.get(self.drift.stage, True)
 
     @property
     def last_stage(self) -> Stage | None:

@@ -30,15 +30,26 @@ COLOURS = {
     "train": "#0068a8",
     "clean": "#c06000",
     "ema": "#7a6a00",
+    "swa": "#6250c4",
+    "swap": "#8b5530",
     "affine": "#a8477f",
     "statistics": "#008060",
 }
-"""Blue, orange, olive, purple and bluish green; the markers tell apart what colours may not."""
+"""Blue, orange, olive, violet, brown, purple and bluish green; the markers tell apart what colours
+may not."""
 
 LOW, HIGH = "#2a62b0", "#bb3326"
 """Less and more than before: blue and red, which colour-blind people tell apart."""
 
-MARKERS = {"train": "o", "clean": "s", "ema": "^", "affine": "v", "statistics": "D"}
+MARKERS = {
+    "train": "o",
+    "clean": "s",
+    "ema": "^",
+    "swa": ">",
+    "swap": "<",
+    "affine": "v",
+    "statistics": "D",
+}
 
 _VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper"} | {
     colour: name for name, colour in (COLOURS | {"low": LOW, "high": HIGH}).items()

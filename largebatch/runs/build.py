@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_pipeline
+from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -33,11 +34,18 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
+from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.recipe import optimizers, sections
-from largebatch.recipe.plan import Plan, make_plan, may_share_spans, measuring_plan
+from largebatch.recipe.plan import (
+    Plan,
+    make_plan,
+    may_share_spans,
+    measuring_plan,
+    replica_plan,
+)
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_optimizer
@@ -47,8 +55,8 @@ from largebatch.schedules.functions import cosine
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, Tracker
 from largebatch.tracking.log import record
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Retention, Writer
-from largebatch.training.ema import EMA
 from largebatch.training.loss import cross_entropy
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
@@ -122,10 +130,17 @@ def build_extra(
     BatchNorm's scales and shifts and the classifier. The rate falls from `lr` to zero, so that the
     last batches leave no mark of their own.
     """
-    section = recipe.optimizer
     trained = affine_parameters(model) if affine_only else set(model.parameters())
     for weight in model.parameters():
         weight.requires_grad_(weight in trained)
+    fall = cosine(peak=lr, steps=plan.affine_steps)
+    reducer = build_reducer(recipe, plan, model, backend)
+    optimizer = _build_sgd(recipe, model, lr=lr)
+    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
+
+
+def _build_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
+    section = recipe.optimizer
     if isinstance(section, optimizers.LAMB):
         decay, momentum = 0.0, section.beta1  # its own decay is of another scale
     else:
@@ -134,15 +149,18 @@ def build_extra(
     for group in groups:
         del group["adapt"]
     nesterov = isinstance(section, optimizers.SGD) and section.nesterov
-    optimizer = SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
-    fall = cosine(peak=lr, steps=plan.affine_steps)
-    reducer = build_reducer(recipe, model, backend)
-    return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
+    return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
 
 
-def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer:
-    """Build what sums the gradients; raise RecipeError where the backend cannot send the type."""
-    section = recipe.reduction
+def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
+    """Build what sums or combines the gradients.
+
+    Raises RecipeError where the backend cannot send the type.
+    """
+    section, grouping = recipe.reduction, _grouping(recipe.execution.groups)
+    if section.parts is not None:
+        parts, passes = section.parts, plan.accumulation
+        return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
     if section.dtype == "bf16" and backend.name == "horovod":
         raise RecipeError(
             "reduction.dtype: bf16: Horovod has no such type; use fp16, or --backend torch"
@@ -150,7 +168,7 @@ def build_reducer(recipe: Recipe, model: nn.Module, backend: Backend) -> Reducer
     return Reducer(
         model.named_parameters(),
         backend,
-        grouping=_grouping(recipe.execution.groups),
+        grouping=grouping,
         dtype=_SENT_AS[section.dtype],
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=_kept_exact(recipe, model),
@@ -192,7 +210,8 @@ def describe_groups(recipe: Recipe) -> str:
         size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
         sizes.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
     kind = recipe.execution.groups.kind
-    return f"{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
+    how = f"Adasum of {section.parts} parts, " if section.parts else ""
+    return f"{how}{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
 
 
 def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
@@ -266,8 +285,9 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """Join the other workers and build every object of a run; see join and build_trainer."""
     facts = {**facts, **recipe.model_dump(mode="json")}
+    splits = recipe.reduction.parts is not None or may_share_spans(recipe, workers=world_size())
     with (
-        join(options, facts, splits=may_share_spans(recipe, workers=world_size())) as backend,
+        join(options, facts, splits=splits) as backend,
         build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
         yield trainer
@@ -312,6 +332,7 @@ def build_trainer(
                 spans=Spans(model, backend, sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=partial(_build_affine, here, plan, model, backend),
+                build_replica=partial(_build_replica, here, plan, model),
                 trackers=trackers,
                 emit=emit,
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
@@ -328,17 +349,22 @@ def _retention(recipe: Recipe) -> Retention:
 
 
 def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
-    decay = recipe.polish.ema if recipe.polish else None
     return TrainState(
         model=model,
         updater=Updater(
             build_optimizer(recipe, model),
             build_schedule(recipe),
-            build_reducer(recipe, model, backend),
+            build_reducer(recipe, plan, model, backend),
         ),
         scaler=build_scaler(recipe, plan, backend),
-        ema=EMA(model, decay=decay) if decay else None,
+        average=_build_average(recipe, plan, model),
     )
+
+
+def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | None:
+    if recipe.polish is not None and recipe.polish.ema is not None:
+        return EMA(model, decay=recipe.polish.ema)
+    return SWA(model, after=plan.swa_after) if plan.swa_after else None
 
 
 def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Updater:
@@ -346,3 +372,13 @@ def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     assert recipe.polish.affine is not None
     lr = recipe.polish.affine.lr
     return build_extra(recipe, plan, model, backend, affine_only=True, lr=lr)
+
+
+def _build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
+    assert recipe.polish is not None
+    assert recipe.polish.swap is not None
+    lr = recipe.polish.swap.lr
+    fall = cosine(peak=lr, steps=replica_plan(recipe, plan).steps)
+    alone = Serial(next(model.parameters()).device)
+    reducer = Reducer(model.named_parameters(), alone, divisor=1.0)
+    return Updater(_build_sgd(recipe, model, lr=lr), fall, reducer)

@@ -20,8 +20,8 @@ from largebatch.runs.options import Options
 from largebatch.runs.run import record
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
+from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
-from largebatch.training.ema import store_ema
 from largebatch.training.evaluation import Metrics
 from largebatch.training.stages import (
     describe_unsettled,
@@ -80,7 +80,13 @@ def small_lr(recipe: Recipe) -> float:
 def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:
     """Return the recipe with the updates of a comparison beside its statistics pass."""
     assert recipe.polish is not None
-    changes = {"clean": None, "ema": None, "affine": Affine(epochs=epochs, lr=lr)}
+    changes = {
+        "clean": None,
+        "ema": None,
+        "swa": None,
+        "swap": None,
+        "affine": Affine(epochs=epochs, lr=lr),
+    }
     polish = recipe.polish.model_copy(update=changes)  # what was held out stays so
     return recipe.model_copy(update={"polish": polish})
 
@@ -200,7 +206,7 @@ def polish_checkpoint(
     recipe = with_statistics(checkpoint.recipe, samples)
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts, measuring=True) as trainer:
-        begun = {**state, "stages": [], "ema": {}, "snapshot": {}}
+        begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
         trainer.restore(replace(checkpoint, stages=[], state=begun))
         trainer.store_average()
         stage = _stage(checkpoint, trainer.plan)
@@ -260,7 +266,8 @@ def _load(path: Path, options: Options, *, ema: bool = False) -> Checkpoint:
     Raises CheckpointError where the EMA is asked for and there is none.
     """
     checkpoint = load_checkpoint(find_checkpoint(path))
-    if ema and not checkpoint.state["ema"]:
+    polish = checkpoint.recipe.polish
+    if ema and not (checkpoint.state["ema"] and polish is not None and polish.ema):
         raise CheckpointError(
             f"{path}: holds no EMA: a checkpoint has one beside the weights if its recipe has "
             "polish.ema, until the schedule ends and it becomes the model; leave --ema out"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.sections import Polish
 from largebatch.runs.build import build_model
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
@@ -32,7 +33,7 @@ class Estimate(NamedTuple):
     """Forward, backward and update; input and communication not."""
 
     memory_bytes: int
-    """Weights, gradients, optimizer and EMA, and what forward keeps for backward."""
+    """Weights, gradients, optimizer and average, and what forward keeps for backward."""
 
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
@@ -67,7 +68,10 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     update = _elapsed(begun, backend.device)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     kept_by_optimizer = sum(_tensor_bytes(optimizer.state_dict()["state"]))
-    copies = 2 + (recipe.polish is not None and recipe.polish.ema is not None)
+    polish = recipe.polish or Polish.model_construct()
+    copies = 2 + (polish.ema is not None or polish.swa is not None)
+    if polish.swap is not None:  # what replicas begin as, their sum in float64, another momentum
+        copies = 6
     per_sample = seconds / num
     return Estimate(
         device=backend.device.type,

@@ -24,7 +24,7 @@ RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", 
 REPORT, OVERVIEW = "report.html", "report.png"
 """What the files of a run folder are called."""
 
-StageName = Literal["train", "clean", "ema", "affine", "statistics"]
+StageName = Literal["train", "clean", "ema", "swa", "swap", "affine", "statistics"]
 """The stages of a run, in their order."""
 
 Status = Literal["finished", "paused", "interrupted", "stopped", "failed"]

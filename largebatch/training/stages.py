@@ -1,4 +1,4 @@
-"""The stages of a run, in order: train, clean, ema, affine, statistics; all but train optional.
+"""The stages of a run: train, clean, ema, swa, swap, affine, statistics; all but train optional.
 
 A stage drives the training loop and does between two updates what the loop does not know of: log,
 evaluate, save, and stop when asked.
@@ -8,15 +8,18 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.plan import Plan, replica_plan
+from largebatch.recipe.sections import Statistics
 from largebatch.tracking.events import Drift, StageName
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.loop import step_seeds, train
+from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
 
 
@@ -43,7 +46,8 @@ def run_stages(trainer: Trainer, *, until: int) -> bool:
         end = stage.end(trainer.plan)
         if stage.name not in ended:
             stage.run(trainer, range(begin, end), until)
-            if state.progress.step < end:
+            stopped = stage.name == "swap" and state.replicas is not None
+            if stopped or state.progress.step < end:
                 trainer.save()
                 return False
         begin = end
@@ -68,11 +72,58 @@ def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
 
 def _ema(trainer: Trainer, _: range, __: int) -> None:
     """Let the EMA become the model, if there is one."""
-    if trainer.state.ema is None:
+    if isinstance(trainer.state.average, EMA):
+        trainer.begin_stage()
+        trainer.state.store_average()
+        trainer.end_stage("ema", num_steps=0)
+
+
+def _swa(trainer: Trainer, _: range, __: int) -> None:
+    """Let the mean of the weights become the model, if there is one."""
+    average = trainer.state.average
+    if not isinstance(average, SWA):
+        return
+    if not average.num_models:
+        trainer.note("swa", "there is no mean: the updates that it was to be of were rolled back")
+        trainer.state.average = None
         return
     trainer.begin_stage()
-    trainer.state.store_ema()
-    trainer.end_stage("ema", num_steps=0)
+    trainer.state.store_average()
+    trainer.end_stage("swa", num_steps=0, note=_measure_if_judged(trainer, "swa"))
+
+
+def _swap(trainer: Trainer, _: range, __: int) -> None:
+    """Let the mean of replicas that are trained alone become the model, if the recipe has some."""
+    polish, state = trainer.recipe.polish, trainer.state
+    if polish is None or polish.swap is None:
+        return
+    section = polish.swap
+    trainer.begin_stage()
+    diverged = unsettled = None
+    try:
+        trained = train_replicas(trainer, section)
+    except DivergedError as error:
+        if not state.snapshot:  # nothing to roll back to
+            raise
+        diverged = str(error)
+    else:
+        if trained is None:  # asked to stop
+            return
+        trained.store()
+        unsettled = _measure_if_judged(trainer, "swap")
+    state.replicas = None
+    steps = replica_plan(trainer.recipe, trainer.plan).steps
+    note = f"{section.replicas} replicas, {steps:,} updates of {section.batch:,} samples each"
+    note = diverged or "; ".join(filter(None, [note, unsettled]))
+    trainer.end_stage("swap", num_steps=0, note=note, failed=diverged is not None)
+
+
+def _measure_if_judged(trainer: Trainer, name: Literal["swa", "swap"]) -> str | None:
+    """Give a mean of weights its own statistics, where it is judged; return a remark on them."""
+    polish = trainer.recipe.polish
+    if polish is None or polish.statistics is None or polish.keep == "always":
+        return None
+    return _measure(trainer, name, polish.statistics)
 
 
 def _affine(trainer: Trainer, steps: range, until: int) -> None:
@@ -82,15 +133,28 @@ def _affine(trainer: Trainer, steps: range, until: int) -> None:
     _train_stage("affine", trainer, steps, until)
 
 
-def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> None:
+def _statistics(trainer: Trainer, _: range, __: int) -> None:
+    """Do the statistics pass, unless those of the mean that was kept last have been measured."""
+    polish, last = trainer.recipe.polish, trainer.state.last_kept
+    judged = polish is not None and polish.keep == "better"
+    if not (judged and last is not None and last.name in {"swa", "swap"}):
+        polish_statistics(trainer)
+
+
+def polish_statistics(trainer: Trainer) -> None:
     """Do the statistics pass, if the recipe has one, and emit what it changed."""
     section = trainer.recipe.polish.statistics if trainer.recipe.polish else None
-    if section is None:
-        return
-    trainer.begin_stage()
+    if section is not None:
+        trainer.begin_stage()
+        note = _measure(trainer, "statistics", section)
+        trainer.end_stage("statistics", num_steps=0, note=note)
+
+
+def _measure(trainer: Trainer, name: StageName, section: Statistics) -> str | None:
     drift = trainer.measure_statistics(section.samples, sequential=section.sequential)
     trainer.emit(
         Drift(
+            stage=name,
             step=trainer.state.progress.step,
             samples=section.samples,
             passes=drift.passes,
@@ -100,7 +164,7 @@ def polish_statistics(trainer: Trainer, _: range = range(0), __: int = 0) -> Non
             layers=tuple(drift),
         )
     )
-    trainer.end_stage("statistics", num_steps=0, note=describe_unsettled(drift))
+    return describe_unsettled(drift)
 
 
 def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
@@ -153,8 +217,10 @@ STAGES = (
     Stage("train", lambda plan: plan.train_steps, partial(_train_stage, "train")),
     Stage("clean", lambda plan: plan.steps, partial(_train_stage, "clean")),
     Stage("ema", lambda plan: plan.steps, _ema),
+    Stage("swa", lambda plan: plan.steps, _swa),
+    Stage("swap", lambda plan: plan.steps, _swap),
     Stage("affine", lambda plan: plan.updates, _affine),
-    Stage("statistics", lambda plan: plan.updates, polish_statistics),
+    Stage("statistics", lambda plan: plan.updates, _statistics),
 )
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from largebatch.distributed.reducer import Reducer
 from largebatch.schedules.functions import Schedule
 from largebatch.tracking.events import StageResult
-from largebatch.training.ema import EMA
+from largebatch.training.averages import EMA, SWA, ReplicaMean
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -96,8 +96,12 @@ class TrainState:
     model: nn.Module
     updater: Updater
     scaler: GradScaler
-    ema: EMA | None
-    """None if the recipe wants none, and when it has become the model."""
+    average: EMA | SWA | None
+    """None if the recipe wants none, and when it has become the model. Checkpoints have either as
+    `ema`."""
+
+    replicas: ReplicaMean | None = None
+    """Those that have been trained, while `swap` is under way; the model is what they began as."""
 
     progress: Progress = field(default_factory=Progress)
     stages: list[StageResult] = field(default_factory=list)
@@ -127,26 +131,25 @@ class TrainState:
         self.updater = updater
 
     def count(self, step: int, *, images: int, seconds: float, skipped: bool) -> None:
-        """Count the update of a step, and let the EMA follow it."""
+        """Count the update of a step, and let the average follow it."""
         self.progress.count(step, images=images, seconds=seconds, skipped=skipped)
-        if self.ema is not None and not skipped:
-            self.ema.update()
+        if self.average is not None:
+            self.average.follow(step, skipped=skipped)
 
     def take_snapshot(self) -> None:
         """Note the state as it is, for a stage that may be rolled back; once a stage."""
         if not self.snapshot:
-            ema = self.ema.state_dict() if self.ema is not None else {}
             self.snapshot = {
                 "model": _copy(self.model.state_dict()),
-                "ema": _copy(ema),
+                "ema": _copy(self._average_state()),
                 "scaler": self.scaler.state_dict(),
             }
 
     def roll_back(self) -> None:
         """Return to the snapshot, with no momentum: a stage that follows has its own optimizer."""
         self.model.load_state_dict(self.snapshot["model"])
-        if self.ema is not None:
-            self.ema.load_state_dict(self.snapshot["ema"])
+        if self.average is not None:
+            self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
 
@@ -155,11 +158,14 @@ class TrainState:
         self.stages.append(result)
         self.snapshot = {}
 
-    def store_ema(self) -> None:
-        """Let the EMA become the model."""
-        assert self.ema is not None
-        self.ema.store()
-        self.ema = None
+    def store_average(self) -> None:
+        """Let the average become the model."""
+        assert self.average is not None
+        self.average.store()
+        self.average = None
+
+    def _average_state(self) -> dict[str, Any]:
+        return self.average.state_dict() if self.average is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as tensors and plain values."""
@@ -167,7 +173,8 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.updater.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "ema": self.ema.state_dict() if self.ema is not None else {},
+            "ema": self._average_state(),
+            "replicas": self.replicas.state_dict() if self.replicas is not None else {},
             "progress": {**asdict(self.progress), "seconds": self.seconds},
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
@@ -180,11 +187,15 @@ class TrainState:
         Hyper-parameters are those of this run's optimizer, which its recipe gave it. Raises
         KeyError, TypeError, RuntimeError or ValueError where the state is not one of this run.
         """
-        if self.ema is not None and state["ema"]:
-            self.ema.load_state_dict(state["ema"])
+        if self.average is not None and state["ema"]:
+            self.average.load_state_dict(state["ema"])
         else:
-            self.ema = None  # it has become the model
+            self.average = None  # it has become the model
         self.model.load_state_dict(state["model"])
+        self.replicas = None
+        if state.get("replicas"):  # those of older versions have none
+            self.replicas = ReplicaMean(self.model)
+            self.replicas.load_state_dict(state["replicas"])
         self.load_optimizer(**state["optimizer"])
         _load_scaler(self.scaler, state["scaler"])
         self.progress = Progress(**state["progress"])
@@ -193,8 +204,7 @@ class TrainState:
         self.snapshot = state["snapshot"]
         if self.snapshot:
             _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")
-            ema = self.ema.state_dict() if self.ema is not None else {}
-            _require_like(self.snapshot["ema"], ema, "the snapshot's EMA")
+            _require_like(self.snapshot["ema"], self._average_state(), "the snapshot's average")
         self._begun = time.perf_counter()
 
     def load_optimizer(

@@ -122,6 +122,17 @@ class StepLog:
         if self._stream is None:
             self.flush()
 
+    def exchange(self, bad: Tensor) -> bool:
+        """Take in whether any worker was asked to stop; return whether `bad` is above 0 on any.
+
+        For updates that this log does not count, since every worker makes its own.
+        """
+        sums = torch.stack([bad, bad.new_tensor(float(self._wants_stop()))])
+        self._backend.all_reduce(sums).wait()
+        found, stop = sums.tolist()  # sync: once in several updates
+        self.stopped = self.stopped or stop > 0
+        return bool(found > 0)
+
     def _requests(self, update: Update) -> Tensor:
         """Return what is summed: the loss, whether to stop, whether to save (worker 0 alone)."""
         late = time.perf_counter() - self._saved > self._save_seconds

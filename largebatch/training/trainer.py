@@ -71,6 +71,9 @@ class Trainer:
     build_affine: Callable[[], Updater]
     """Freezes what the affine stage leaves alone and returns what updates the rest."""
 
+    build_replica: Callable[[], Updater]
+    """Returns what updates a replica of the swap stage, which this worker trains alone."""
+
     trackers: list[Tracker]
     """Those that follow the run; none on workers other than the first."""
 
@@ -261,6 +264,8 @@ class Trainer:
     def stage(self) -> StageName:
         """The stage under way, by the updates that lie behind."""
         step = self.state.progress.step
+        if self.state.replicas is not None:
+            return "swap"
         if step > self.plan.steps:
             return "affine"
         return "clean" if step > self.plan.train_steps else "train"

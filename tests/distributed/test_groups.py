@@ -19,6 +19,7 @@ from largebatch import load_recipe
 from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
+from largebatch.recipe.plan import make_plan
 from largebatch.runs.build import build_reducer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -78,7 +79,7 @@ def test_bf16_on_horovod_is_refused_by_name() -> None:
     backend = Serial(torch.device("cpu"))
     backend.name = "horovod"
     with pytest.raises(RecipeError, match="reduction.dtype: bf16: Horovod has no such type"):
-        build_reducer(recipe, nn.Linear(2, 2), backend)
+        build_reducer(recipe, make_plan(recipe, workers=1), nn.Linear(2, 2), backend)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,10 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["batch.bn_span=7"], "batch: global_batch (96) must be a multiple of bn_span (7)"),
         (["data.crop_area=[1, 0.5]"], "crop_area: the first bound must not exceed the second"),
         (["data.eval_resize=8"], "eval_resize (8) must be at least image_size (32)"),
-        (["polish={}"], "polish: give at least one of clean, ema, affine and statistics"),
+        (
+            ["polish={}"],
+            "polish: give at least one of clean, ema, swa, swap, affine and statistics",
+        ),
         (["polish.statistics.samples=2000"], "(2000) must not exceed data.train_samples (1437)"),
         (
             ["polish.statistics_samples=9"],

@@ -25,6 +25,14 @@ FREE = (
         ),
         ((*FREE, "polish.ema=0.9"), "polish.ema would average the weights"),
         (
+            (*FREE, "polish.swa={over: {steps: 40}, every: {steps: 10}}"),
+            "polish.swa would average the weights",
+        ),
+        (
+            ("monitor=noise_scale", "reduction={kind: adasum, parts: 2}"),
+            "monitor: noise_scale compares gradients before and after their sum, and reduction",
+        ),
+        (
             (*FREE, "polish={clean: {steps: 2}, keep: better, held_out: 100}"),
             "polish.clean cannot be rolled back",
         ),

@@ -56,6 +56,7 @@ def test_every_cell_is_a_number_of_the_log(tmp_path: Path) -> None:
 
 def test_what_polish_says_of_a_layer_arrives_in_the_figure(tmp_path: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(40, eps=0))
+    torch.manual_seed(0)
     values = torch.randn(200, 40) * torch.linspace(0.5, 2, 40) + torch.linspace(-1, 3, 40)
     (layer,) = polish(model, [(values, torch.zeros(200))], Serial())
     run = FakeRun(tmp_path / "run")

@@ -59,7 +59,7 @@ GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1":
         pytest.param(GOOD + '"loss": "low", "samples": 1}', "loss: Input should be", id="a word"),
         pytest.param(
             GOOD.replace("train", "rest") + '"loss": 0, "samples": 1}',
-            "stage: Input should be 'train', 'clean', 'ema', 'affine' or 'statistics'",
+            "stage: Input should be 'train', 'clean', 'ema', 'swa', 'swap', 'affine' or 'stat",
             id="unknown stage",
         ),
     ],

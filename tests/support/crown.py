@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from largebatch import load_recipe
 from largebatch.data.types import Batch
+from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import BackendName
@@ -100,8 +101,10 @@ def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
     return LARS(groups, lr=PEAK, momentum=MOMENTUM, eta=ETA, eps=EPS, convention=convention)
 
 
-def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int) -> nn.Module:
-    """Train with everything largebatch has, and return the model."""
+def solve(
+    backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int, parts: int = 1
+) -> nn.Module:
+    """Train with everything largebatch has, and return the model; several parts are for Adasum."""
     device_batch = GLOBAL_BATCH // backend.world_size // accumulation
     plan = Plan(
         workers=backend.world_size,
@@ -110,6 +113,7 @@ def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation:
         accumulation=accumulation,
         bn_span=SPAN,
         sync_workers=max(1, SPAN // device_batch),
+        parts=parts,
         train_samples=STEPS * GLOBAL_BATCH,
         val_samples=1,
         steps=STEPS,
@@ -126,7 +130,11 @@ def solve(backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation:
 
     model = with_span(net(net_kind), SPAN)
     optimizer = make_optimizer(optimizer_kind, model)
-    with Reducer(model.named_parameters(), backend) as reducer:
+    with (
+        Reducer(model.named_parameters(), backend)
+        if parts == 1
+        else Adasum(model, backend, parts=parts, accumulation=accumulation)
+    ) as reducer:
         for _ in train(
             model,
             optimizer,

@@ -126,7 +126,7 @@ class FakeRun:
             "decision", stage=stage, step=step, samples=200, before=before, after=after, kept=kept
         )
 
-    def drift(self, names: list[str]) -> None:
+    def drift(self, names: list[str], *, stage: str = "statistics") -> None:
         parts = [0.05, 0.25, 0.5, 0.75, 0.95]
         layers = []
         for depth, name in enumerate(names):
@@ -146,7 +146,7 @@ class FakeRun:
             )
         self.add(
             "drift",
-            stage="statistics",
+            stage=stage,
             step=self.plan["steps"],
             samples=1437,
             quantiles=parts,

@@ -157,17 +157,17 @@ MUTANTS = (
     ),
     Mutant(
         "the average takes from the model what it should keep",
-        "training/ema.py",
+        "training/averages.py",
         "get_ema_multi_avg_fn(decay)",
         "get_ema_multi_avg_fn(1 - decay)",
-        "training/test_ema.py::test_the_average_is_the_recursion_in_float64",
+        "training/test_averages.py::test_the_average_is_the_recursion_in_float64",
     ),
     Mutant(
         "a skipped update is averaged",
-        "training/state.py",
-        "self.ema is not None and not skipped",
-        "self.ema is not None",
-        "training/test_ema.py::test_a_skipped_update_is_not_averaged",
+        "training/averages.py",
+        "if not skipped:",
+        "if True:",
+        "training/test_averages.py::test_a_skipped_update_is_not_averaged",
     ),
     Mutant(
         "a stage that is rolled back leaves its loss scale",

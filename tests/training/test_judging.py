@@ -42,7 +42,7 @@ class Second:
             model=nn.Identity(),
             updater=Updater(SGD([torch.zeros(1)]), anything, anything),
             scaler=GradScaler("cpu", enabled=False),
-            ema=None,
+            average=None,
             progress=Progress(step=7),
             stages=[first],
         )
@@ -64,6 +64,7 @@ class Second:
             spans=anything,
             state=self.state,
             build_affine=anything,
+            build_replica=anything,
             trackers=[],
             emit=self.events.append,
             step_log=anything,

@@ -17,6 +17,7 @@ from largebatch.training.stages import run_stages
 from largebatch.training.state import TrainState, Updater
 
 EVERYTHING = a_recipe(CLEAN, "ema: 0.5", AFFINE, STATISTICS, JUDGED)
+AVERAGED = a_recipe(CLEAN, "swa: {over: {steps: 3}, every: {steps: 1}}", STATISTICS)
 HALVES = a_recipe(CLEAN, "ema: 0.5", changes=HALF)
 
 
@@ -52,11 +53,12 @@ def contents(state: TrainState) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recipe", "until", "changed"),
     [
-        (EVERYTHING, 4, {"model", "updater", "ema", "progress"}),
-        (EVERYTHING, 7, {"model", "updater", "ema", "progress", "stages", "snapshot"}),
-        (EVERYTHING, 10, {"model", "updater", "ema", "progress", "stages", "snapshot"}),
-        (EVERYTHING, 99, {"model", "updater", "ema", "progress", "stages"}),
-        (HALVES, 7, {"model", "updater", "scaler", "ema", "progress", "stages"}),
+        (EVERYTHING, 4, {"model", "updater", "average", "progress"}),
+        (EVERYTHING, 7, {"model", "updater", "average", "progress", "stages", "snapshot"}),
+        (EVERYTHING, 10, {"model", "updater", "average", "progress", "stages", "snapshot"}),
+        (EVERYTHING, 99, {"model", "updater", "average", "progress", "stages"}),
+        (AVERAGED, 7, {"model", "updater", "average", "progress", "stages"}),
+        (HALVES, 7, {"model", "updater", "scaler", "average", "progress", "stages"}),
     ],
 )
 def test_every_field_that_changes_is_restored(

@@ -1,0 +1,127 @@
+"""Averages of a model's weights: EMA and SWA, kept while it trains, and the mean of replicas.
+
+EMA moves after every update: ema = decay * ema + (1 - decay) * model, and after the first it is the
+model, so that nothing of the weights at the start is in it (arXiv:1512.00567, section 8, evaluates
+such an average). SWA is the plain mean of the weights at a regular interval over the last part of
+the schedule (arXiv:1803.05407, algorithm 1).
+
+PyTorch's AveragedModel computes these two. It is given the weights and the running statistics
+alone and not the model: it copies what it is given, and a model here holds groups of workers, which
+cannot be copied. Statistics are averaged like weights, as timm does: those of the last update
+belong to other weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from largebatch.distributed.backend import Group
+
+
+class _Average:
+    """Weights and running statistics, averaged over some of the updates so far."""
+
+    def __init__(self, model: nn.Module, average: Any) -> None:  # noqa: ANN401 -- torch names none
+        self._live = nn.ParameterList(averaged(model))
+        self._average = AveragedModel(self._live, multi_avg_fn=average)
+
+    @property
+    def num_models(self) -> int:
+        """How many states of the model are in it."""
+        return int(self._average.n_averaged)  # sync: when the stage begins
+
+    def update(self) -> None:
+        """Take in the model as it is; the first time, take it over."""
+        self._average.update_parameters(self._live)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Put the average into the model."""
+        torch._foreach_copy_(list(self._live), list(self._average.module.parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors themselves, for a checkpoint."""
+        return self._average.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint stopped."""
+        self._average.load_state_dict(state)
+
+
+class EMA(_Average):
+    """The exponential moving average over all updates."""
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        super().__init__(model, get_ema_multi_avg_fn(decay))
+
+    def follow(self, step: int, *, skipped: bool) -> None:  # noqa: ARG002 -- SWA's needs it
+        """Take in the weights after an update, unless it changed nothing."""
+        if not skipped:
+            self.update()
+
+
+class SWA(_Average):
+    """The mean of the weights after some of the updates."""
+
+    def __init__(self, model: nn.Module, *, after: range) -> None:
+        super().__init__(model, get_swa_multi_avg_fn())
+        self._after = after
+
+    def follow(self, step: int, *, skipped: bool) -> None:  # noqa: ARG002 -- EMA's needs it
+        """Take in the weights after the update of a step, if it is one of those."""
+        if step + 1 in self._after:
+            self.update()
+
+
+class ReplicaMean:
+    """The mean of replicas that are trained one after the other, or on several workers at a time.
+
+    Summed in float64, where the order makes no difference that fp32 shows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live = averaged(model)
+        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._live]
+        self.num = 0
+        """How many replicas are in it."""
+
+    @torch.no_grad()
+    def add(self, workers: Group, *, num: int) -> None:
+        """Add the models that the first `num` workers hold."""
+        own = [tensor.double() * (workers.rank < num) for tensor in self._live]
+        for work in [workers.all_reduce(tensor) for tensor in own]:
+            work.wait()
+        torch._foreach_add_(self._sums, own)
+        self.num += num
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Put the mean into the model."""
+        torch._foreach_copy_(self._live, torch._foreach_div(self._sums, self.num))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors themselves, for a checkpoint."""
+        return {"num": self.num, "sums": {str(n): each for n, each in enumerate(self._sums)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint stopped; raise ValueError where that is of another model."""
+        sums = [*state["sums"].values()]
+        if [each.shape for each in sums] != [each.shape for each in self._sums]:
+            raise ValueError("the sums over replicas have other shapes than the model")
+        torch._foreach_copy_(self._sums, sums)
+        self.num = int(state["num"])
+
+
+def averaged(model: nn.Module) -> list[torch.Tensor]:
+    """Return what is averaged of a model: its weights and running statistics."""
+    buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
+    return [*model.parameters(), *buffers]
+
+
+def store_ema(state: dict[str, Any], model: nn.Module) -> None:
+    """Put the EMA that a checkpoint holds into a model of the kind it was kept of."""
+    ema = EMA(model, decay=0.0)  # it moves no more
+    ema.load_state_dict(state)
+    ema.store()

@@ -1,0 +1,104 @@
+"""SWAP: replicas of the model are trained alone, and the mean of their weights becomes the model.
+
+Stochastic weight averaging in parallel (arXiv:2001.02312, algorithm 1, phase 3). What a replica
+becomes is a function of the recipe and of its number: its seed, and with it the order of its
+samples, their crops and its dropout, are its own. So replicas are dealt out to the workers in
+rounds, and however many workers there are, the mean is the same.
+"""
+
+from collections.abc import Generator
+from contextlib import closing
+
+import torch
+from torch.amp import GradScaler
+
+from largebatch.data.order import replica_seed
+from largebatch.distributed.serial import Serial
+from largebatch.errors import DivergedError
+from largebatch.models.batchnorm import Spans
+from largebatch.recipe.plan import replica_plan
+from largebatch.recipe.sections import SWAP
+from largebatch.training.averages import ReplicaMean
+from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.trainer import Trainer
+
+EXCHANGE_EVERY = 10
+"""Updates between two exchanges of whether to stop, which are all that the workers exchange."""
+
+
+def train_replicas(trainer: Trainer, section: SWAP) -> ReplicaMean | None:
+    """Train the replicas that remain and return the mean of all; None if a worker is asked to stop.
+
+    The model is as it was afterwards. After every round it is saved with the sum over the replicas
+    so far; a round that is stopped is begun anew.
+    """
+    state, backend = trainer.state, trainer.backend
+    mean = state.replicas = state.replicas or ReplicaMean(state.model)
+    begun = {name: value.clone() for name, value in state.model.state_dict().items()}
+    state.updater.reducer.close()  # no update of the schedule follows
+    try:
+        while mean.num < section.replicas and not trainer.step_log.stopped:
+            left = section.replicas - mean.num
+            _train_round(trainer, mean.num + backend.rank, takes_part=backend.rank < left)
+            if not trainer.step_log.stopped:
+                mean.add(backend, num=min(left, backend.world_size))
+                state.model.load_state_dict(begun)
+                trainer.save()
+    finally:
+        state.model.load_state_dict(begun)
+        trainer.spans.attach()
+    return mean if mean.num == section.replicas else None
+
+
+def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
+    """Train one replica while the other workers train theirs, or wait for them.
+
+    Raises DivergedError on every worker where one of them diverged.
+    """
+    steps = range(replica_plan(trainer.recipe, trainer.plan).steps)
+    skipped = 0
+    with closing(_updates(trainer, replica)) as updates:
+        for first in steps[::EXCHANGE_EVERY]:
+            bad = torch.zeros((), device=trainer.backend.device)
+            few = steps[first : first + EXCHANGE_EVERY]
+            for _ in few if takes_part else ():
+                update = next(updates)
+                skipped = skipped + 1 if update.skipped else 0
+                if skipped > trainer.recipe.nonfinite.most:
+                    bad += 1
+                elif not skipped:
+                    bad += ~(update.loss.isfinite() & update.finite)
+            if trainer.step_log.exchange(bad):
+                raise DivergedError(
+                    f"the training loss or a gradient of a replica stopped being a number in its "
+                    f"updates {few.start} to {few.stop - 1}; lower polish.swap.lr"
+                )
+            if trainer.step_log.stopped:
+                return
+
+
+def _updates(trainer: Trainer, replica: int) -> Generator[Update, None, None]:
+    """Make the updates of one replica, from the model as it is."""
+    recipe, state, device = trainer.recipe, trainer.state, trainer.backend.device
+    plan, seed = replica_plan(recipe, trainer.plan), replica_seed(recipe.seed, replica)
+    steps = range(plan.steps)
+    scaler = GradScaler(device.type, enabled=state.scaler.is_enabled())
+    scaler.load_state_dict(state.scaler.state_dict())
+    updater = trainer.build_replica()
+    batches = trainer.pipeline.replica(plan, seed=seed).training(steps, clean=False)
+    with closing(updater.reducer), closing(batches):
+        yield from train(
+            state.model,
+            updater.optimizer,
+            batches,
+            updater.schedule,
+            trainer.criterion,
+            updater.reducer,
+            Spans(state.model, Serial(device)),
+            scaler,
+            steps=steps,
+            accumulation=plan.accumulation,
+            global_batch=plan.global_batch,
+            seed=step_seeds(seed, 0),
+            skip_nonfinite=recipe.nonfinite.action == "skip" and not scaler.is_enabled(),
+        )
