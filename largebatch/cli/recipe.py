@@ -52,12 +52,13 @@ def _plan(args: argparse.Namespace) -> int:
         "recipe": recipe.name,
         "global batch": f"{plan.global_batch:,} = {plan.workers} workers x {plan.accumulation} "
         f"micro-batches x {plan.device_batch}",
+        **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
         "images": describe_decoding(recipe),
         "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
-        "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
+        "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
         "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
         f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
         "warm-up": f"{plan.warmup_steps:,} steps",
@@ -76,6 +77,17 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _batch_changes(plan: Plan) -> dict[str, str]:
+    """Return a row for each change of the global batch."""
+    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
+    return {
+        f"from {piece.step:,}": f"{size:,} = {plan.workers} workers x {accumulation} micro-batches "
+        f"x {plan.device_batch}, epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
+        f"x {piece.lr_factor:g}"
+        for piece, (_, size, accumulation) in later
+    }
+
+
 def _epoch(plan: Plan) -> str:
     """Describe an epoch, and what a batch that is larger than one means."""
     found = f"{plan.steps_per_epoch:.2f} steps"
@@ -90,7 +102,7 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
     from largebatch.runs.estimate import estimate
 
     found = estimate(recipe, plan)
-    step, run = found.step_seconds, found.step_seconds * plan.updates
+    step, run = found.step_seconds, found.run_seconds
     return (
         f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
         f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples; "

@@ -7,6 +7,7 @@ chosen only turns the requests into tensors.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ class Pipeline:
         ]
 
     def training(self, steps: range, *, clean: bool) -> Batches:
-        """Return the device batches of these updates, `accumulation` for each.
+        """Return the device batches of these updates, in each as many as its global batch needs.
 
         Clean images are prepared like validation images, in the same order of samples.
         """
@@ -115,8 +116,8 @@ class Pipeline:
         return training_samples(self.train_index, positions, seed=self.recipe.seed)
 
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
-        for step in steps:
-            for micro in range(self.plan.accumulation):
+        for part, _, accumulation in self.plan.within(steps):
+            for step, micro in product(part, range(accumulation)):
                 positions = self.plan.positions(step, micro, self.rank)
                 yield self.training_request(positions, clean=clean)
 

@@ -10,6 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
+from largebatch.recipe.pieces import (
+    BatchPiece,
+    Pieces,
+    find_pieces,
+    piece_at,
+    position_at,
+    steps_for,
+    steps_from_start,
+    steps_to_end,
+    whole,
+    within,
+)
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import MAX_UPDATES, Duration
 
@@ -27,9 +39,14 @@ class Plan:
 
     workers: int
     global_batch: int
+    """Samples in an update, until the batch schedule changes them."""
+
     device_batch: int
     accumulation: int
-    """Device batches each worker goes through for one update."""
+    """Device batches each worker goes through for one update of global_batch."""
+
+    batch_changes: tuple[BatchPiece, ...] = ()
+    """The pieces of the batch schedule after the first."""
 
     bn_span: int | None
     """Samples that share BatchNorm statistics."""
@@ -73,13 +90,33 @@ class Plan:
         return math.ceil(self.device_batch / span) * span
 
     @property
+    def pieces(self) -> Pieces:
+        """The pieces of the run in which the global batch is the same."""
+        return BatchPiece(global_batch=self.global_batch), *self.batch_changes
+
+    def within(self, steps: range) -> list[tuple[range, int, int]]:
+        """Return the steps of each piece, its global batch and the accumulation for that."""
+        return [
+            (part, piece.global_batch, self.accumulation * piece.global_batch // self.global_batch)
+            for piece, part in within(self.pieces, steps)
+        ]
+
+    def batch_at(self, step: int) -> int:
+        """Return the global batch of this update."""
+        return piece_at(self.pieces, step).global_batch
+
+    def position(self, step: int) -> int:
+        """Return the position of the first sample of this update."""
+        return position_at(self.pieces, step)
+
+    @property
     def steps_per_epoch(self) -> float:
-        """Updates in one pass over the training data; batches wrap over the end of a pass."""
+        """Updates of global_batch in one pass over the training data; batches wrap over its end."""
         return self.train_samples / self.global_batch
 
     def epoch(self, steps: int) -> float:
-        """Return how many passes over the training data `steps` updates make."""
-        return steps / self.steps_per_epoch
+        """Return how many passes over the training data the first `steps` updates make."""
+        return self.position(steps) / self.train_samples
 
     def positions(self, step: int, micro: int, rank: int) -> range:
         """Return the positions of one device batch.
@@ -88,7 +125,7 @@ class Plan:
         BatchNorm statistics are the same contiguous run however the global batch is divided.
         """
         per_micro = self.workers * self.device_batch
-        start = step * self.global_batch + micro * per_micro + rank * self.device_batch
+        start = self.position(step) + micro * per_micro + rank * self.device_batch
         return range(start, start + self.device_batch)
 
 
@@ -97,34 +134,15 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
 
     Where `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
     BatchNorm spans in a device batch are preferred; where a worker's share has none, several
-    workers share each span.
+    workers share each span. The device batch is the same in all pieces of a batch schedule.
 
-    Raises PlanError where the global batch cannot be divided so, RecipeError where the recipe's
+    Raises PlanError where a global batch cannot be divided so, RecipeError where the recipe's
     own lengths contradict each other.
     """
-    batch = recipe.batch
-    span = batch.bn_span or 1
-    if workers < 1 or batch.global_batch % workers:
-        raise PlanError(
-            f"the global batch of {batch.global_batch} cannot be divided over {workers} workers; "
-            f"possible numbers of workers: {_some(_divisors(batch.global_batch))}"
-        )
-    per_worker = batch.global_batch // workers
-    possible = _device_batches(per_worker, workers=workers, span=span)
-    device_batch = recipe.execution.device_batch
-    if device_batch is None:
-        device_batch = _choose_device_batch(possible, span=span)
-    if device_batch not in possible:
-        spans = f" into whole BatchNorm spans of {span}" if batch.bn_span else ""
-        shared = ", nor a span evenly over some of the workers" if spans and workers > 1 else ""
-        raise PlanError(
-            f"a device batch of {device_batch} does not divide each worker's share of "
-            f"{per_worker} samples{spans}{shared}; possible device batches: {_some(possible)}"
-        )
-
-    steps_in = converter(recipe)
-    steps = steps_in(recipe.duration, math.ceil)
-    warmup = recipe.schedule.warmup
+    device_batch = _divide(recipe, workers=workers)
+    batch, pieces = recipe.batch, find_pieces(recipe)
+    steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
+    warmup, steps_in = recipe.schedule.warmup, converter(recipe)
     clean, affine = (recipe.polish.clean, recipe.polish.affine) if recipe.polish else (None, None)
     if steps > MAX_UPDATES:
         raise RecipeError(
@@ -135,23 +153,61 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         workers=workers,
         global_batch=batch.global_batch,
         device_batch=device_batch,
-        accumulation=per_worker // device_batch,
+        accumulation=batch.global_batch // (workers * device_batch),
+        batch_changes=pieces[1:],
         bn_span=batch.bn_span,
-        sync_workers=max(1, span // device_batch),
+        sync_workers=max(1, (batch.bn_span or 1) // device_batch),
         train_samples=recipe.train_samples,
         val_samples=recipe.data.val_samples,
         steps=steps,
-        warmup_steps=steps_in(warmup) if warmup else 0,
-        clean_steps=steps_in(clean) if clean else 0,
-        affine_steps=steps_in(affine) if affine else 0,
-        evaluate_after=_evaluations(recipe, steps=steps),
+        warmup_steps=steps_for(pieces, steps_in(warmup) * batch.global_batch) if warmup else 0,
+        clean_steps=steps_to_end(pieces, recipe, clean, end=steps) if clean else 0,
+        affine_steps=converter(recipe, recipe.batch.last)(affine) if affine else 0,
+        evaluate_after=_evaluations(recipe, pieces, steps=steps),
     )
     _check_lengths(recipe, plan)
     return plan
 
 
+def _divide(recipe: Recipe, *, workers: int) -> int:
+    """Return the device batch; raise PlanError where a global batch cannot be divided."""
+    batch, span = recipe.batch, recipe.batch.bn_span or 1
+    together = math.gcd(*batch.by_key.values())  # what divides this divides the batch of each piece
+    for key, size in batch.by_key.items():
+        if workers < 1 or size % workers:
+            which = "the global batch" if not batch.schedule else f"the global batch ({key})"
+            raise PlanError(
+                f"{which} of {size} cannot be divided over {workers} workers; possible numbers of "
+                f"workers: {_some(_divisors(together))}"
+            )
+    per_worker = together // workers
+    possible = _device_batches(per_worker, workers=workers, span=span)
+    device_batch = recipe.execution.device_batch
+    if device_batch is None:
+        return _choose_device_batch(possible, span=span)
+    if device_batch not in possible:
+        spans = f" into whole BatchNorm spans of {span}" if batch.bn_span else ""
+        shared = ", nor a span evenly over some of the workers" if spans and workers > 1 else ""
+        share = f"each worker's share of {per_worker} samples"
+        for key, size in batch.by_key.items() if batch.schedule else ():
+            if size // workers % device_batch:
+                share = f"each worker's share of {size // workers} samples of {key} ({size})"
+                break
+        raise PlanError(
+            f"a device batch of {device_batch} does not divide {share}"
+            f"{spans}{shared}; possible device batches: {_some(possible)}"
+        )
+    return device_batch
+
+
 def _check_lengths(recipe: Recipe, plan: Plan) -> None:
-    """Raise RecipeError where a part of the schedule is as long as all of it."""
+    """Raise RecipeError where a part of the schedule is as long as all of it, or comes after it."""
+    for place, piece in enumerate(plan.batch_changes):
+        if piece.step >= plan.steps:
+            raise RecipeError(
+                f"batch.schedule.{place}.after (step {piece.step}) must lie before the end of the "
+                f"run ({plan.steps} steps): no update would have that batch"
+            )
     for key, length in (("schedule.warmup", plan.warmup_steps), ("polish.clean", plan.clean_steps)):
         if length >= plan.steps:
             raise RecipeError(
@@ -182,7 +238,7 @@ def describe_spans(plan: Plan) -> str:
         return "no BatchNorm"
     if plan.sync_workers == 1:
         return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
-    share = plan.device_batch * plan.accumulation
+    share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
     reason = "as the device batch asks for"
     if share % plan.bn_span:
         reason = f"a worker's {share} samples of the global batch are no whole spans"
@@ -203,39 +259,43 @@ def describe_decoding(recipe: Recipe) -> str:
     return f"decoded once, cached as bytes (execution.cache: {execution.cache}{where})"
 
 
-def converter(recipe: Recipe) -> Callable[..., int]:
-    """Return what turns epochs into steps: the nearest number, but at least one."""
-    steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
+def converter(recipe: Recipe, global_batch: int | None = None) -> Callable[[Duration], int]:
+    """Return what turns epochs into updates of one global batch, by default the first of the run.
 
-    def steps_in(duration: Duration, rounding: Callable[[float], int] = round) -> int:
+    It is the nearest number, but at least one.
+    """
+    steps_per_epoch = recipe.train_samples / (global_batch or recipe.batch.global_batch)
+
+    def steps_in(duration: Duration) -> int:
         if duration.steps is not None:
             return duration.steps
         assert duration.epochs is not None
-        return _whole(duration.epochs * steps_per_epoch, rounding)
+        return whole(duration.epochs * steps_per_epoch)
 
     return steps_in
 
 
-def _whole(steps: float, rounding: Callable[[float], int] = round) -> int:
-    return max(1, rounding(round(steps, 9)))
-
-
-def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
+def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ...]:
     every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
     if every is None:
         return ()
-    steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
-    number = min(steps, round(steps / (every * steps_per_epoch)))
+    last_epoch = position_at(pieces, steps) / recipe.train_samples
+    smallest = min(piece.global_batch for piece in pieces)
+    each_step = every * (recipe.train_samples / smallest) <= 1  # as often as can be, or more often
+    number = steps if each_step else round(last_epoch / every)
     if number > MAX_EVALUATIONS:
         raise RecipeError(
             f"evaluation.every_epochs: {every:g} makes {number:,} evaluations, expected at most "
             f"{MAX_EVALUATIONS:,}"
         )
-    if every * steps_per_epoch <= 1:  # as often as it can be, or more often
-        return tuple(range(_whole(offset * steps_per_epoch), steps + 1))
-    last_epoch = steps * recipe.batch.global_batch / recipe.train_samples
+
+    def at(epoch: float) -> int:
+        return steps_from_start(pieces, recipe, Duration.model_construct(epochs=epoch))
+
+    if each_step:
+        return tuple(range(at(offset), steps + 1))
     epochs = (offset + k * every for k in range(math.ceil(last_epoch / every) + 1))
-    points = {_whole(epoch * steps_per_epoch) for epoch in epochs if epoch > 0}
+    points = {at(epoch) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
 
 

@@ -153,6 +153,22 @@ class Loss(Section):
     `others`: only the other classes (MXNet)."""
 
 
+class BatchChange(Section):
+    """From here on, updates take another number of samples (arXiv:1811.05233)."""
+
+    after: Duration
+    """Where, counted from the start of the run. Epochs are rounded to whole updates of the batch
+    before, so that no sample is left out or shown twice."""
+
+    global_batch: Batch
+    """Samples in one optimizer update."""
+
+    lr_factor: Positive
+    """The learning rate is that of `schedule` times this: 1 leaves it as it is, global_batch over
+    batch.global_batch scales it linearly (arXiv:1706.02677, section 2.1). Momentum is carried
+    on."""
+
+
 class BatchSizes(Section):
     """How many samples act together."""
 
@@ -162,12 +178,31 @@ class BatchSizes(Section):
     bn_span: Annotated[int, Field(ge=2, le=MAX_BATCH)] | None
     """Samples that share BatchNorm statistics; null for a model without BatchNorm."""
 
+    schedule: Annotated[tuple[BatchChange, ...], Field(max_length=100)] = ()
+    """Changes of the global batch during the run, one after the other. Epochs are passes over the
+    data whatever the batch. `schedule` follows the samples seen: there a step is as many samples as
+    batch.global_batch, at which the run begins."""
+
+    @property
+    def last(self) -> int:
+        """The global batch with which the run ends."""
+        return self.schedule[-1].global_batch if self.schedule else self.global_batch
+
+    @property
+    def by_key(self) -> dict[str, int]:
+        """Every global batch by its key, in order."""
+        later = {
+            f"batch.schedule.{place}.global_batch": change.global_batch
+            for place, change in enumerate(self.schedule)
+        }
+        return {"batch.global_batch": self.global_batch, **later}
+
     @model_validator(mode="after")
     def _spans_fill_the_batch(self) -> Self:
-        if self.bn_span is not None and self.global_batch % self.bn_span:
-            raise ValueError(
-                f"global_batch ({self.global_batch}) must be a multiple of bn_span ({self.bn_span})"
-            )
+        for key, batch in self.by_key.items():
+            if self.bn_span is not None and batch % self.bn_span:
+                name = key.removeprefix("batch.")
+                raise ValueError(f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span})")
         return self
 
 

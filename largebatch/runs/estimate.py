@@ -28,7 +28,10 @@ class Estimate(NamedTuple):
     """So many were trained on at a time."""
 
     step_seconds: float
-    """Forward, backward and update; input and communication not."""
+    """Forward, backward and update; input and communication not. Of the first global batch."""
+
+    run_seconds: float
+    """The same for all updates of the run."""
 
     memory_bytes: int
     """Weights, gradients, optimizer and EMA, and what forward keeps for backward."""
@@ -67,11 +70,13 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     copies = 3 + (recipe.polish is not None and recipe.polish.ema is not None)
     per_sample = seconds / num
+    passes = sum(len(steps) * number for steps, _, number in plan.within(range(plan.updates)))
     return Estimate(
         device=backend.device.type,
         precision=recipe.precision,
         samples=num,
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
+        run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
         memory_bytes=copies * weights + kept * plan.device_batch // num,
     )
 

@@ -93,7 +93,7 @@ class StepLog:
         """Count an update; emit the record of the one before. Raises what flush does."""
         seconds = time.perf_counter() - self._begun
         self._begun += seconds
-        images = self._plan.global_batch
+        images = self._plan.batch_at(update.step)
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
         sums = self._requests(update)
         work = self._backend.all_reduce(sums)
@@ -192,7 +192,8 @@ class StepLog:
         if found.bad != 1:
             return f"; on {found.bad:.0f} workers" if found.bad else ""
         plan, rank = self._plan, int(found.ranks)
-        parts = (plan.positions(step.step, micro, rank) for micro in range(plan.accumulation))
+        ((_, _, accumulation),) = plan.within(range(step.step, step.step + 1))
+        parts = (plan.positions(step.step, micro, rank) for micro in range(accumulation))
         samples = shorten([f"{part.start} to {part.stop - 1}" for part in parts], most=3)
         return f"; worker {rank}, samples {samples} of the order"
 
