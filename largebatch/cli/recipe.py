@@ -56,6 +56,7 @@ def _plan(args: argparse.Namespace) -> int:
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
         "images": describe_decoding(recipe),
+        **_image_sizes(recipe, plan),
         "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
         "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
@@ -86,6 +87,14 @@ def _batch_changes(plan: Plan) -> dict[str, str]:
         f"x {piece.lr_factor:g}"
         for piece, (_, size, accumulation) in later
     }
+
+
+def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Return a row on the resolution schedule, if there is one."""
+    if not plan.sizes:
+        return {}
+    parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
 
 
 def _epoch(plan: Plan) -> str:

@@ -30,6 +30,16 @@ class BatchPiece:
     lr_factor: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePiece:
+    """Updates one after the other on images of the same size."""
+
+    end: int
+    """The first step after them."""
+
+    image_size: int
+
+
 Pieces = tuple[BatchPiece, ...]
 
 
@@ -54,6 +64,27 @@ def find_pieces(recipe: Recipe) -> Pieces:
             )
         )
     return tuple(pieces)
+
+
+def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, ...]:
+    """Return the image sizes of the updates before `end`; none if all have the same.
+
+    Raises RecipeError where one has no update.
+    """
+    sizes: list[SizePiece] = []
+    for place, part in enumerate(recipe.data.resolution):
+        begin = sizes[-1].end if sizes else 0
+        stop = end if part.until is None else steps_from_start(pieces, recipe, part.until)
+        if not begin < stop <= end:
+            raise RecipeError(
+                f"data.resolution.{place}.until (step {stop}) must lie after step {begin}, where "
+                f"this size begins, and not after step {end}, where training on augmented images "
+                "ends"
+            )
+        sizes.append(SizePiece(end=stop, image_size=part.image_size))
+    if sizes and sizes[-1].end < end:
+        sizes.append(SizePiece(end=end, image_size=recipe.data.image_size))
+    return tuple(sizes)
 
 
 def piece_at(pieces: Pieces, step: int) -> BatchPiece:

@@ -13,7 +13,9 @@ from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.pieces import (
     BatchPiece,
     Pieces,
+    SizePiece,
     find_pieces,
+    find_sizes,
     piece_at,
     position_at,
     steps_for,
@@ -66,6 +68,9 @@ class Plan:
     affine_steps: int = 0
     """Updates after the schedule, in which few weights move."""
 
+    sizes: tuple[SizePiece, ...] = ()
+    """Image sizes of the updates on augmented images; none: that of the evaluation."""
+
     evaluate_after: tuple[int, ...]
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
 
@@ -100,6 +105,26 @@ class Plan:
             (part, piece.global_batch, self.accumulation * piece.global_batch // self.global_batch)
             for piece, part in within(self.pieces, steps)
         ]
+
+    def sized(self, steps: range, *, otherwise: int) -> list[tuple[range, int]]:
+        """Return steps on augmented images with their image sizes; `otherwise` without a schedule.
+
+        All of them are before the clean ones.
+        """
+        if not self.sizes:
+            return [(steps, otherwise)]
+        ends = [0, *(piece.end for piece in self.sizes)]
+        return [
+            (range(max(steps.start, begin), min(steps.stop, piece.end)), piece.image_size)
+            for begin, piece in zip(ends, self.sizes, strict=False)
+            if max(steps.start, begin) < min(steps.stop, piece.end)
+        ]
+
+    def image_size(self, position: int, *, otherwise: int) -> int:
+        """Return the side of the augmented image at a position of the run."""
+        step = steps_for(self.pieces, position + 1) - 1
+        found = self.sized(range(step, step + 1), otherwise=otherwise)
+        return found[0][1] if found else otherwise
 
     def batch_at(self, step: int) -> int:
         """Return the global batch of this update."""
@@ -149,6 +174,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
             f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
             f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
         )
+    clean_steps = steps_to_end(pieces, recipe, clean, end=steps) if clean else 0
     plan = Plan(
         workers=workers,
         global_batch=batch.global_batch,
@@ -161,12 +187,12 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         val_samples=recipe.data.val_samples,
         steps=steps,
         warmup_steps=steps_for(pieces, steps_in(warmup) * batch.global_batch) if warmup else 0,
-        clean_steps=steps_to_end(pieces, recipe, clean, end=steps) if clean else 0,
+        clean_steps=clean_steps,
         affine_steps=converter(recipe, recipe.batch.last)(affine) if affine else 0,
         evaluate_after=_evaluations(recipe, pieces, steps=steps),
     )
     _check_lengths(recipe, plan)
-    return plan
+    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
 
 
 def _divide(recipe: Recipe, *, workers: int) -> int:

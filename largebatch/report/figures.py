@@ -191,7 +191,7 @@ def _mark_stages(axes: "Axes", run: Run) -> None:
     axes.set_xlim(first - 0.5, end)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    _mark_batches(axes, run.plan, first=first, end=end)
+    _mark_changes(axes, run.plan, first=first, end=end)
     if len(run.traces) < 2:
         return
     ends = [trace.step[0] for trace in run.traces[2:]] + [end]
@@ -210,16 +210,19 @@ def _mark_stages(axes: "Axes", run: Run) -> None:
         )  # fmt: skip
 
 
-def _mark_batches(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
-    """Draw a line where the batch schedule changes the global batch, with the new one."""
-    for piece in plan.batch_changes:
-        if first <= piece.step < end:
-            axes.axvline(piece.step, color=MUTED, lw=0.8, ls=(0, (1, 2)))
-            axes.annotate(
-                f"batch {piece.global_batch:,}", (piece.step, 1), (3, -3),
-                xycoords=axes.get_xaxis_transform(), textcoords="offset points", va="top",
-                color=MUTED, size=8,
-            )  # fmt: skip
+def _mark_changes(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
+    """Draw a line where the global batch or the image size changes, with what it becomes."""
+    later = zip(plan.sizes, plan.sizes[1:], strict=False)
+    sizes = [(before.end, f"{piece.image_size} px") for before, piece in later]
+    batches = [(piece.step, f"batch {piece.global_batch:,}") for piece in plan.batch_changes]
+    for changes, down in ((batches, -3), (sizes, -13)):
+        for step, text in changes:
+            if first <= step < end:
+                axes.axvline(step, color=MUTED, lw=0.8, ls=(0, (1, 2)))
+                axes.annotate(
+                    text, (step, 1), (3, down), xycoords=axes.get_xaxis_transform(),
+                    textcoords="offset points", va="top", color=MUTED, size=8,
+                )  # fmt: skip
 
 
 def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":

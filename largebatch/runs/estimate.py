@@ -28,7 +28,8 @@ class Estimate(NamedTuple):
     """So many were trained on at a time."""
 
     step_seconds: float
-    """Forward, backward and update; input and communication not. Of the first global batch."""
+    """Forward, backward and update; input and communication not. Of the first global batch, with
+    the largest images of a resolution schedule."""
 
     run_seconds: float
     """The same for all updates of the run."""
@@ -53,9 +54,9 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )
     most, span = max(2, plan.device_batch), plan.bn_span or 1
-    num, seconds, kept = 2, 0.0, 0
+    num, seconds, kept, side = 2, 0.0, 0, _largest(recipe, plan)
     for attempt in count():
-        images, labels = _batch(recipe, num, backend.device)
+        images, labels = _batch(recipe, num, side, backend.device)
         with _saved_bytes(model) as found:
             begun = time.perf_counter()
             criterion(model(images), labels).backward()
@@ -70,7 +71,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     copies = 3 + (recipe.polish is not None and recipe.polish.ema is not None)
     per_sample = seconds / num
-    passes = sum(len(steps) * number for steps, _, number in plan.within(range(plan.updates)))
+    passes = _passes(recipe, plan, side=side)
     return Estimate(
         device=backend.device.type,
         precision=recipe.precision,
@@ -90,8 +91,27 @@ def _whole_spans(num: int, span: int) -> int:
     return num if num < span else num - num % span
 
 
-def _batch(recipe: Recipe, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    side = recipe.data.image_size
+def _largest(recipe: Recipe, plan: Plan) -> int:
+    """Return the largest side of the images that updates are made with."""
+    sizes = [piece.image_size for piece in plan.sizes]
+    if not sizes or plan.updates > plan.train_steps:
+        sizes.append(recipe.data.image_size)
+    return max(sizes)
+
+
+def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
+    """Return how many device batches of images of this side cost as much as all of the run."""
+    usual = recipe.data.image_size
+    parts = plan.sized(range(plan.train_steps), otherwise=usual)
+    parts.append((range(plan.train_steps, plan.updates), usual))
+    return sum(
+        len(steps) * number * (size / side) ** 2
+        for part, size in parts
+        for steps, _, number in plan.within(part)
+    )
+
+
+def _batch(recipe: Recipe, num: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     labels = torch.randint(recipe.data.classes, (num,), device=device)
     return torch.randn(num, 3, side, side, device=device), labels
 

@@ -1,4 +1,4 @@
-"""Runs whose global batch changes: what they count, and that they go on exactly across a change."""
+"""Runs whose batch and image size change: what they count, and that they are resumed exactly."""
 
 import json
 from collections.abc import Iterable
@@ -25,7 +25,10 @@ CHANGES = (
     "{after: {steps: 6}, global_batch: 48, lr_factor: 0.5}]"
 )
 SIZES = [96] * 3 + [144] * 3 + [48] * 2
-RECIPE = a_recipe(CLEAN, AFFINE, STATISTICS, changes=(CHANGES,))
+GROWING = (
+    "data.resolution=[{until: {steps: 2}, image_size: 8}, {until: {steps: 4}, image_size: 24}]"
+)
+RECIPE = a_recipe(CLEAN, AFFINE, STATISTICS, changes=(CHANGES, GROWING))
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -73,7 +76,7 @@ def test_a_run_that_is_resumed_across_changes_ends_with_identical_weights(
 def test_workers_see_together_the_samples_of_one_in_the_order_of_a_constant_batch(
     workers: int, device_batch: int
 ) -> None:
-    recipe = RECIPE.with_execution(device_batch=device_batch)
+    recipe = a_recipe(CLEAN, changes=(CHANGES,)).with_execution(device_batch=device_batch)
     plan = make_plan(recipe, workers=workers)
     opened = open_pipeline(recipe, plan, Serial(torch.device("cpu")), folder=None)
     shares: list[list[Request]] = []
