@@ -99,7 +99,8 @@ def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
 
 def _epoch(plan: Plan) -> str:
     """Describe an epoch, and what a batch that is larger than one means."""
-    found = f"{plan.steps_per_epoch:.2f} steps"
+    sizes = [piece.global_batch for piece in plan.pieces]
+    found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
     if plan.steps_per_epoch < 1:
         times = plan.global_batch / plan.train_samples
         found += f": a batch is larger than an epoch and holds every image {times:.2f} times"

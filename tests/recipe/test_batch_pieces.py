@@ -88,6 +88,19 @@ def test_the_batch_changes_at_the_nearest_whole_update_and_an_epoch_then_has_few
     assert list(plan.evaluate_after) == nearest
 
 
+@pytest.mark.parametrize("epochs", [0.1, 2, 9.9, 10.1, 15, 29.7])
+def test_clean_epochs_are_counted_back_from_the_end_across_changes(epochs: float) -> None:
+    changes = "{after: {epochs: 10}, global_batch: 48, lr_factor: 1}, " + change(
+        after={"epochs": 30}
+    )
+    plan = make_plan(
+        digits(f"batch.schedule=[{changes}]", f"polish.clean={{epochs: {epochs}}}"), workers=1
+    )
+    whole = plan.epoch(plan.steps)
+    errors = [abs(whole - plan.epoch(plan.steps - k) - epochs) for k in range(1, plan.steps)]
+    assert errors[plan.clean_steps - 1] == pytest.approx(min(errors), abs=1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
