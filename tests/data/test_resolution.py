@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from decoding import needs_dali
-from fake_runs import FakeRun
 from PIL import Image
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from largebatch.models.image_sizes import require_image_sizes
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.report import write_report
 from largebatch.report.contact_sheet import draw_sheet, show
 from largebatch.runs.build import open_trainer
 from largebatch.runs.estimate import estimate
@@ -195,13 +193,3 @@ def test_the_plan_and_the_estimate_know_the_sizes(
     found = estimate(recipe, make_plan(recipe, workers=1))
     usual = digits(*small, "data.resolution=[]", "polish.clean=null")
     assert found.memory_bytes < estimate(usual, make_plan(usual, workers=1)).memory_bytes
-
-
-def test_a_report_draws_where_the_size_changes(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", clean_steps=0)
-    run.plan |= {"sizes": [{"end": 200, "image_size": 96}, {"end": 600, "image_size": 128}]}
-    run.curve(600, best=0.97)
-    run.end("train", 600, 0.9667)
-    page = write_report(run.write()).read_text(encoding="utf-8")
-    assert page.count("128 px") >= 3
-    assert "96 px" not in page
