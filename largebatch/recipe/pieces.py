@@ -29,6 +29,10 @@ class BatchPiece:
     global_batch: int
     lr_factor: float = 1.0
 
+    def samples_before(self, step: int) -> int:
+        """Return how many samples of the run lie before an update of this piece."""
+        return self.position + (step - self.step) * self.global_batch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePiece:
@@ -58,7 +62,7 @@ def find_pieces(recipe: Recipe) -> Pieces:
         pieces.append(
             BatchPiece(
                 step=step,
-                position=before.position + (step - before.step) * before.global_batch,
+                position=before.samples_before(step),
                 global_batch=change.global_batch,
                 lr_factor=change.lr_factor,
             )
@@ -99,8 +103,7 @@ def position_at(pieces: Pieces, step: int) -> int:
     >>> [position_at(pieces, step) for step in range(6)]
     [0, 8, 16, 24, 40, 56]
     """
-    piece = piece_at(pieces, step)
-    return piece.position + (step - piece.step) * piece.global_batch
+    return piece_at(pieces, step).samples_before(step)
 
 
 def steps_from_start(

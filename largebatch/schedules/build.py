@@ -12,7 +12,7 @@ from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
-from largebatch.recipe.pieces import Pieces, piece_at, position_at
+from largebatch.recipe.pieces import Pieces, piece_at
 from largebatch.recipe.plan import Plan, converter, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
@@ -58,7 +58,8 @@ def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
     first = pieces[0].global_batch
 
     def rate(step: int) -> float:
-        return policy(position_at(pieces, step) / first) * piece_at(pieces, step).lr_factor
+        piece = piece_at(pieces, step)
+        return policy(piece.samples_before(step) / first) * piece.lr_factor
 
     return rate
 

@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "the policy of a batch schedule counts updates",
         "schedules/build.py",
-        "policy(position_at(pieces, step) / first)",
+        "policy(piece.samples_before(step) / first)",
         "policy(step + 0 * first)",
         "recipe/test_batch_pieces.py::"
         "test_the_rate_follows_the_samples_seen_so_that_epochs_mean_epochs",
