@@ -33,12 +33,15 @@ has_horovod = pytest.mark.skipif(
     reason="horovod is not installed; launch/install_horovod.sh builds it",
 )
 Start = Callable[[int, Path, Sequence[str]], None]
+CONSTANT = (GLOBAL_BATCH,) * crown.STEPS
 every_net = pytest.mark.parametrize("net", NETS)
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
-def assert_equal(ours: State, net: str, optimizer: str, *, chunk: int) -> None:
-    expected = plain_pytorch(net, optimizer, chunk=chunk)
+def assert_equal(
+    ours: State, net: str, optimizer: str, *, chunk: int, sizes: Sequence[int] = CONSTANT
+) -> None:
+    expected = plain_pytorch(net, optimizer, chunk=chunk, sizes=sizes)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10, check_dtype=True)
 
 
@@ -72,6 +75,18 @@ def test_spans_on_one_worker_match_plain_pytorch(optimizer: str, accumulation: i
     ours = crown.solve(backend, "batchnorm", optimizer, accumulation=accumulation)
     assert_equal(ours.state_dict(), "batchnorm", optimizer, chunk=SPAN)
     assert_measured(asdict(crown.evaluate_each(ours, backend)), ours)
+
+
+@every_net
+@every_optimizer
+@pytest.mark.parametrize("accumulation", [2, 4, 8])
+def test_a_batch_schedule_matches_plain_pytorch_however_its_batches_are_divided(
+    net: str, optimizer: str, accumulation: int
+) -> None:
+    """Two updates of 64 samples, two of 96: the loss is divided by the batch of each update."""
+    backend = Serial(torch.device("cpu"))
+    ours = crown.solve(backend, net, optimizer, accumulation=accumulation, changes=crown.LARGER)
+    assert_equal(ours.state_dict(), net, optimizer, chunk=SPAN, sizes=crown.SIZES)
 
 
 @every_net
@@ -126,11 +141,12 @@ def test_workers_and_micro_batches_train_and_evaluate_as_plain_pytorch(
     solved: dict[str, dict[str, Any]] = torch.load(tmp_path / "solved.pt")
     assert len(solved) == len(crown.CASES) * len(optimizers)
     for case, optimizer in product(crown.CASES, optimizers):
-        check_case(solved[f"{case} {optimizer}"], crown.CASES[case], optimizer)
+        sizes = crown.SIZES if case == "batch schedule" else CONSTANT
+        check_case(solved[f"{case} {optimizer}"], crown.CASES[case], optimizer, sizes)
 
 
-def check_case(ours: dict[str, Any], net: str, optimizer: str) -> None:
-    assert_equal(ours["state"], net, optimizer, chunk=SPAN)
+def check_case(ours: dict[str, Any], net: str, optimizer: str, sizes: Sequence[int]) -> None:
+    assert_equal(ours["state"], net, optimizer, chunk=SPAN, sizes=sizes)
     model = crown.net(net)
     model.load_state_dict(ours["state"])
     assert_measured(ours["evaluation"], model)

@@ -59,12 +59,14 @@ def _plan(args: argparse.Namespace) -> int:
         "recipe": recipe.name,
         "global batch": f"{plan.global_batch:,} = {plan.workers} workers x {plan.accumulation} "
         f"micro-batches x {plan.device_batch}",
+        **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
         "images": describe_decoding(recipe),
+        **_image_sizes(recipe, plan),
         "an epoch": _epoch(plan),
         "steps": f"{plan.steps:,} = {plan.train_steps:,} augmented + {plan.clean_steps:,} clean",
-        "samples seen": f"{plan.steps * plan.global_batch:,} ({plan.epoch(plan.steps):.2f} epochs)",
+        "samples seen": f"{plan.position(plan.steps):,} ({plan.epoch(plan.steps):.2f} epochs)",
         "learning rate": f"from {rates[0]:g}, peak {rates[peak]:g} at step {peak} "
         f"(epoch {plan.epoch(peak):.2f}), last {rates[-1]:g}",
         "warm-up": f"{plan.warmup_steps:,} steps",
@@ -83,9 +85,29 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _batch_changes(plan: Plan) -> dict[str, str]:
+    """Return a row for each change of the global batch."""
+    later = zip(plan.batch_changes, plan.within(range(plan.steps))[1:], strict=True)
+    return {
+        f"from {piece.step:,}": f"{size:,} = {plan.workers} workers x {accumulation} micro-batches "
+        f"x {plan.device_batch}, epoch {plan.epoch(piece.step):.2f}, learning rate of the schedule "
+        f"x {piece.lr_factor:g}"
+        for piece, (_, size, accumulation) in later
+    }
+
+
+def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Return a row on the resolution schedule, if there is one."""
+    if not plan.sizes:
+        return {}
+    parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
+    return {"image size": f"{', '.join(parts)}; clean and evaluation {recipe.data.image_size}"}
+
+
 def _epoch(plan: Plan) -> str:
     """Describe an epoch, and what a batch that is larger than one means."""
-    found = f"{plan.steps_per_epoch:.2f} steps"
+    sizes = [piece.global_batch for piece in plan.pieces]
+    found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
     if plan.steps_per_epoch < 1:
         times = plan.global_batch / plan.train_samples
         found += f": a batch is larger than an epoch and holds every image {times:.2f} times"
@@ -97,13 +119,12 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
     from largebatch.runs.estimate import estimate
 
     found = estimate(recipe, plan)
-    updates: float = plan.updates
+    step, run = found.step_seconds, found.run_seconds
     if recipe.polish is not None and recipe.polish.swap is not None:
         rounds = math.ceil(recipe.polish.swap.replicas / plan.workers)
         replica = replica_plan(recipe, plan)
         share = plan.device_batch * plan.accumulation
-        updates += rounds * replica.steps * replica.global_batch / share
-    step, run = found.step_seconds, found.step_seconds * updates
+        run += step * rounds * replica.steps * replica.global_batch / share
     return (
         f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
         f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples; "

@@ -5,8 +5,10 @@ chosen only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -28,6 +30,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
+DecodeView = Callable[[Index, Iterator[Request], View], Batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,11 @@ class Pipeline:
     train_index: Index
     val_index: Index
     decode: Decode
+    """Decodes to the size of the evaluation."""
+
+    decode_to: Callable[[int], Decode]
+    """Returns what decodes to another size."""
+
     held_out_samples: IntArray
     """Training images that no stage is trained or measured on."""
 
@@ -63,11 +71,25 @@ class Pipeline:
         return replace(self, recipe=recipe, plan=plan, rank=0)
 
     def training(self, steps: range, *, clean: bool) -> Batches:
-        """Return the device batches of these updates, `accumulation` for each.
+        """Return the device batches of these updates, in each as many as its global batch needs.
 
-        Clean images are prepared like validation images, in the same order of samples.
+        Clean images are prepared like validation images, in the same order of samples. Augmented
+        ones may have several sizes: one decoder follows the other.
         """
-        return self.decode(self.train_index, self._training_requests(steps, clean=clean))
+        if clean or not self.plan.sizes:
+            return self.decode(self.train_index, self._training_requests(steps, clean=clean))
+        return self._training_in_sizes(steps)
+
+    def _training_in_sizes(self, steps: range) -> Batches:
+        for part, size in self.plan.sized(steps, otherwise=self.recipe.data.image_size):
+            requests = self._training_requests(part, clean=False)
+            with closing(self.decoder(size)(self.train_index, requests)) as batches:
+                yield from batches
+
+    def decoder(self, image_size: int) -> Decode:
+        """Return what decodes to this size."""
+        is_usual = image_size == self.recipe.data.image_size
+        return self.decode if is_usual else self.decode_to(image_size)
 
     def validation(self) -> Batches:
         """Return this worker's share of the validation images, which may be none."""
@@ -121,8 +143,8 @@ class Pipeline:
         return training_samples(self.train_index, positions, seed=self.recipe.seed)
 
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
-        for step in steps:
-            for micro in range(self.plan.accumulation):
+        for part, _, accumulation in self.plan.within(steps):
+            for step, micro in product(part, range(accumulation)):
                 positions = self.plan.positions(step, micro, self.rank)
                 yield self.training_request(positions, clean=clean)
 
@@ -156,37 +178,43 @@ def open_pipeline(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
         )
     threads = max(1, available_cores() // backend.local_size)
-    decode: Decode
     if dataset is not None:
         _require_own(recipe, folder, dataset)
-        train, val, decode = _open_own(recipe, dataset, backend, threads=threads)
-        return _pipeline(recipe, plan, backend.rank, (train, val), decode)
+        train, val, decode_view = _open_own(recipe, dataset, backend, threads=threads)
+        return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
     train, val = _open_indexes(recipe, backend, folder)
     if recipe.execution.cache is not None:
-        decode = _open_cache(recipe, train, val, backend=backend, threads=threads)
+        decode_view = _open_cache(recipe, train, val, backend=backend, threads=threads)
     else:
-        decode = partial(
+        decode_view = partial(
             _choose_decode(recipe),
-            view=_view(data),
             device=backend.device,
             threads=threads,
             batch_size=plan.statistics_batch,  # the largest of any stage
         )
-        decode(train, iter(())).close()  # what cannot decode is found out here, not in the run
-    return _pipeline(recipe, plan, backend.rank, (train, val), decode)
+        # What cannot decode is found out here, not in the run.
+        decode_view(train, iter(()), _view(data)).close()
+    return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
 
 
 def _pipeline(
-    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode: Decode
+    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode_view: DecodeView
 ) -> Pipeline:
     train, held_out = _hold_out(indexes[0], recipe)
+    view = _view(recipe.data)
+
+    def decode_to(image_size: int) -> Decode:
+        shown = replace(view, image_size=image_size)
+        return lambda index, requests: decode_view(index, requests, shown)
+
     return Pipeline(
         recipe=recipe,
         plan=plan,
         rank=rank,
         train_index=train,
         val_index=indexes[1],
-        decode=decode,
+        decode=decode_to(recipe.data.image_size),
+        decode_to=decode_to,
         held_out_samples=held_out,
     )
 
@@ -206,19 +234,19 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
 
 def _open_own(
     recipe: Recipe, dataset: str, backend: Backend, *, threads: int
-) -> tuple[Index, Index, Decode]:
+) -> tuple[Index, Index, DecodeView]:
     classes = recipe.data.classes
     items = own.open_own(dataset)
     train, val = (own.index_items(each, classes=classes, backend=backend) for each in items)
     _check(recipe.data, train, val)
     split = {train.digest: items[0], val.digest: items[1]}
 
-    def decode(index: Index, requests: Iterator[Request]) -> Batches:
+    def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
         return own.decode(
             split[index.digest],
             index,
             requests,
-            _view(recipe.data),
+            view,
             device=backend.device,
             threads=threads,
         )
@@ -241,23 +269,25 @@ def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
     return dali.decode if recipe.execution.decoder == "dali" else torchvision.decode
 
 
-def _open_cache(recipe: Recipe, *indexes: Index, backend: Backend, threads: int) -> Decode:
+def _open_cache(recipe: Recipe, *indexes: Index, backend: Backend, threads: int) -> DecodeView:
     """Keep the decoded images of the indexes; return what cuts and resizes from them."""
-    view, device = _view(recipe.data), backend.device
+    device = backend.device
     in_memory = {
         one.digest: pixel_cache.open_cache(one, backend=backend, threads=threads) for one in indexes
     }
     # The memory of a CPU "device" is the same.
     if recipe.execution.cache == "memory" or device.type == "cpu":
 
-        def decode(index: Index, requests: Iterator[Request]) -> Batches:
+        def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
             cache = in_memory[index.digest]
             return cached.decode(cache, requests, view, device=device, threads=threads)
 
         return decode
 
     uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
-    return lambda index, requests: cached.decode_on_device(uploaded[index.digest], requests, view)
+    return lambda index, requests, view: cached.decode_on_device(
+        uploaded[index.digest], requests, view
+    )
 
 
 def _view(data: Data) -> View:

@@ -10,12 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
+from largebatch.recipe.division import DEVICE_BATCH_LIMIT, device_batches, divide_batch
+from largebatch.recipe.pieces import (
+    BatchPiece,
+    Pieces,
+    SizePiece,
+    find_pieces,
+    find_sizes,
+    piece_at,
+    position_at,
+    steps_for,
+    steps_from_start,
+    steps_to_end,
+    whole,
+    within,
+)
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
-
-DEVICE_BATCH_LIMIT = 256
-"""The largest device batch that is chosen without being asked for."""
-
 
 MAX_EVALUATIONS = 100_000
 """On the way of a run: more of them would take longer to plan than a second."""
@@ -27,9 +38,14 @@ class Plan:
 
     workers: int
     global_batch: int
+    """Samples in an update, until the batch schedule changes them."""
+
     device_batch: int
     accumulation: int
-    """Device batches each worker goes through for one update."""
+    """Device batches each worker goes through for one update of global_batch."""
+
+    batch_changes: tuple[BatchPiece, ...] = ()
+    """The pieces of the batch schedule after the first."""
 
     bn_span: int | None
     """Samples that share BatchNorm statistics."""
@@ -55,6 +71,9 @@ class Plan:
 
     affine_steps: int = 0
     """Updates after the schedule, in which few weights move."""
+
+    sizes: tuple[SizePiece, ...] = ()
+    """Image sizes of the updates on augmented images; none: that of the evaluation."""
 
     evaluate_after: tuple[int, ...]
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
@@ -85,13 +104,53 @@ class Plan:
         return math.ceil(self.device_batch / span) * span
 
     @property
+    def pieces(self) -> Pieces:
+        """The pieces of the run in which the global batch is the same."""
+        return BatchPiece(global_batch=self.global_batch), *self.batch_changes
+
+    def within(self, steps: range) -> list[tuple[range, int, int]]:
+        """Return the steps of each piece, its global batch and the accumulation for that."""
+        return [
+            (part, piece.global_batch, self.accumulation * piece.global_batch // self.global_batch)
+            for piece, part in within(self.pieces, steps)
+        ]
+
+    def sized(self, steps: range, *, otherwise: int) -> list[tuple[range, int]]:
+        """Return steps on augmented images with their image sizes; `otherwise` without a schedule.
+
+        All of them are before the clean ones.
+        """
+        if not self.sizes:
+            return [(steps, otherwise)]
+        ends = [0, *(piece.end for piece in self.sizes)]
+        return [
+            (range(max(steps.start, begin), min(steps.stop, piece.end)), piece.image_size)
+            for begin, piece in zip(ends, self.sizes, strict=False)
+            if max(steps.start, begin) < min(steps.stop, piece.end)
+        ]
+
+    def image_size(self, position: int, *, otherwise: int) -> int:
+        """Return the side of the augmented image at a position of the run."""
+        step = steps_for(self.pieces, position + 1) - 1
+        found = self.sized(range(step, step + 1), otherwise=otherwise)
+        return found[0][1] if found else otherwise
+
+    def batch_at(self, step: int) -> int:
+        """Return the global batch of this update."""
+        return piece_at(self.pieces, step).global_batch
+
+    def position(self, step: int) -> int:
+        """Return the position of the first sample of this update."""
+        return position_at(self.pieces, step)
+
+    @property
     def steps_per_epoch(self) -> float:
-        """Updates in one pass over the training data; batches wrap over the end of a pass."""
+        """Updates of global_batch in one pass over the training data; batches wrap over its end."""
         return self.train_samples / self.global_batch
 
     def epoch(self, steps: int) -> float:
-        """Return how many passes over the training data `steps` updates make."""
-        return steps / self.steps_per_epoch
+        """Return how many passes over the training data the first `steps` updates make."""
+        return self.position(steps) / self.train_samples
 
     def positions(self, step: int, micro: int, rank: int) -> range:
         """Return the positions of one device batch.
@@ -102,10 +161,10 @@ class Plan:
         """
         if self.parts > 1:
             place = rank * self.accumulation + micro
-            start = step * self.global_batch + place * self.device_batch
+            start = self.position(step) + place * self.device_batch
             return range(start, start + self.device_batch)
         per_micro = self.workers * self.device_batch
-        start = step * self.global_batch + micro * per_micro + rank * self.device_batch
+        start = self.position(step) + micro * per_micro + rank * self.device_batch
         return range(start, start + self.device_batch)
 
 
@@ -114,39 +173,15 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
 
     Where `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
     BatchNorm spans in a device batch are preferred; where a worker's share has none, several
-    workers share each span.
+    workers share each span. The device batch is the same in all pieces of a batch schedule.
 
-    Raises PlanError where the global batch cannot be divided so, RecipeError where the recipe's
+    Raises PlanError where a global batch cannot be divided so, RecipeError where the recipe's
     own lengths contradict each other.
     """
-    batch = recipe.batch
-    span = batch.bn_span or 1
-    if workers < 1 or batch.global_batch % workers:
-        raise PlanError(
-            f"the global batch of {batch.global_batch} cannot be divided over {workers} workers; "
-            f"possible numbers of workers: {_some(_divisors(batch.global_batch))}"
-        )
-    per_worker = batch.global_batch // workers
-    parts = recipe.reduction.parts or 1
-    possible = _device_batches(per_worker, workers=workers, span=span)
-    if parts > 1:
-        possible = _within_parts(possible, parts, batch.global_batch, workers=workers, span=span)
-    device_batch = recipe.execution.device_batch
-    if recipe.monitor:
-        possible = _measurable(possible, recipe, workers=workers)
-    if device_batch is None:
-        device_batch = _choose_device_batch(possible, span=span)
-    if device_batch not in possible:
-        spans = f" into whole BatchNorm spans of {span}" if batch.bn_span else ""
-        shared = ", nor a span evenly over some of the workers" if spans and workers > 1 else ""
-        raise PlanError(
-            f"a device batch of {device_batch} does not divide each worker's share of "
-            f"{per_worker} samples{spans}{shared}; possible device batches: {_some(possible)}"
-        )
-
-    steps_in = converter(recipe)
-    steps = steps_in(recipe.duration, math.ceil)
-    warmup = recipe.schedule.warmup
+    device_batch = divide_batch(recipe, workers=workers)
+    batch, pieces = recipe.batch, find_pieces(recipe)
+    steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
+    warmup, steps_in = recipe.schedule.warmup, converter(recipe)
     polish = recipe.polish or Polish.model_construct()
     clean, swa, affine = polish.clean, polish.swa, polish.affine
     if steps > MAX_UPDATES:
@@ -154,32 +189,40 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
             f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
             f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
         )
+    clean_steps = steps_to_end(pieces, recipe, clean, end=steps) if clean else 0
     plan = Plan(
         workers=workers,
         global_batch=batch.global_batch,
         device_batch=device_batch,
-        accumulation=per_worker // device_batch,
+        accumulation=batch.global_batch // (workers * device_batch),
+        batch_changes=pieces[1:],
         bn_span=batch.bn_span,
-        sync_workers=max(1, span // device_batch),
-        parts=parts,
+        sync_workers=max(1, (batch.bn_span or 1) // device_batch),
+        parts=recipe.reduction.parts or 1,
         train_samples=recipe.train_samples,
         val_samples=recipe.data.val_samples,
         steps=steps,
-        warmup_steps=steps_in(warmup) if warmup else 0,
-        clean_steps=steps_in(clean) if clean else 0,
-        swa_steps=steps_in(swa.over) if swa else 0,
-        swa_every=steps_in(swa.every) if swa else 0,
-        affine_steps=steps_in(affine) if affine else 0,
-        evaluate_after=_evaluations(recipe, steps=steps),
+        warmup_steps=steps_for(pieces, steps_in(warmup) * batch.global_batch) if warmup else 0,
+        clean_steps=clean_steps,
+        swa_steps=steps_to_end(pieces, recipe, swa.over, end=steps) if swa else 0,
+        swa_every=converter(recipe, recipe.batch.last)(swa.every) if swa else 0,
+        affine_steps=converter(recipe, recipe.batch.last)(affine) if affine else 0,
+        evaluate_after=_evaluations(recipe, pieces, steps=steps),
     )
     _check_lengths(recipe, plan)
     if polish.swap is not None:
         replica_plan(recipe, plan)
-    return plan
+    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
 
 
 def _check_lengths(recipe: Recipe, plan: Plan) -> None:
-    """Raise RecipeError where a part of the schedule is as long as all of it."""
+    """Raise RecipeError where a part of the schedule is as long as all of it, or comes after it."""
+    for place, piece in enumerate(plan.batch_changes):
+        if piece.step >= plan.steps:
+            raise RecipeError(
+                f"batch.schedule.{place}.after (step {piece.step}) must lie before the end of the "
+                f"run ({plan.steps} steps): no update would have that batch"
+            )
     parts = {
         "schedule.warmup": plan.warmup_steps,
         "polish.clean": plan.clean_steps,
@@ -212,13 +255,13 @@ def replica_plan(recipe: Recipe, plan: Plan) -> Plan:
     assert recipe.polish is not None
     assert recipe.polish.swap is not None
     section = recipe.polish.swap
-    steps = section.steps or _whole((section.epochs or 0) * plan.train_samples / section.batch)
+    steps = section.steps or whole((section.epochs or 0) * plan.train_samples / section.batch)
     if steps > MAX_UPDATES:
         raise RecipeError(
             f"polish.swap: {section.epochs:g} epochs are {steps:,} updates of each replica, "
             f"expected at most {MAX_UPDATES:,}; give fewer epochs or a larger batch"
         )
-    possible = _device_batches(section.batch, workers=1, span=plan.bn_span or 1)
+    possible = device_batches(section.batch, workers=1, span=plan.bn_span or 1)
     most = recipe.execution.device_batch or DEVICE_BATCH_LIMIT
     device_batch = max((size for size in possible if size <= most), default=possible[0])
     return Plan(
@@ -252,7 +295,7 @@ def describe_spans(plan: Plan) -> str:
         return "no BatchNorm"
     if plan.sync_workers == 1:
         return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
-    share = plan.device_batch * plan.accumulation
+    share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
     reason = "as the device batch asks for"
     if share % plan.bn_span:
         reason = f"a worker's {share} samples of the global batch are no whole spans"
@@ -273,113 +316,44 @@ def describe_decoding(recipe: Recipe) -> str:
     return f"decoded once, cached as bytes (execution.cache: {execution.cache}{where})"
 
 
-def converter(recipe: Recipe) -> Callable[..., int]:
-    """Return what turns epochs into steps: the nearest number, but at least one."""
-    steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
+def converter(recipe: Recipe, global_batch: int | None = None) -> Callable[[Duration], int]:
+    """Return what turns epochs into updates of one global batch, by default the first of the run.
 
-    def steps_in(duration: Duration, rounding: Callable[[float], int] = round) -> int:
+    It is the nearest number, but at least one.
+    """
+    steps_per_epoch = recipe.train_samples / (global_batch or recipe.batch.global_batch)
+
+    def steps_in(duration: Duration) -> int:
         if duration.steps is not None:
             return duration.steps
         assert duration.epochs is not None
-        return _whole(duration.epochs * steps_per_epoch, rounding)
+        return whole(duration.epochs * steps_per_epoch)
 
     return steps_in
 
 
-def _whole(steps: float, rounding: Callable[[float], int] = round) -> int:
-    return max(1, rounding(round(steps, 9)))
-
-
-def _evaluations(recipe: Recipe, *, steps: int) -> tuple[int, ...]:
+def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ...]:
     every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
     if every is None:
         return ()
-    steps_per_epoch = recipe.train_samples / recipe.batch.global_batch
-    number = min(steps, round(steps / (every * steps_per_epoch)))
+    last_epoch = position_at(pieces, steps) / recipe.train_samples
+    smallest = min(piece.global_batch for piece in pieces)
+    each_step = every * (recipe.train_samples / smallest) <= 1  # as often as can be, or more often
+    number = steps if each_step else round(last_epoch / every)
     if number > MAX_EVALUATIONS:
         raise RecipeError(
             f"evaluation.every_epochs: {every:g} makes {number:,} evaluations, expected at most "
             f"{MAX_EVALUATIONS:,}"
         )
-    if every * steps_per_epoch <= 1:  # as often as it can be, or more often
-        return tuple(range(_whole(offset * steps_per_epoch), steps + 1))
-    last_epoch = steps * recipe.batch.global_batch / recipe.train_samples
+
+    def at(epoch: float) -> int:
+        return steps_from_start(pieces, recipe, Duration.model_construct(epochs=epoch))
+
+    if each_step:
+        return tuple(range(at(offset), steps + 1))
     epochs = (offset + k * every for k in range(math.ceil(last_epoch / every) + 1))
-    points = {_whole(epoch * steps_per_epoch) for epoch in epochs if epoch > 0}
+    points = {at(epoch) for epoch in epochs if epoch > 0}
     return tuple(sorted(point for point in points if point <= steps))
-
-
-def _device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
-    """Return the divisors of a worker's share that keep every span whole, smallest first.
-
-    Either a device batch holds whole spans, or a group of workers holds one. There always is one:
-    the greatest common divisor of share and span, because the global batch is a multiple of both.
-
-    >>> _device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
-    [12, 24]
-    >>> _device_batches(32, workers=1024, span=128)
-    [1, 2, 4, 8, 16, 32]
-    >>> _device_batches(96, workers=1, span=48)
-    [48, 96]
-    """
-    return [
-        size
-        for size in _divisors(per_worker)
-        if size % span == 0 or (span % size == 0 and workers % (span // size) == 0)
-    ]
-
-
-def _measurable(possible: list[int], recipe: Recipe, *, workers: int) -> list[int]:
-    """Return the device batches that have gradients of their own beside the global batch's.
-
-    Raises PlanError if there are none.
-    """
-    batch = recipe.batch
-    span, whole = batch.bn_span or 1, batch.global_batch
-    left = [size for size in possible if size % span == 0 and size < whole]
-    if not left:
-        raise PlanError(
-            f"monitor: noise_scale compares a device batch of whole BatchNorm spans with the "
-            f"global batch, and none is smaller than {whole} with spans of {span} on {workers} "
-            "workers; give monitor: [], a smaller batch.bn_span or fewer workers"
-        )
-    return left
-
-
-def _within_parts(
-    possible: list[int], parts: int, global_batch: int, *, workers: int, span: int
-) -> list[int]:
-    """Return the device batches that hold whole spans of one of Adasum's parts.
-
-    Raises PlanError where the parts cannot be divided over the workers.
-    """
-    sizes = [size for size in possible if size % span == 0 and global_batch // parts % size == 0]
-    if max(workers, parts) % min(workers, parts) or not sizes:
-        most = global_batch // span
-        numbers = [n for n in _divisors(most) if max(n, parts) % min(n, parts) == 0]
-        raise PlanError(
-            f"reduction.parts: {parts} parts of {global_batch // parts} samples, in whole "
-            f"BatchNorm spans, cannot be divided over {workers} workers; possible numbers of "
-            f"workers: {_some(numbers)}"
-        )
-    return sizes
-
-
-def _choose_device_batch(possible: list[int], *, span: int) -> int:
-    """Return the largest within the limit, if it can be one of whole spans."""
-    whole = [size for size in possible if size % span == 0]
-    fitting = [size for size in whole or possible if size <= DEVICE_BATCH_LIMIT]
-    return max(fitting, default=min(whole or possible))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:12]))
-    return shown if len(numbers) <= 12 else f"{shown}, ... {numbers[-1]}"
 
 
 def may_share_spans(recipe: Recipe, *, workers: int) -> bool:

@@ -6,17 +6,16 @@ none of it can change the result. Every section is frozen and strict; an unknown
 What decides the result has no default, except where the literature agrees on one.
 """
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
-    JsonValue,
     field_validator,
     model_validator,
 )
 
 from largebatch.recipe.choices import OffTarget, Precision
+from largebatch.recipe.model import Model
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.sections import (
@@ -32,77 +31,6 @@ from largebatch.recipe.sections import (
     Updates,
 )
 
-FACTORY_KEYS = {
-    **dict.fromkeys(
-        [
-            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"),
-            *("pretrained_filter_fn", "pretrained_model_args", "pretrained_backbone"),
-            *("weights", "weights_backbone", "checkpoint_path", "cache_dir", "progress"),
-        ],
-        "nothing is fetched; weights to begin with are model.weights: FILE",
-    ),
-    **dict.fromkeys(["name", "model_name", "variant", "model_cls"], "it is model.name"),
-    "num_classes": "it is data.classes",
-    **dict.fromkeys(["dtype", "device"], "the recipe's precision and the machine decide on it"),
-    **dict.fromkeys(
-        [
-            *("features_only", "feature_cfg", "feature_cls", "out_indices", "kwargs_filter"),
-            *("model_cfg", "scriptable", "exportable", "no_jit", "quantize"),
-        ],
-        "leave it out",
-    ),
-}
-"""What timm's and torchvision's factories take for themselves, and what to do instead; every other
-argument goes to the constructor of the network."""
-
-_WORD = re.compile(r"[\w.,+=-]*")
-"""A choice such as `relu` or a block such as `ir_r1_k3_s2_e6_c24`; no path and no address."""
-
-
-class Model(Section):
-    """The network."""
-
-    name: str
-    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm model, or
-    `torchvision/` and that of one of torchvision's."""
-
-    arguments: dict[str, JsonValue] = Field(default={})
-    """Passed to the network's constructor in timm or torchvision as they are: numbers, true or
-    false, words, and lists of them. What makes the libraries fetch or load weights is refused."""
-
-    weights: Annotated[str, Field(min_length=1)] | None = None
-    """File of weights that training begins with, .safetensors or .pth; null draws them from the
-    seed. The path is relative to the current directory. Only worker 0 reads the file, and only when
-    a run begins: what is resumed or evaluated has its weights in a checkpoint."""
-
-    head_std: Positive | None = None
-    """Draw the classifier's weights from N(0, head_std) with zero bias, also where all else comes
-    from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _arguments_shape_the_network(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Refuse what could fetch, read or write: a recipe may come from anywhere."""
-        refused = [f"{key}: {FACTORY_KEYS[key]}" for key in arguments if key in FACTORY_KEYS]
-        refused += [
-            f"{key}: a word may hold letters, digits and _ . , + = -, got {word!r}"
-            for key, value in arguments.items()
-            for word in _words(value)
-            if not _WORD.fullmatch(word)
-        ]
-        if refused:
-            raise ValueError("; ".join(refused))
-        return arguments
-
-
-def _words(value: JsonValue) -> list[str]:
-    """Return the words of an argument, at any depth."""
-    if isinstance(value, dict):
-        return [word for pair in value.items() for each in pair for word in _words(each)]
-    if isinstance(value, list):
-        return [word for each in value for word in _words(each)]
-    return [value] if isinstance(value, str) else []
-
 
 class Loss(Section):
     """Cross-entropy over the classes."""
@@ -115,6 +43,22 @@ class Loss(Section):
     `others`: only the other classes (MXNet)."""
 
 
+class BatchChange(Section):
+    """From here on, updates take another number of samples (arXiv:1811.05233)."""
+
+    after: Duration
+    """Where, counted from the start of the run. Epochs are rounded to whole updates of the batch
+    before, so that no sample is left out or shown twice."""
+
+    global_batch: Batch
+    """Samples in one optimizer update."""
+
+    lr_factor: Positive
+    """The learning rate is that of `schedule` times this: 1 leaves it as it is, global_batch over
+    batch.global_batch scales it linearly (arXiv:1706.02677, section 2.1). Momentum is carried
+    on."""
+
+
 class BatchSizes(Section):
     """How many samples act together."""
 
@@ -124,12 +68,31 @@ class BatchSizes(Section):
     bn_span: Annotated[int, Field(ge=2, le=MAX_BATCH)] | None
     """Samples that share BatchNorm statistics; null for a model without BatchNorm."""
 
+    schedule: Annotated[tuple[BatchChange, ...], Field(max_length=100)] = ()
+    """Changes of the global batch during the run, one after the other. Epochs are passes over the
+    data whatever the batch. `schedule` follows the samples seen: there a step is as many samples as
+    batch.global_batch, at which the run begins."""
+
+    @property
+    def last(self) -> int:
+        """The global batch with which the run ends."""
+        return self.schedule[-1].global_batch if self.schedule else self.global_batch
+
+    @property
+    def by_key(self) -> dict[str, int]:
+        """Every global batch by its key, in order."""
+        later = {
+            f"batch.schedule.{place}.global_batch": change.global_batch
+            for place, change in enumerate(self.schedule)
+        }
+        return {"batch.global_batch": self.global_batch, **later}
+
     @model_validator(mode="after")
     def _spans_fill_the_batch(self) -> Self:
-        if self.bn_span is not None and self.global_batch % self.bn_span:
-            raise ValueError(
-                f"global_batch ({self.global_batch}) must be a multiple of bn_span ({self.bn_span})"
-            )
+        for key, batch in self.by_key.items():
+            if self.bn_span is not None and batch % self.bn_span:
+                name = key.removeprefix("batch.")
+                raise ValueError(f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span})")
         return self
 
 
@@ -341,6 +304,15 @@ class Recipe(Section):
             raise ValueError(
                 f"reduction.parts ({parts}) does not divide batch.global_batch ({size}) into parts "
                 f"of whole BatchNorm spans; it must divide {size // (self.batch.bn_span or 1)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_stay_the_same(self) -> Self:
+        if self.reduction.kind == "adasum" and self.batch.schedule:
+            raise ValueError(
+                "reduction.kind: adasum divides every batch into as many parts of the same size: "
+                "leave batch.schedule out"
             )
         return self
 

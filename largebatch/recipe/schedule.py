@@ -222,7 +222,7 @@ class Schedule(Section):
     """The learning rate: a linear warm-up, then a policy."""
 
     peak_lr: Positive
-    """The highest rate of the run."""
+    """The highest rate of the run, unless a factor of batch.schedule raises it."""
 
     warmup: Duration | None
     """How long the rate rises in a straight line to where the policy begins, which is peak_lr, but

@@ -64,6 +64,20 @@ class Duration(Section):
         return self
 
 
+Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
+
+
+class Resolution(Section):
+    """A part of training on images of a size of their own."""
+
+    until: Duration | None
+    """Where it ends, counted from the start of the run; epochs are rounded to whole updates. null
+    for the last one, and only there: where training on augmented images ends."""
+
+    image_size: Side
+    """Side of the square the model sees, in pixels."""
+
+
 class Data(Section):
     """The images, and how they are shown to the model."""
 
@@ -80,8 +94,14 @@ class Data(Section):
     val_samples: Samples
     """Number of validation images; the folder must have exactly these."""
 
-    image_size: Annotated[int, Field(gt=0, le=MAX_SIDE)]
+    image_size: Side
     """Side of the square the model sees, in pixels."""
+
+    resolution: Annotated[tuple[Resolution, ...], Field(max_length=100)] = ()
+    """Other sizes of the augmented images, one after the other from the start of the run; after
+    them it is image_size. Random crops show the same parts of the images at every size. Clean
+    images (validation, clean and affine updates, statistics) always have image_size, because
+    BatchNorm statistics depend on the size and must be those of the evaluation."""
 
     mean: Triple = (0.485, 0.456, 0.406)
     """Subtracted from red, green and blue on the scale 0 .. 1."""
@@ -105,6 +125,16 @@ class Data(Section):
 
     interpolation: Interpolation = "bilinear"
     """How a part is resized to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
+
+    @model_validator(mode="after")
+    def _only_the_last_size_is_open(self) -> Self:
+        for place, part in enumerate(self.resolution[:-1]):
+            if part.until is None:
+                raise ValueError(
+                    f"resolution.{place}.until: null is for the last one, {len(self.resolution)} "
+                    "are given"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:

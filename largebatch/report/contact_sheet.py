@@ -7,10 +7,11 @@ matters, a flip that changes the meaning) is wrong here.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,18 +77,29 @@ def show(pipeline: Pipeline) -> Shown:
     num_passes = max(1, min(PASSES, math.floor(plan.epoch(plan.train_steps))))
     places = _places(pipeline, samples, num_passes)
 
-    def requests(positions: IntArray, *, clean: bool) -> Iterator[Request]:
-        each = positions.ravel().tolist()
-        return (pipeline.training_request(range(p, p + 1), clean=clean) for p in each)
-
-    training = _images(pipeline.decode(index, requests(places, clean=False)))
-    clean = _images(pipeline.decode(index, requests(places[:, 0], clean=True)))
+    training = _training(pipeline, places)
+    clean = _images(pipeline.decode(index, _requests(pipeline, places[:, 0].tolist(), clean=True)))
     return Shown(
         classes=tuple(index.classes[label] for label in labels),
-        training=_in_rows(training, [num_passes] * len(samples)),
+        training=tuple(tuple(training[row :: len(samples)]) for row in range(len(samples))),
         clean=_in_rows(clean, [1] * len(samples)),
         evaluation=_validation(pipeline, labels),
     )
+
+
+def _requests(pipeline: Pipeline, positions: Iterable[int], *, clean: bool) -> Iterator[Request]:
+    return (pipeline.training_request(range(p, p + 1), clean=clean) for p in positions)
+
+
+def _training(pipeline: Pipeline, places: IntArray) -> list[Tensor]:
+    """Return the augmented images of each pass in turn, each at the size of its update."""
+    usual = pipeline.recipe.data.image_size
+    found: list[Tensor] = []
+    size_of = partial(pipeline.plan.image_size, otherwise=usual)
+    for size, positions in groupby(places.T.ravel().tolist(), key=size_of):
+        requests = _requests(pipeline, positions, clean=False)
+        found += _images(pipeline.decoder(size)(pipeline.train_index, requests))
+    return found
 
 
 def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
@@ -264,12 +276,14 @@ def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
         clean = f"short side {data.eval_resize}, centre {data.image_size} x {data.image_size}"
     values = []
     for group in groups:
-        images = torch.stack([image for row in group.rows for image in row])
+        images = torch.cat([image.flatten() for row in group.rows for image in row])
         values.append(f"{group.name} {images.mean():z.2f} ± {images.std():.2f}")
     size, flips = f"{data.image_size} x {data.image_size}", "half" if data.flip else "never"
+    sides = ", ".join(str(part.image_size) for part in data.resolution)
+    sides = sides and f", first of {sides} pixels"
     return [
         f"{recipe.model.name} sees {size}, {data.interpolation}, {describe_decoding(recipe)}",
-        f"training: {crops}, {flips} mirrored; clean and evaluation: {clean}",
+        f"training: {crops}, {flips} mirrored{sides}; clean and evaluation: {clean}",
         f"values after normalisation, mean ± std of these images: {', '.join(values)}",
     ]
 

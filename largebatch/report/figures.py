@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from largebatch.errors import LargebatchError
+from largebatch.recipe.plan import Plan
 from largebatch.report.numbers import percent, points
 from largebatch.report.run import FloatArray, Run, Stage, Trace, images_per_second, median
 from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, save_png
@@ -190,6 +191,7 @@ def _mark_stages(axes: "Axes", run: Run) -> None:
     axes.set_xlim(first - 0.5, end)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    _mark_changes(axes, run.plan, first=first, end=end)
     if len(run.traces) < 2:
         return
     ends = [trace.step[0] for trace in run.traces[2:]] + [end]
@@ -206,6 +208,21 @@ def _mark_stages(axes: "Axes", run: Run) -> None:
             trace.stage, (1, 1), (6, 8), xycoords=(text, "axes fraction"),
             textcoords="offset points", color=COLOURS[trace.stage],
         )  # fmt: skip
+
+
+def _mark_changes(axes: "Axes", plan: Plan, *, first: int, end: int) -> None:
+    """Draw a line where the global batch or the image size changes, with what it becomes."""
+    later = zip(plan.sizes, plan.sizes[1:], strict=False)
+    sizes = [(before.end, f"{piece.image_size} px") for before, piece in later]
+    batches = [(piece.step, f"batch {piece.global_batch:,}") for piece in plan.batch_changes]
+    for changes, down in ((batches, -3), (sizes, -13)):
+        for step, text in changes:
+            if first <= step < end:
+                axes.axvline(step, color=MUTED, lw=0.8, ls=(0, (1, 2)))
+                axes.annotate(
+                    text, (step, 1), (3, down), xycoords=axes.get_xaxis_transform(),
+                    textcoords="offset points", va="top", color=MUTED, size=8,
+                )  # fmt: skip
 
 
 def name_axes(axes: "Axes", *, y: str, x: str | None = None) -> "Text":
@@ -301,10 +318,10 @@ def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:
             _draw_part(axes, course, first, last, colour)
             title = name_line(axes, part, colour, after=title)
     axes.axvspan(
-        course.clean / course.steps_per_epoch, end / course.steps_per_epoch,
+        course.epoch(course.clean), course.epoch(end),
         color=COLOURS["clean"], alpha=0.08, lw=0,
     )  # fmt: skip
-    axes.set_xlim(0, end / course.steps_per_epoch)
+    axes.set_xlim(0, course.epoch(end))
     axes.set_ylim(0, 1.1 * course.rates[course.peak])
     axes.locator_params(axis="y", nbins=5)
     axes.xaxis.set_major_formatter("{x:,g}")
@@ -315,17 +332,17 @@ def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:
 def _draw_part(axes: "Axes", course: Course, first: int, last: int, colour: str) -> None:
     """Draw the steps from `first` up to `last`, each rate as long as its step lasts."""
     rates = [*course.rates[first : last + 1], course.rates[-1]][: last - first + 1]
-    epochs = [step / course.steps_per_epoch for step in range(first, last + 1)]
+    epochs = [course.epoch(step) for step in range(first, last + 1)]
     axes.plot(epochs, rates, color=colour, drawstyle="steps-post", clip_on=False)
 
 
 def _name_rates(axes: "Axes", course: Course) -> None:
     """Write every rate on its stretch where these are few, else the peak and the last rate."""
     for step in course.stretches or (course.peak,):
-        place = step / course.steps_per_epoch, course.rates[step]
+        place = course.epoch(step), course.rates[step]
         _write(axes, f"{course.rates[step]:.3g}", place, offset=(4, 5))
     if not course.stretches:
-        place = len(course.rates) / course.steps_per_epoch, course.rates[-1]
+        place = course.epoch(len(course.rates)), course.rates[-1]
         _write(axes, f"{course.rates[-1]:.3g}", place, offset=(6, 0))
 
 

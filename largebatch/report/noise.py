@@ -53,7 +53,12 @@ def over(run: Run, steps: list[Step]) -> NoiseScale:
     for step in steps:
         plan = next(s.plan for s in reversed(run.starts) if s.resume_step <= step.step)
         squares.append(
-            Squares(step.device_square, step.global_square, plan.device_batch, plan.global_batch)
+            Squares(
+                step.device_square,
+                step.global_square,
+                plan.device_batch,
+                plan.batch_at(step.step),
+            )
         )
     return estimate(squares)
 
@@ -65,17 +70,22 @@ def _is_measured(step: Step) -> bool:
 def draw_noise(figure: "Canvas", run: Run) -> None:
     """Draw the noise scale with its intervals by step, and the global batch."""
     axes = figure.subplots()
-    parts = [part for part in course(run) if part.found.value > 0]
-    middle = [(part.first + part.last) / 2 for part in parts]
-    values = [part.found.value for part in parts]
-    ends = [value for part in parts for value in (part.found.low, part.found.high)]
+    parts = course(run)
+    known = [part for part in parts if part.found.value > 0]
+    middle = [(part.first + part.last) / 2 for part in known]
+    values = [part.found.value for part in known]
+    ends = [value for part in known for value in (part.found.low, part.found.high)]
     top = 2 * max([value for value in ends if math.isfinite(value)] + values, default=1.0)
     bottom = min(values, default=1.0) / 10
-    for x, part in zip(middle, parts, strict=True):
+    for x, part in zip(middle, known, strict=True):
         bar = [max(part.found.low, bottom), min(part.found.high, top)]
         axes.plot([x, x], bar, color=COLOURS["train"], lw=1)
     axes.plot(middle, values, color=COLOURS["train"], marker="o", ms=5)
-    axes.axhline(run.plan.global_batch, color=INK, lw=0.8)
+    batches = [run.plan.batch_at(part.first) for part in parts]
+    axes.step(
+        [*(part.first for part in parts), parts[-1].last], [*batches, batches[-1]],
+        where="post", color=INK, lw=0.8,
+    )  # fmt: skip
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -89,7 +99,7 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
 def describe_noise(run: Run) -> str:
     """Return what the noise scale of the last part means for the batch, in two sentences."""
     parts = course(run)
-    found, batch = parts[-1].found, run.plan.global_batch
+    found, batch = parts[-1].found, run.plan.batch_at(parts[-1].last)
     if not math.isfinite(found.high):
         return (
             f"Over the last {found.updates:,} updates the gradient does not stand out of its "

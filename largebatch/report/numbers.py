@@ -42,13 +42,13 @@ def headlines(run: Run) -> tuple[Headline, ...]:
             "Global batch",
             f"{plan.global_batch:,}",
             "images",
-            _division(plan),
+            _division(plan) + _later_batches(plan),
         ),
         Headline(
             "Updates",
             f"{run.num_steps:,}",
             "step" if run.num_steps == 1 else "steps",
-            f"{run.num_steps / plan.steps_per_epoch:,.1f} epochs{_skipped(run)}",
+            f"{plan.epoch(run.num_steps):,.1f} epochs{_skipped(run)}",
         ),
         Headline(
             "Wall time", time, unit, f"{duration(polishing)} of it polishing" if polishing else ""
@@ -113,7 +113,9 @@ def _gain_between(
         images = f"within the noise of {change.samples:,} validation images"
     place = run.stages.index(before)
     made = sum(s.result.steps for s in run.stages[place + 1 :] if s.result and s.kept)
-    epochs = f", in {made / run.plan.steps_per_epoch:,.1f} epochs" if made else ""
+    end = after.after.step
+    passes = run.plan.epoch(end) - run.plan.epoch(max(0, end - made))
+    epochs = f", in {passes:,.1f} epochs" if made else ""
     colour: Literal["", "good", "bad", "grey"] = "grey"
     if change.beyond_noise:
         colour = "bad" if change.images < 0 else "good" if judged else ""
@@ -255,6 +257,13 @@ def _division(plan: Plan) -> str:
     """Say how a global batch is divided, leaving out what is 1."""
     micro = f" × {plan.accumulation:,} micro-batches" if plan.accumulation > 1 else ""
     return f"{_plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}"
+
+
+def _later_batches(plan: Plan) -> str:
+    """Say what a batch schedule makes of the global batch, and when."""
+    return "".join(
+        f"; {piece.global_batch:,} from step {piece.step:,}" for piece in plan.batch_changes
+    )
 
 
 def _plural(count: int, noun: str) -> str:

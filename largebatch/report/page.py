@@ -83,7 +83,9 @@ def _environment(run: Run) -> dict[str, str]:
     facts = {
         "Workers": f"{plan.workers:,}",
         "Device batch": f"{plan.device_batch:,}",
-        "Accumulation": f"{plan.accumulation:,}",
+        "Accumulation": ", then ".join(
+            f"{accumulation:,}" for _, _, accumulation in plan.within(range(plan.steps))
+        ),
     }
     if summary is not None:
         memory = summary.peak_memory_bytes

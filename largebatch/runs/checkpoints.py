@@ -74,7 +74,7 @@ def small_lr(recipe: Recipe) -> float:
     where their staircase is nearly over: the weights of a trained model barely move. Scaled with
     the batch (arXiv:1706.02677, section 2.1), because there are as many fewer updates in an epoch.
     """
-    return 0.001 * recipe.batch.global_batch / 256
+    return 0.001 * recipe.batch.last / 256
 
 
 def with_updates(recipe: Recipe, *, epochs: float, lr: float) -> Recipe:

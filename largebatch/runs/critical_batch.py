@@ -124,7 +124,8 @@ class _Study:
         longest = round(2 * MOST_SAMPLES * self.epochs * per_epoch) + 2  # its end is never reached
         content |= {
             "duration": {"steps": longest},
-            "batch": {**content["batch"], "global_batch": batch},
+            "batch": {**content["batch"], "global_batch": batch, "schedule": ()},
+            "data": {**content["data"], "resolution": ()},
             "schedule": {
                 **content["schedule"],
                 "peak_lr": rate,

@@ -30,7 +30,11 @@ class Estimate(NamedTuple):
     """So many were trained on at a time."""
 
     step_seconds: float
-    """Forward, backward and update; input and communication not."""
+    """Forward, backward and update; input and communication not. Of the first global batch, with
+    the largest images of a resolution schedule."""
+
+    run_seconds: float
+    """The same for all updates of the run."""
 
     memory_bytes: int
     """Weights, gradients, optimizer and average, and what forward keeps for backward."""
@@ -52,9 +56,9 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )
     most, span = max(2, plan.device_batch), plan.bn_span or 1
-    num, seconds, kept = 2, 0.0, 0
+    num, seconds, kept, side = 2, 0.0, 0, _largest(recipe, plan)
     for attempt in count():
-        images, labels = _batch(recipe, num, backend.device)
+        images, labels = _batch(recipe, num, side, backend.device)
         with _saved_bytes(model) as found:
             begun = time.perf_counter()
             criterion(model(images), labels).backward()
@@ -73,11 +77,13 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     if polish.swap is not None:  # what replicas begin as, their sum in float64, another momentum
         copies = 6
     per_sample = seconds / num
+    passes = _passes(recipe, plan, side=side)
     return Estimate(
         device=backend.device.type,
         precision=recipe.precision,
         samples=num,
         step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
+        run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
         memory_bytes=copies * weights + kept_by_optimizer + kept * plan.device_batch // num,
     )
 
@@ -100,8 +106,27 @@ def _tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of ten
             yield from _tensor_bytes(each)
 
 
-def _batch(recipe: Recipe, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    side = recipe.data.image_size
+def _largest(recipe: Recipe, plan: Plan) -> int:
+    """Return the largest side of the images that updates are made with."""
+    sizes = [piece.image_size for piece in plan.sizes]
+    if not sizes or plan.updates > plan.train_steps:
+        sizes.append(recipe.data.image_size)
+    return max(sizes)
+
+
+def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
+    """Return how many device batches of images of this side cost as much as all of the run."""
+    usual = recipe.data.image_size
+    parts = plan.sized(range(plan.train_steps), otherwise=usual)
+    parts.append((range(plan.train_steps, plan.updates), usual))
+    return sum(
+        len(steps) * number * (size / side) ** 2
+        for part, size in parts
+        for steps, _, number in plan.within(part)
+    )
+
+
+def _batch(recipe: Recipe, num: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     labels = torch.randint(recipe.data.classes, (num,), device=device)
     return torch.randn(num, 3, side, side, device=device), labels
 

@@ -100,13 +100,14 @@ def _card(checkpoint: Checkpoint, *, source: Path) -> str:
         f"{'yes' if stage.kept else 'rolled back'} |"
         for stage in checkpoint.stages
     ]
+    batches = ", then ".join(f"{size:,}" for size in recipe.batch.by_key.values())
     return f"""---
 library_name: timm
 pipeline_tag: image-classification
 ---
 # {recipe.name}: {name}, {recipe.data.classes} classes
 
-Trained with largebatch {versions()["largebatch"]} in batches of {recipe.batch.global_batch:,} for
+Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 {checkpoint.progress.updates:,} updates; `{RECIPE}` is all of it. From `{source.name}`.
 
 ```python

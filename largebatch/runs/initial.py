@@ -218,7 +218,7 @@ def estimate_time(recipe: Recipe, found: Survey) -> TimeEstimate:
     trained = plan.global_batch / step.step_seconds
     # A forward pass alone takes a third of a step.
     passes = STAGES + len(plan.evaluate_after)
-    images = plan.steps * plan.global_batch
+    images = plan.position(plan.steps)
     forward = passes * plan.val_samples + plan.train_samples
     computing = (images + forward / 3) / trained
     decoded = len(found.train) + len(found.val) if recipe.execution.cache else images + forward

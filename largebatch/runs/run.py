@@ -282,7 +282,7 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         accumulation=plan.accumulation,
         steps=progress.updates,
         skipped_steps=progress.skipped,
-        samples=progress.updates * plan.global_batch,
+        samples=progress.images,
         seconds=state.seconds,
         images_per_second=progress.images / progress.train_seconds if timed else None,
         peak_memory_bytes=peak_memory_bytes(trainer.backend.device),

@@ -4,6 +4,7 @@ Lengths become steps here. One that is too long for the rate it names to be reac
 the recipe would say one thing and the run do another.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,11 +12,12 @@ from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
-from largebatch.recipe.plan import converter, make_plan
+from largebatch.recipe.pieces import Pieces, piece_at
+from largebatch.recipe.plan import Plan, converter, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
 from largebatch.schedules import functions
-from largebatch.schedules.functions import Schedule
+from largebatch.schedules.functions import Policy, Schedule
 
 FEW = 8
 """Up to this many stretches of equal learning rates are listed one by one."""
@@ -24,25 +26,42 @@ FEW = 8
 def build_schedule(recipe: Recipe) -> Schedule:
     """Return the rate of every update of this recipe, whatever machine runs it.
 
+    With a batch schedule the policy follows the samples seen, in updates of the first batch, and
+    its rate is multiplied by the factor of each piece.
+
     Raises RecipeError where the lengths in the recipe contradict each other.
     """
     section = recipe.schedule
-    plan = make_plan(recipe.mathematics, workers=1)
+    plan, steps_in = make_plan(recipe.mathematics, workers=1), converter(recipe)
+    warmup_steps = steps_in(section.warmup) if section.warmup else 0
+    steps = math.ceil(plan.position(plan.steps) / plan.global_batch)
     stretch = _Stretch(
         key="schedule.decay",
-        before=plan.warmup_steps,
-        steps=plan.steps + section.first_step - plan.warmup_steps,
-        steps_in=converter(recipe),
+        before=warmup_steps,
+        steps=steps + section.first_step - warmup_steps,
+        steps_in=steps_in,
     )
     after = _build(section.decay, section.peak_lr, stretch)
-    if plan.warmup_steps and section.start_lr >= after(0):
+    if warmup_steps and section.start_lr >= after(0):
         raise RecipeError(
             f"schedule.start_lr ({section.start_lr:g}) must be below the rate at which "
             f"{section.decay.kind} begins ({after(0):g}), since the warm-up rises to it; without a "
             "warm-up, give warmup: null"
         )
-    ramp = functions.warmup(after, steps=plan.warmup_steps, start=section.start_lr)
-    return functions.skip(ramp, steps=section.first_step)
+    ramp = functions.warmup(after, steps=warmup_steps, start=section.start_lr)
+    policy = functions.skip(ramp, steps=section.first_step)
+    return _follow_samples(policy, plan.pieces) if plan.batch_changes else policy
+
+
+def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
+    """Return the rates of a run whose global batch changes."""
+    first = pieces[0].global_batch
+
+    def rate(step: int) -> float:
+        piece = piece_at(pieces, step)
+        return policy(piece.samples_before(step) / first) * piece.lr_factor
+
+    return rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +108,7 @@ class _Stretch:
 
 def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
     decay: schedule.Simple | schedule.Piecewise, peak: float, stretch: _Stretch
-) -> Schedule:
+) -> Policy:
     match decay:
         case schedule.Constant():
             return functions.constant(peak=peak)
@@ -130,7 +149,7 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             assert_never(decay)
 
 
-def _join(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> Schedule:
+def _join(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> Policy:
     boundaries = _boundaries(pieces, stretch)
     parts = []
     for place, (start, end) in enumerate(pairwise([0, *boundaries, stretch.steps])):
@@ -171,7 +190,7 @@ class Course:
     clean: int
     """The first step on clean images; the number of steps if there is none."""
 
-    steps_per_epoch: float
+    plan: Plan
 
     @property
     def peak(self) -> int:
@@ -189,7 +208,7 @@ class Course:
         """Say in words what a person asks of a schedule first."""
         steps = len(self.rates)
         rows = {
-            "run": f"{steps:,} steps, {steps / self.steps_per_epoch:.2f} epochs",
+            "run": f"{steps:,} steps, {self.epoch(steps):.2f} epochs",
             "first": self._at(0),
             "peak": self._at(self.peak),
             "last": self._at(steps - 1),
@@ -198,6 +217,13 @@ class Course:
             rows["warm-up"] = f"before step {self.begin:,} (epoch {self._epoch(self.begin)})"
         if len(self.stretches) > 1:
             rows["rates"] = ", ".join(map(self._at, self.stretches))
+        if self.plan.batch_changes:
+            changes = self.plan.batch_changes
+            rows["batches"] = f"{self.plan.global_batch:,}, " + ", ".join(
+                f"{change.global_batch:,} from step {change.step:,} (epoch "
+                f"{self._epoch(change.step)})"
+                for change in changes
+            )
         if self.clean < steps:
             rows["clean"] = f"from {self._at(self.clean)}"
         return rows
@@ -205,8 +231,12 @@ class Course:
     def _at(self, step: int) -> str:
         return f"{self.rates[step]:.6g} at step {step:,} (epoch {self._epoch(step)})"
 
+    def epoch(self, step: int) -> float:
+        """Return how many passes over the training data lie before a step."""
+        return self.plan.epoch(step)
+
     def _epoch(self, step: int) -> str:
-        return f"{step / self.steps_per_epoch:.2f}"
+        return f"{self.epoch(step):.2f}"
 
 
 def follow(recipe: Recipe) -> Course:
@@ -216,5 +246,5 @@ def follow(recipe: Recipe) -> Course:
         rates=tuple(map(build_schedule(recipe), range(plan.steps))),
         begin=max(0, plan.warmup_steps - recipe.schedule.first_step),
         clean=plan.train_steps,
-        steps_per_epoch=plan.steps_per_epoch,
+        plan=plan,
     )

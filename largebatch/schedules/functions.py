@@ -19,9 +19,13 @@ import math
 from collections.abc import Callable, Sequence
 
 Schedule = Callable[[int], float]
+"""From the number of an update to its rate."""
+
+Policy = Callable[[float], float]
+"""The same, also between two updates: a batch schedule counts samples."""
 
 
-def constant(*, peak: float) -> Schedule:
+def constant(*, peak: float) -> Policy:
     """Stay at `peak` (FIX).
 
     >>> constant(peak=0.1)(7)
@@ -31,7 +35,7 @@ def constant(*, peak: float) -> Schedule:
     return lambda _: peak
 
 
-def step(*, peak: float, steps: int, gamma: float) -> Schedule:
+def step(*, peak: float, steps: int, gamma: float) -> Policy:
     """Start at `peak` and multiply the rate by `gamma` after every `steps` steps (STEP).
 
     >>> rate = step(peak=1.0, steps=3, gamma=0.5)
@@ -44,7 +48,7 @@ def step(*, peak: float, steps: int, gamma: float) -> Schedule:
     return lambda step: peak * gamma ** (step // steps)
 
 
-def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Schedule:
+def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Policy:
     """Start at `peak` and multiply the rate by `gamma` at every boundary, in steps (NSTEP).
 
     >>> rate = multistep(peak=1.0, boundaries=[2, 4], gamma=0.5)
@@ -57,7 +61,7 @@ def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Schedu
     return lambda step: peak * gamma ** bisect.bisect_right(boundaries, step)
 
 
-def exponential(*, peak: float, gamma: float) -> Schedule:
+def exponential(*, peak: float, gamma: float) -> Policy:
     """Start at `peak` and multiply the rate by `gamma` at every step (EXP).
 
     >>> rate = exponential(peak=8.0, gamma=0.5)
@@ -69,7 +73,7 @@ def exponential(*, peak: float, gamma: float) -> Schedule:
     return lambda step: peak * gamma**step
 
 
-def inverse(*, peak: float, gamma: float, power: float) -> Schedule:
+def inverse(*, peak: float, gamma: float, power: float) -> Policy:
     """Fall from `peak` along (1 + gamma t)**-power (INV).
 
     >>> rate = inverse(peak=4.0, gamma=1.0, power=2.0)
@@ -81,7 +85,7 @@ def inverse(*, peak: float, gamma: float, power: float) -> Schedule:
     return lambda step: peak * (1.0 + gamma * step) ** -power
 
 
-def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Schedule:
+def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Policy:
     """Fall from `peak` at step 0 to `end` at `steps` along (1 - t)**power, then stay there (POLY).
 
     >>> rate = polynomial(peak=8.0, steps=4, power=2.0)
@@ -92,14 +96,14 @@ def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Sc
     _require_above_zero(power=power)
     _require_order(end, peak)
 
-    def rate(step: int) -> float:
+    def rate(step: float) -> float:
         remaining = 1.0 - min(step, steps) / steps
         return _between(end, peak, math.pow(remaining, power))
 
     return rate
 
 
-def cosine(*, peak: float, steps: int, end: float = 0.0) -> Schedule:
+def cosine(*, peak: float, steps: int, end: float = 0.0) -> Policy:
     """Fall from `peak` at step 0 to `end` at `steps` along half a cosine, then stay at `end`.
 
     Loshchilov and Hutter 2017 (arXiv:1608.03983, equation 5), without restarts.
@@ -113,7 +117,7 @@ def cosine(*, peak: float, steps: int, end: float = 0.0) -> Schedule:
     return lambda step: _between(end, peak, _half_cosine(min(step, steps) / steps))
 
 
-def triangular(*, peak: float, low: float, steps: int) -> Schedule:
+def triangular(*, peak: float, low: float, steps: int) -> Policy:
     """Rise from `low` to `peak` in `steps` steps, fall back in as many, again and again (TRI).
 
     The triangle is the paper's (2 / pi) |arcsin(sin(pi t / 2l))|, from the remainder of t by 2l:
@@ -126,7 +130,7 @@ def triangular(*, peak: float, low: float, steps: int) -> Schedule:
     return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=constant(peak=1.0))
 
 
-def triangular2(*, peak: float, low: float, steps: int) -> Schedule:
+def triangular2(*, peak: float, low: float, steps: int) -> Policy:
     """Cycle as `triangular` does, half as far above `low` in every new cycle (TRI2).
 
     >>> rate = triangular2(peak=5.0, low=1.0, steps=2)
@@ -136,7 +140,7 @@ def triangular2(*, peak: float, low: float, steps: int) -> Schedule:
     return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=_halving(steps))
 
 
-def triangular_exp(*, peak: float, low: float, steps: int, gamma: float) -> Schedule:
+def triangular_exp(*, peak: float, low: float, steps: int, gamma: float) -> Policy:
     """Cycle as `triangular` does, its height above `low` times `gamma` at every step (TRIEXP).
 
     >>> rate = triangular_exp(peak=5.0, low=1.0, steps=2, gamma=0.5)
@@ -147,7 +151,7 @@ def triangular_exp(*, peak: float, low: float, steps: int, gamma: float) -> Sche
     return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=fade)
 
 
-def sine(*, peak: float, low: float, steps: int) -> Schedule:
+def sine(*, peak: float, low: float, steps: int) -> Policy:
     """Rise from `low` to `peak` in `steps` steps and fall back along |sin(pi t / 2l)| (SIN).
 
     >>> rate = sine(peak=3.0, low=1.0, steps=3)
@@ -157,7 +161,7 @@ def sine(*, peak: float, low: float, steps: int) -> Schedule:
     return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=constant(peak=1.0))
 
 
-def sine2(*, peak: float, low: float, steps: int) -> Schedule:
+def sine2(*, peak: float, low: float, steps: int) -> Policy:
     """Cycle as `sine` does, half as far above `low` in every new cycle (SIN2).
 
     >>> rate = sine2(peak=5.0, low=1.0, steps=3)
@@ -167,7 +171,7 @@ def sine2(*, peak: float, low: float, steps: int) -> Schedule:
     return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=_halving(steps))
 
 
-def sine_exp(*, peak: float, low: float, steps: int, gamma: float) -> Schedule:
+def sine_exp(*, peak: float, low: float, steps: int, gamma: float) -> Policy:
     """Cycle as `sine` does, its height above `low` times `gamma` at every step (SINEXP).
 
     >>> rate = sine_exp(peak=5.0, low=1.0, steps=1, gamma=0.5)
@@ -178,7 +182,7 @@ def sine_exp(*, peak: float, low: float, steps: int, gamma: float) -> Schedule:
     return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=fade)
 
 
-def cosine_cycles(*, peak: float, low: float, steps: int) -> Schedule:
+def cosine_cycles(*, peak: float, low: float, steps: int) -> Policy:
     """Fall from `peak` to `low` and rise again, once in `steps`: (1 + cos(2 pi t / l)) / 2 (COS).
 
     Here l is a whole cycle, as in the paper. The authors' code computes cos(pi t / l), where l is
@@ -193,7 +197,7 @@ def cosine_cycles(*, peak: float, low: float, steps: int) -> Schedule:
     return lambda step: _between(low, peak, _half_cosine(2 * (step % steps) / steps))
 
 
-def piecewise(pieces: Sequence[Schedule], *, boundaries: Sequence[int]) -> Schedule:
+def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
     """Follow the pieces one after the other; each begins at a boundary and counts from there.
 
     >>> rate = piecewise([constant(peak=4.0), exponential(peak=2.0, gamma=0.5)], boundaries=[3])
@@ -207,14 +211,14 @@ def piecewise(pieces: Sequence[Schedule], *, boundaries: Sequence[int]) -> Sched
         )
     starts = [0, *boundaries]
 
-    def rate(step: int) -> float:
+    def rate(step: float) -> float:
         place = bisect.bisect_right(boundaries, step)
         return pieces[place](step - starts[place])
 
     return rate
 
 
-def warmup(after: Schedule, *, steps: int, start: float = 0.0) -> Schedule:
+def warmup(after: Policy, *, steps: int, start: float = 0.0) -> Policy:
     """Rise linearly from `start` to `after(0)` over `steps` steps, then follow `after`.
 
     The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). `after` sees its own
@@ -231,7 +235,7 @@ def warmup(after: Schedule, *, steps: int, start: float = 0.0) -> Schedule:
             f"start ({start:g}) must not exceed the rate that the warm-up rises to ({after(0):g})"
         )
 
-    def rate(step: int) -> float:
+    def rate(step: float) -> float:
         if step >= steps:
             return after(step - steps)
         return start + (after(0) - start) * step / steps
@@ -239,7 +243,7 @@ def warmup(after: Schedule, *, steps: int, start: float = 0.0) -> Schedule:
     return rate
 
 
-def skip(schedule: Schedule, *, steps: int) -> Schedule:
+def skip(schedule: Policy, *, steps: int) -> Policy:
     """Follow `schedule` from its step `steps` on: the first update uses `schedule(steps)`.
 
     MLPerf's reference counts its updates from 1, so its first rate is that of step 1.
@@ -253,8 +257,8 @@ def skip(schedule: Schedule, *, steps: int) -> Schedule:
 
 
 def _cycles(
-    shape: Callable[[float], float], *, peak: float, low: float, steps: int, fade: Schedule
-) -> Schedule:
+    shape: Callable[[float], float], *, peak: float, low: float, steps: int, fade: Policy
+) -> Policy:
     """Repeat `shape`, the height of the learning rate at a phase from 0 to 2, times `fade`."""
     _require_positive(steps)
     _require_order(low, peak)
@@ -273,7 +277,7 @@ def _half_cosine(phase: float) -> float:
     return (1.0 + math.cos(math.pi * phase)) / 2.0
 
 
-def _halving(steps: int) -> Schedule:
+def _halving(steps: int) -> Policy:
     return lambda step: 0.5 ** (step // (2 * steps))
 
 

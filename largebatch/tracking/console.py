@@ -67,6 +67,9 @@ class Console:
         work = (
             f"{steps} of {plan.global_batch} samples = {division}, "
             f"{plan.steps_per_epoch:.2f} steps an epoch"
+        ) + "".join(
+            f"; {change.global_batch} samples from step {change.step}"
+            for change in plan.batch_changes
         )
         samples = plan.workers * plan.accumulation * plan.device_batch
         trains = step < plan.updates and samples == plan.global_batch

@@ -240,6 +240,8 @@ class Summary:
     global_batch: int
     device_batch: int
     accumulation: int
+    """Those with which a run begins, where the recipe has a batch schedule."""
+
     steps: int
     """Optimizer updates made, skipped ones included."""
 

@@ -29,7 +29,7 @@ class RunningNoise:
 
         self._recent: deque[Squares] = deque(maxlen=NOISE_UPDATES)
 
-    def add(self, first: float, whole: float, *, loss_scale: float) -> Measured:
+    def add(self, step: int, first: float, whole: float, *, loss_scale: float) -> Measured:
         """Return what an update has measured, and the noise scale of the last ones.
 
         `first` and `whole` are sums over the workers of what their reducers measured of gradients
@@ -37,12 +37,13 @@ class RunningNoise:
         """
         plan, scale = self._plan, self._loss_scale
         self._loss_scale = loss_scale
-        share = plan.global_batch / plan.device_batch
+        global_batch = plan.batch_at(step)
+        share = global_batch / plan.device_batch
         squares = Squares(
             small=first / plan.workers * (share / scale) ** 2,
             big=whole / plan.workers / scale**2,
             small_batch=plan.device_batch,
-            big_batch=plan.global_batch,
+            big_batch=global_batch,
         )
         if all(map(math.isfinite, squares)):
             self._recent.append(squares)

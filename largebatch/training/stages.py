@@ -4,7 +4,7 @@ A stage drives the training loop and does between two updates what the loop does
 evaluate, save, and stop when asked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from largebatch.recipe.sections import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
-from largebatch.training.loop import step_seeds, train
+from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
 
@@ -229,7 +229,8 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
     plan, step_log, state = trainer.plan, trainer.step_log, trainer.state
     end = min(steps.stop, until + state.progress.discarded)
     batches = trainer.pipeline.training(steps, clean=name != "train")
-    updates = train(
+    train_piece = partial(
+        train,
         state.model,
         state.updater.optimizer,
         batches,
@@ -238,12 +239,10 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         state.updater.reducer,
         trainer.spans,
         state.scaler,
-        steps=steps,
-        accumulation=plan.accumulation,
-        global_batch=plan.global_batch,
         seed=step_seeds(trainer.recipe.seed, trainer.backend.rank),
         skip_nonfinite=trainer.recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
     )
+    updates = train_pieces(plan, steps, train_piece)
     step_log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:
@@ -262,6 +261,14 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
             if step_log.stopped or done == end:
                 break
     step_log.flush()
+
+
+def train_pieces(
+    plan: Plan, steps: range, train_piece: Callable[..., Generator[Update, None, None]]
+) -> Generator[Update, None, None]:
+    """Make the updates piece by piece of a batch schedule; `train_piece` is `train` less sizes."""
+    for part, global_batch, accumulation in plan.within(steps):
+        yield from train_piece(steps=part, accumulation=accumulation, global_batch=global_batch)
 
 
 def describe_unsettled(drift: PolishDrift) -> str | None:

@@ -97,7 +97,7 @@ class StepLog:
         """Count an update; emit the record of the one before. Raises what flush does."""
         seconds = time.perf_counter() - self._begun
         self._begun += seconds
-        images = self._plan.global_batch
+        images = self._plan.batch_at(update.step)
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
         sums = self._requests(update)
         work = self._backend.all_reduce(sums)
@@ -178,7 +178,7 @@ class StepLog:
         data, reduction = pending.data.seconds(), pending.reduction.seconds()
         step = replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction)
         if found.squares:
-            noise = self._noise.add(*found.squares, loss_scale=step.loss_scale)
+            noise = self._noise.add(step.step, *found.squares, loss_scale=step.loss_scale)
             step = replace(step, **noise._asdict())
         self._emit(step)
         self._judge(step, found)
@@ -213,7 +213,8 @@ class StepLog:
         if found.bad != 1:
             return f"; on {found.bad:.0f} workers" if found.bad else ""
         plan, rank = self._plan, int(found.ranks)
-        parts = (plan.positions(step.step, micro, rank) for micro in range(plan.accumulation))
+        ((_, _, accumulation),) = plan.within(range(step.step, step.step + 1))
+        parts = (plan.positions(step.step, micro, rank) for micro in range(accumulation))
         samples = shorten([f"{part.start} to {part.stop - 1}" for part in parts], most=3)
         return f"; worker {rank}, samples {samples} of the order"
 

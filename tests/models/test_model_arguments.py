@@ -16,7 +16,7 @@ from largebatch.cli.main import main
 from largebatch.errors import RecipeError
 from largebatch.models import build
 from largebatch.optional import require_timm
-from largebatch.recipe.recipe import FACTORY_KEYS
+from largebatch.recipe.model import FACTORY_KEYS
 from largebatch.storage import CHECKSUM_BYTES, checksum
 from largebatch.training.checkpoint import HEADER
 

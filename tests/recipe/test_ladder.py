@@ -18,9 +18,9 @@ from largebatch.recipe.plan import make_plan
 
 ELSEWHERE = {
     *("resnet50_32768_nesterov", "resnet50_32768_shampoo", "resnet50_65536_shampoo"),
-    *("resnet50_32768_lamb", "resnet50_1024_schedule_free"),
+    *("resnet50_32768_lamb", "resnet50_1024_schedule_free", "resnet50_34816_batch_schedule"),
 }
-"""Recipes that test_optimizer_recipes.py holds against its own tables."""
+"""Recipes that test_optimizer_recipes.py and test_schedule_recipes.py hold against their tables."""
 
 FILES = {
     path.stem: path

@@ -29,6 +29,13 @@ FREE = (
             "polish.swa would average the weights",
         ),
         (
+            (
+                "reduction={kind: adasum, parts: 2}",
+                "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 1.0}]",
+            ),
+            "reduction.kind: adasum divides every batch into as many parts of the same size",
+        ),
+        (
             ("monitor=noise_scale", "reduction={kind: adasum, parts: 2}"),
             "monitor: noise_scale compares gradients before and after their sum, and reduction",
         ),

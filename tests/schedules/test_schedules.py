@@ -154,6 +154,10 @@ def test_a_policy_that_fades_for_ever_does_not_overflow(name: str) -> None:
     assert 0.0 <= ours(10**7 + 1) <= 0.25
 
 
+def listed(rates: list[float]) -> functions.Policy:
+    return lambda step: rates[int(step)]
+
+
 @given(
     lists=st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=5), min_size=1, max_size=5),
     more=st.integers(0, 3),
@@ -163,7 +167,7 @@ def test_pieces_follow_each_other_and_count_from_their_own_start(
 ) -> None:
     ends = np.cumsum([len(rates) for rates in lists]).tolist()
     lists[-1] += [lists[-1][-1]] * more
-    ours = functions.piecewise([rates.__getitem__ for rates in lists], boundaries=ends[:-1])
+    ours = functions.piecewise([listed(rates) for rates in lists], boundaries=ends[:-1])
     expected = [rate for rates in lists for rate in rates]
     assert [ours(step) for step in range(len(expected))] == expected
 

@@ -6,6 +6,7 @@ Run as a program it solves every case:  python crown.py BACKEND FILE OPTIMIZER .
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
+from largebatch.recipe.pieces import BatchPiece
 from largebatch.recipe.plan import Plan
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
+from largebatch.training.stages import train_pieces
 
 STEPS = 5
 GLOBAL_BATCH = 64
@@ -54,8 +57,17 @@ SECTIONS = {
 
 OPTIMIZERS = ("sgd", *CONVENTIONS, *SECTIONS)
 NETS = ("plain", "batchnorm")
-CASES = {"plain": "plain", "batchnorm": "batchnorm", "shared spans": "batchnorm"}
-"""The net of each case on several workers. In the last a worker holds half of a span."""
+CASES = {
+    "plain": "plain",
+    "batchnorm": "batchnorm",
+    "shared spans": "batchnorm",
+    "batch schedule": "batchnorm",
+}
+"""The net of each case on several workers. In the last two a worker holds half of a span."""
+
+LARGER = (BatchPiece(step=2, position=2 * GLOBAL_BATCH, global_batch=96),)
+SIZES = (GLOBAL_BATCH, GLOBAL_BATCH, 96, 96)
+"""A batch schedule over the same samples, and the global batch of each of its updates."""
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 State = dict[str, Tensor]
@@ -102,21 +114,29 @@ def make_optimizer(kind: str, model: nn.Module) -> Optimizer:
 
 
 def solve(
-    backend: Backend, net_kind: str, optimizer_kind: str, *, accumulation: int, parts: int = 1
+    backend: Backend,
+    net_kind: str,
+    optimizer_kind: str,
+    *,
+    accumulation: int,
+    changes: tuple[BatchPiece, ...] = (),
+    parts: int = 1,
 ) -> nn.Module:
     """Train with everything largebatch has, and return the model; several parts are for Adasum."""
+    steps = len(SIZES) if changes else STEPS
     device_batch = GLOBAL_BATCH // backend.world_size // accumulation
     plan = Plan(
         workers=backend.world_size,
         global_batch=GLOBAL_BATCH,
         device_batch=device_batch,
         accumulation=accumulation,
+        batch_changes=changes,
         bn_span=SPAN,
         sync_workers=max(1, SPAN // device_batch),
         parts=parts,
         train_samples=STEPS * GLOBAL_BATCH,
         val_samples=1,
-        steps=STEPS,
+        steps=steps,
         warmup_steps=0,
         clean_steps=0,
         evaluate_after=(),
@@ -124,9 +144,10 @@ def solve(
     images, labels = data()
 
     def batches() -> Iterator[Batch]:
-        for step, micro in product(range(STEPS), range(accumulation)):
-            positions = list(plan.positions(step, micro, backend.rank))
-            yield Batch(images[positions], labels[positions])
+        for part, _, number in plan.within(range(steps)):
+            for step, micro in product(part, range(number)):
+                positions = list(plan.positions(step, micro, backend.rank))
+                yield Batch(images[positions], labels[positions])
 
     model = with_span(net(net_kind), SPAN)
     optimizer = make_optimizer(optimizer_kind, model)
@@ -135,7 +156,8 @@ def solve(
         if parts == 1
         else Adasum(model, backend, parts=parts, accumulation=accumulation)
     ) as reducer:
-        for _ in train(
+        train_piece = partial(
+            train,
             model,
             optimizer,
             batches(),
@@ -144,11 +166,9 @@ def solve(
             reducer,
             Spans(model, backend, sync_workers=plan.sync_workers),
             GradScaler("cpu", enabled=False),
-            steps=range(STEPS),
-            accumulation=accumulation,
-            global_batch=GLOBAL_BATCH,
             seed=step_seeds(0, backend.rank),
-        ):
+        )
+        for _ in train_pieces(plan, range(steps), train_piece):
             pass
     return model
 
@@ -166,9 +186,11 @@ def solve_all(backend_name: BackendName, path: Path, optimizers: Sequence[str]) 
     backend = connect(backend_name)
     results = {}
     for case, kind in product(CASES, optimizers):
-        device_batch = SPAN // 2 if case == "shared spans" else GLOBAL_BATCH // 4
+        halves = case in {"shared spans", "batch schedule"}
+        device_batch = SPAN // 2 if halves else GLOBAL_BATCH // 4
         accumulation = GLOBAL_BATCH // backend.world_size // device_batch
-        model = solve(backend, CASES[case], kind, accumulation=accumulation)
+        changes = LARGER if case == "batch schedule" else ()
+        model = solve(backend, CASES[case], kind, accumulation=accumulation, changes=changes)
         metrics = evaluate_each(model, backend)
         results[f"{case} {kind}"] = {"state": model.state_dict(), "evaluation": asdict(metrics)}
     if backend.rank == 0:

@@ -4,6 +4,8 @@ Nothing of largebatch computes here, so that a mistake of ours cannot be on both
 comparison.
 """
 
+from collections.abc import Sequence
+
 import crown
 import torch
 import torch.nn.functional as F
@@ -20,26 +22,32 @@ require_timm()
 from timm.optim.lamb import Lamb  # noqa: E402 -- timm needs torchvision's operators
 
 
-def plain_pytorch(net: str, optimizer: str, *, chunk: int) -> State:
-    """One process, the formulas of the papers, statistics over `chunk` samples."""
+def plain_pytorch(
+    net: str, optimizer: str, *, chunk: int, sizes: Sequence[int] = (GLOBAL_BATCH,) * crown.STEPS
+) -> State:
+    """One process, the formulas of the papers, statistics over `chunk` samples.
+
+    `sizes` are the global batches of the updates; they take the samples one after the other.
+    """
     model = crown.net(net)
     images, labels = crown.data()
     theirs = library_optimizer(optimizer, model)
     velocity = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
-    for step in range(crown.STEPS):
+    start = 0
+    for step, size in enumerate(sizes):
         model.zero_grad()
         before = {name: value.clone() for name, value in model.named_buffers()}
         after = []
-        start = step * GLOBAL_BATCH
-        for first in range(start, start + GLOBAL_BATCH, chunk):
+        for first in range(start, start + size, chunk):
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     buffer.copy_(before[name])
             part = slice(first, first + chunk)
             logits = model(images[part])
             loss = F.cross_entropy(logits, labels[part], label_smoothing=SMOOTHING, reduction="sum")
-            (loss / GLOBAL_BATCH).backward()
+            (loss / size).backward()
             after.append({name: value.clone() for name, value in model.named_buffers()})
+        start += size
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(torch.stack([found[name] for found in after]).double().mean(0))

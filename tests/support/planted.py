@@ -23,6 +23,22 @@ MUTANTS = (
         "test_crown.py::test_four_micro_batches_on_one_worker_match_plain_pytorch",
     ),
     Mutant(
+        "the loss is divided by the first batch of a schedule",
+        "training/stages.py",
+        "global_batch=global_batch)",
+        "global_batch=plan.global_batch)",
+        "test_crown.py::"
+        "test_a_batch_schedule_matches_plain_pytorch_however_its_batches_are_divided",
+    ),
+    Mutant(
+        "the policy of a batch schedule counts updates",
+        "schedules/build.py",
+        "policy(piece.samples_before(step) / first)",
+        "policy(step + 0 * first)",
+        "recipe/test_batch_pieces.py::"
+        "test_the_rate_follows_the_samples_seen_so_that_epochs_mean_epochs",
+    ),
+    Mutant(
         "gradients of the step before stay in the buffers",
         "training/loop.py",
         "        reducer.zero()\n",

@@ -1,0 +1,79 @@
+"""The network of a recipe, and what a recipe may pass to its constructor."""
+
+import re
+from typing import Annotated
+
+from pydantic import Field, JsonValue, field_validator
+
+from largebatch.recipe.sections import Positive, Section
+
+FACTORY_KEYS = {
+    **dict.fromkeys(
+        [
+            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"),
+            *("pretrained_filter_fn", "pretrained_model_args", "pretrained_backbone"),
+            *("weights", "weights_backbone", "checkpoint_path", "cache_dir", "progress"),
+        ],
+        "nothing is fetched; weights to begin with are model.weights: FILE",
+    ),
+    **dict.fromkeys(["name", "model_name", "variant", "model_cls"], "it is model.name"),
+    "num_classes": "it is data.classes",
+    **dict.fromkeys(["dtype", "device"], "the recipe's precision and the machine decide on it"),
+    **dict.fromkeys(
+        [
+            *("features_only", "feature_cfg", "feature_cls", "out_indices", "kwargs_filter"),
+            *("model_cfg", "scriptable", "exportable", "no_jit", "quantize"),
+        ],
+        "leave it out",
+    ),
+}
+"""What timm's and torchvision's factories take for themselves, and what to do instead; every other
+argument goes to the constructor of the network."""
+
+_WORD = re.compile(r"[\w.,+=-]*")
+"""A choice such as `relu` or a block such as `ir_r1_k3_s2_e6_c24`; no path and no address."""
+
+
+class Model(Section):
+    """The network."""
+
+    name: str
+    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm model, or
+    `torchvision/` and that of one of torchvision's."""
+
+    arguments: dict[str, JsonValue] = Field(default={})
+    """Passed to the network's constructor in timm or torchvision as they are: numbers, true or
+    false, words, and lists of them. What makes the libraries fetch or load weights is refused."""
+
+    weights: Annotated[str, Field(min_length=1)] | None = None
+    """File of weights that training begins with, .safetensors or .pth; null draws them from the
+    seed. The path is relative to the current directory. Only worker 0 reads the file, and only when
+    a run begins: what is resumed or evaluated has its weights in a checkpoint."""
+
+    head_std: Positive | None = None
+    """Draw the classifier's weights from N(0, head_std) with zero bias, also where all else comes
+    from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_shape_the_network(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """Refuse what could fetch, read or write: a recipe may come from anywhere."""
+        refused = [f"{key}: {FACTORY_KEYS[key]}" for key in arguments if key in FACTORY_KEYS]
+        refused += [
+            f"{key}: a word may hold letters, digits and _ . , + = -, got {word!r}"
+            for key, value in arguments.items()
+            for word in _words(value)
+            if not _WORD.fullmatch(word)
+        ]
+        if refused:
+            raise ValueError("; ".join(refused))
+        return arguments
+
+
+def _words(value: JsonValue) -> list[str]:
+    """Return the words of an argument, at any depth."""
+    if isinstance(value, dict):
+        return [word for pair in value.items() for each in pair for word in _words(each)]
+    if isinstance(value, list):
+        return [word for each in value for word in _words(each)]
+    return [value] if isinstance(value, str) else []

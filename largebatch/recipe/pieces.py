@@ -1,0 +1,175 @@
+"""The pieces of a run in which the global batch is the same, and epochs as steps across them.
+
+Position p of a run is its p-th sample, whatever the batches are, so a run with a batch schedule
+trains on the same samples in the same order, and an epoch has other numbers of steps.
+"""
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from largebatch.errors import RecipeError
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Duration
+
+Rounding = Callable[[float], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPiece:
+    """Updates one after the other with the same global batch."""
+
+    step: int = 0
+    """The first of them."""
+
+    position: int = 0
+    """Samples of the run before it."""
+
+    global_batch: int
+    lr_factor: float = 1.0
+
+    def samples_before(self, step: int) -> int:
+        """Return how many samples of the run lie before an update of this piece."""
+        return self.position + (step - self.step) * self.global_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePiece:
+    """Updates one after the other on images of the same size."""
+
+    end: int
+    """The first step after them."""
+
+    image_size: int
+
+
+Pieces = tuple[BatchPiece, ...]
+
+
+def find_pieces(recipe: Recipe) -> Pieces:
+    """Return the pieces of a run, in order; raise RecipeError where they are in another order."""
+    pieces = [BatchPiece(global_batch=recipe.batch.global_batch)]
+    for place, change in enumerate(recipe.batch.schedule):
+        before = pieces[-1]
+        step = _count(before, recipe, change.after)
+        if step <= before.step:
+            raise RecipeError(
+                f"batch.schedule.{place}.after (step {step}) must come later than that of "
+                f"batch.schedule.{place - 1} (step {before.step}): the changes stand in their "
+                "order, and no sample is left out or shown twice"
+            )
+        pieces.append(
+            BatchPiece(
+                step=step,
+                position=before.samples_before(step),
+                global_batch=change.global_batch,
+                lr_factor=change.lr_factor,
+            )
+        )
+    return tuple(pieces)
+
+
+def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, ...]:
+    """Return the image sizes of the updates before `end`; none if all have the same.
+
+    Raises RecipeError where one has no update.
+    """
+    sizes: list[SizePiece] = []
+    for place, part in enumerate(recipe.data.resolution):
+        begin = sizes[-1].end if sizes else 0
+        stop = end if part.until is None else steps_from_start(pieces, recipe, part.until)
+        if not begin < stop <= end:
+            raise RecipeError(
+                f"data.resolution.{place}.until (step {stop}) must lie after step {begin}, where "
+                f"this size begins, and not after step {end}, where training on augmented images "
+                "ends"
+            )
+        sizes.append(SizePiece(end=stop, image_size=part.image_size))
+    if sizes and sizes[-1].end < end:
+        sizes.append(SizePiece(end=end, image_size=recipe.data.image_size))
+    return tuple(sizes)
+
+
+def piece_at(pieces: Pieces, step: int) -> BatchPiece:
+    """Return the piece of a step; the last one goes on beyond the schedule."""
+    return pieces[bisect.bisect_right(pieces, step, key=attrgetter("step")) - 1]
+
+
+def position_at(pieces: Pieces, step: int) -> int:
+    """Return how many samples the updates before `step` take.
+
+    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
+    >>> [position_at(pieces, step) for step in range(6)]
+    [0, 8, 16, 24, 40, 56]
+    """
+    return piece_at(pieces, step).samples_before(step)
+
+
+def steps_from_start(
+    pieces: Pieces, recipe: Recipe, duration: Duration, rounding: Rounding = round
+) -> int:
+    """Return after how many updates so much of the run is over."""
+    if duration.epochs is None:
+        return _count(pieces[0], recipe, duration)
+    positions = [piece.position / recipe.train_samples for piece in pieces]
+    place = bisect.bisect_right(positions, duration.epochs)
+    return _count(pieces[place - 1], recipe, duration, rounding)
+
+
+def steps_for(pieces: Pieces, samples: int) -> int:
+    """Return the fewest updates from the start of the run that take so many samples.
+
+    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
+    >>> [steps_for(pieces, samples) for samples in (0, 8, 9, 24, 25, 41)]
+    [0, 1, 2, 3, 4, 5]
+    """
+    piece = pieces[bisect.bisect_right(pieces, samples, key=attrgetter("position")) - 1]
+    return piece.step - (piece.position - samples) // piece.global_batch
+
+
+def steps_to_end(pieces: Pieces, recipe: Recipe, duration: Duration, *, end: int) -> int:
+    """Return how many updates before step `end` are so long together; epochs are rounded."""
+    if duration.steps is not None:
+        return duration.steps
+    assert duration.epochs is not None
+    last = piece_at(pieces, end - 1)
+    steps = duration.epochs * (recipe.train_samples / last.global_batch)
+    if last.step == 0 or steps <= end - last.step:
+        return whole(steps)
+    epochs = duration.epochs - (end - last.step) * last.global_batch / recipe.train_samples
+    rest = Duration.model_construct(epochs=epochs)
+    return end - last.step + steps_to_end(pieces, recipe, rest, end=last.step)
+
+
+def whole(steps: float, rounding: Rounding = round) -> int:
+    """Return a whole number of steps, at least one; sums of floats may lie beside it."""
+    return max(1, rounding(round(steps, 9)))
+
+
+def within(pieces: Pieces, steps: range) -> list[tuple[BatchPiece, range]]:
+    """Divide steps into those of each piece.
+
+    >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
+    >>> [(piece.global_batch, steps) for piece, steps in within(pieces, range(1, 5))]
+    [(8, range(1, 3)), (16, range(3, 5))]
+    """
+    ends = [*(piece.step for piece in pieces[1:]), max(steps.stop, pieces[-1].step)]
+    starts = [piece.step for piece in pieces]
+    cut = [
+        range(max(start, steps.start), min(end, steps.stop))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return [(piece, part) for piece, part in zip(pieces, cut, strict=True) if part]
+
+
+def _count(
+    piece: BatchPiece, recipe: Recipe, duration: Duration, rounding: Rounding = round
+) -> int:
+    """Return after how many updates of the run a length is over that ends in this piece."""
+    if duration.steps is not None:
+        return duration.steps
+    assert duration.epochs is not None
+    samples = recipe.train_samples
+    epochs = duration.epochs - piece.position / samples
+    return whole(piece.step + epochs * (samples / piece.global_batch), rounding)
