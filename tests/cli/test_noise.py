@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,9 +120,7 @@ def lawful(
         number = round(epochs * study.recipe.train_samples / batch)
         steps = least * (1 + noise / batch) / speed
         losses = 2 - np.arange(1, number + 1) / steps
-        return type("Record", (), {
-            "steps": [type("Step", (), {"loss": loss})() for loss in losses.tolist()]
-        })()  # fmt: skip
+        return SimpleNamespace(steps=[SimpleNamespace(loss=loss) for loss in losses.tolist()])
 
     monkeypatch.setattr(critical_batch._Study, "train", train)
     found = estimate([Squares(3.0, 2.0, 10, 40), Squares(5.0, 2.0, 10, 40)])
