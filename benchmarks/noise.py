@@ -3,9 +3,10 @@
     python benchmarks/noise.py [--rounds 15] [--batch 8] [--pixels 128]
     python benchmarks/noise.py --critical DIR --data DIR
 
-Cost: two rivals take turns at whole updates of ResNet-50 by LARS, of two micro-batches, with the
-reducer measuring squared gradient lengths and without. It reads 25.6 million numbers twice more, so
-small micro-batches are its worst case; a recipe's are larger.
+Cost: what the reducer does more in an update is timed alone, since updates of a CPU vary by more
+than that: it reads the gradients of ResNet-50, 25.6 million numbers, twice. Their part of an update
+of two micro-batches is the cost; the smaller those are the larger it is, and a recipe's are larger
+than these. Beside it, whole updates with it and without take turns.
 
 Critical batch: LeNet-5 on CIFAR-10, `largebatch noise --measure` from the recipe noise_lenet5.yaml;
 its runs are kept in DIR and go on where they were stopped. Predicted and measured stand side by
@@ -14,6 +15,7 @@ side, and so do the rates that were tried.
 
 import argparse
 import contextlib
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -33,7 +35,7 @@ from largebatch.runs.options import Options
 
 RECIPE = Path(__file__).parent / "recipes" / "noise_lenet5.yaml"
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
-EPOCHS = 3.0
+EPOCHS = 2.0
 MICRO_BATCHES = 2
 
 
@@ -58,15 +60,32 @@ def main() -> None:
 
 def cost(*, rounds: int, batch: int, pixels: int) -> dict[str, object]:
     """Compare updates with and without the measurement."""
-    rivals = {name: updates(batch, pixels, measure=name == "measured")
-              for name in ("measured", "plain")}  # fmt: skip
+    rivals = {
+        name: updates(batch, pixels, measure=name == "measured") for name in ("measured", "plain")
+    }
     times = take_turns(rivals, rounds=rounds, steps=1)
+    readings = twice_read(rounds=10 * rounds)
+    update = statistics.median(times["plain"])
     return {
+        "seconds of the two readings": spread(readings),
+        "part of an update": spread([seconds / update for seconds in readings]),
         "settings": {"model": "resnet50", "batch": batch, "pixels": pixels, "rounds": rounds,
                      "micro_batches": MICRO_BATCHES},
         "update seconds": {name: spread(seconds) for name, seconds in times.items()},
         "measured / plain": paired_ratio(times["measured"], times["plain"]),
     }  # fmt: skip
+
+
+def twice_read(*, rounds: int) -> list[float]:
+    """Return how long it takes to read the gradients of ResNet-50 twice, each time."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build("resnet50", num_classes=1000).to(device)
+    gradients = [torch.randn_like(weight) for weight in model.parameters()]
+
+    def read() -> object:
+        return [torch.stack(torch._foreach_norm(gradients)).square().sum() for _ in range(2)]
+
+    return take_turns({"read": read}, rounds=rounds, steps=1)["read"]
 
 
 def updates(batch: int, pixels: int, *, measure: bool) -> Callable[[], object]:
