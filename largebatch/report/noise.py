@@ -38,13 +38,25 @@ def course(run: Run) -> list[Part]:
 
     The affine stage is left out, in which few weights have gradients.
     """
-    steps = [step for step in run.steps if _is_measured(step)]
+    steps = _measured(run)
     number = min(PARTS, len(steps) // LEAST)
     bounds = [round(part * len(steps) / number) for part in range(number + 1)] if number else []
-    return [
-        Part(steps[begin].step, steps[end - 1].step, over(run, steps[begin:end]))
-        for begin, end in pairwise(bounds)
-    ]
+    return [_part(run, steps[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def latest(run: Run) -> Part:
+    """Return the noise scale over the end of a run: its last part, or more until it has a bound."""
+    steps = _measured(run)
+    number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
+    part = _part(run, steps[-number:])
+    while not math.isfinite(part.found.high) and number < len(steps):
+        number = min(2 * number, len(steps))
+        part = _part(run, steps[-number:])
+    return part
+
+
+def _part(run: Run, steps: list[Step]) -> Part:
+    return Part(steps[0].step, steps[-1].step, over(run, steps))
 
 
 def over(run: Run, steps: list[Step]) -> NoiseScale:
@@ -63,8 +75,12 @@ def over(run: Run, steps: list[Step]) -> NoiseScale:
     return estimate(squares)
 
 
-def _is_measured(step: Step) -> bool:
-    return step.stage != "affine" and math.isfinite(step.device_square + step.global_square)
+def _measured(run: Run) -> list[Step]:
+    return [
+        step
+        for step in run.steps
+        if step.stage != "affine" and math.isfinite(step.device_square + step.global_square)
+    ]
 
 
 def draw_noise(figure: "Canvas", run: Run) -> None:
@@ -97,9 +113,9 @@ def draw_noise(figure: "Canvas", run: Run) -> None:
 
 
 def describe_noise(run: Run) -> str:
-    """Return what the noise scale of the last part means for the batch, in two sentences."""
-    parts = course(run)
-    found, batch = parts[-1].found, run.plan.batch_at(parts[-1].last)
+    """Return what the noise scale at the end means for the batch, in two sentences."""
+    part = latest(run)
+    found, batch = part.found, run.plan.batch_at(part.last)
     if not math.isfinite(found.high):
         return (
             f"Over the last {found.updates:,} updates the gradient does not stand out of its "
