@@ -31,19 +31,15 @@ nothing.
 import argparse
 import contextlib
 import json
-import multiprocessing
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import optuna
-from measuring import RESULTS, circumstances, hardware, today
+from measuring import RESULTS, circumstances, few_processes, hardware, newest, today
 from optuna.storages.journal import JournalFileBackend
 from polishing_cells import part
 from polishing_data import prepare
@@ -345,7 +341,7 @@ class Measurement:
 
 def measure(measurement: Measurement, *, processes: int) -> None:
     """Do what is left, some at once."""
-    with _processes(processes) as pool:
+    with few_processes(processes) as pool:
         jobs: dict[Future[dict[str, Any]], tuple[optuna.Trial | None, Job]] = {}
         while True:
             while len(jobs) < processes and (found := measurement.next()):
@@ -363,30 +359,8 @@ def measure(measurement: Measurement, *, processes: int) -> None:
                 print(f"{job.key}: {reached}", flush=True)
 
 
-@contextlib.contextmanager
-def _processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes of one thread each, and end them at once if anything asks to stop."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.default_int_handler)
-    pool = ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield pool
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _now() -> dict[str, Any]:
     return circumstances(" ".join(["python", *sys.argv]))
-
-
-def newest(folder: Path) -> Path | None:
-    """Return the newest file of results on a machine like this one."""
-    return max(folder.glob(f"{NAME}_{hardware()}_*.json"), default=None)
 
 
 def main() -> None:
@@ -401,7 +375,7 @@ def main() -> None:
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.work.mkdir(parents=True, exist_ok=True)
-    path = newest(args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
+    path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
     for data in dict.fromkeys(arm.data for arm in ARMS):  # once, and not by two processes at a time
         for arm in ARMS:
             if arm.data == data and arm.name == "small" and all(w in arm.key for w in args.only):

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measure import ARMS, SEARCH_PART, SEEDS, TRIALS, Arm, newest
-from measuring import RESULTS
+from measure import ARMS, NAME, SEARCH_PART, SEEDS, TRIALS, Arm
+from measuring import RESULTS, newest
 from polishing_tables import by_group, paired, student
 
 from largebatch import load_recipe
@@ -40,7 +40,7 @@ Groups = dict[str, dict[str, dict[int, float]]]
 
 def main() -> None:
     """Write every page and figure that there are results for."""
-    path = newest(RESULTS)
+    path = newest(NAME, RESULTS)
     if path is None:
         raise SystemExit("there are no results yet: make measure")
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -5,14 +5,19 @@ machine that slows down for a while then slows both.
 """
 
 import json
+import multiprocessing
+import os
 import platform
 import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -143,3 +148,28 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
         command = [*sys.argv, "--worker", task, str(file)]
         (launch or partial(start_workers, workers=2))(command)
         return json.loads(file.read_text())
+
+
+def newest(name: str, folder: Path) -> Path | None:
+    """Return the newest file of results of this name on a machine like this one."""
+    return max(folder.glob(f"{name}_{hardware()}_*.json"), default=None)
+
+
+@contextmanager
+def few_processes(number: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes of one thread each, and end them at once if anything fails or asks to stop.
+
+    They import the package once, so that a change of its files does not reach into what runs.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
+    pool = ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()  # a run that is asked to stop would finish its step and write a report
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -34,21 +34,17 @@ dozens, some intervals exclude zero by chance.
 
 import argparse
 import json
-import multiprocessing
-import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import as_completed
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from measuring import RESULTS, circumstances, hardware, today
+from measuring import RESULTS, circumstances, few_processes, hardware, newest, today
 from polishing_cells import RATIO, Cell, Size, carry_out
 from polishing_data import SETS, prepare
 from polishing_figure import draw_all
@@ -91,7 +87,7 @@ def main() -> None:
     args = _parse()
     size = Size(images=args.images, epochs=args.epochs)
     folder = args.results
-    path = newest(folder) or folder / f"{NAME}_{hardware()}_{today()}.json"
+    path = newest(NAME, folder) or folder / f"{NAME}_{hardware()}_{today()}.json"
     study = read(path, size)
     setting = Setting(size, path, args.work, args.workers_at_once)
     if not args.draw:
@@ -203,11 +199,6 @@ def _selected(cells: list[Cell], words: list[str]) -> list[Cell]:
     return [cell for cell in cells if all(word.search(cell.key) for word in asked)]
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the newest file of results on a machine like this one."""
-    return max(folder.glob(f"{NAME}_{hardware()}_*.json"), default=None)
-
-
 def read(path: Path, size: Size) -> dict[str, Any]:
     """Return the study so far; refuse one of another size."""
     asked = {
@@ -252,7 +243,7 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
     print(
         f"{section}: {len(missing)} to train, {len(study[section])} in {setting.path}", flush=True
     )
-    with _processes(setting.processes) as pool:
+    with few_processes(setting.processes) as pool:
         jobs = {
             pool.submit(
                 carry_out, cell, size, data=folders[cell.data], work=setting.work,
@@ -274,26 +265,6 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
 
 def _now() -> dict[str, Any]:
     return circumstances(" ".join(["python", *sys.argv]))
-
-
-@contextmanager
-def _processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes of one thread each, and end them at once if anything fails or asks to stop.
-
-    They import the package once, so that a change of its files does not reach into the study.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.default_int_handler)
-    pool = ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield pool
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.kill()  # a run that is asked to stop would finish its step and write a report
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _describe(cell: Cell, result: dict[str, Any]) -> str:

@@ -104,7 +104,7 @@ def test_a_page_has_the_differences_and_says_what_is_missing(
         runs[f"n{seed}"] = fake(LONGER, seed, 0.905 + 0.002 * seed)
     results = tmp_path / "recipes_x_2026-01-01.json"
     results.write_text(json.dumps({"runs": runs, "machine": "m, 2 cores", "search": {}}))
-    monkeypatch.setattr(measure_pages, "newest", lambda _: results)
+    monkeypatch.setattr(measure_pages, "newest", lambda *_: results)
     monkeypatch.setattr(measure_pages, "PAGES", tmp_path / "pages")
     measure_pages.main()
     names = {path.name for path in (tmp_path / "pages").iterdir()}
