@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from short_runs import a_recipe, log, weights
+from short_runs import HALF, a_recipe, log, weights
 
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
@@ -181,3 +181,19 @@ def test_samples_are_three_digits() -> None:
     assert [samples(value) for value in (0.0, 0.01234, 999.6, math.inf)] == [
         "0", "0.0123", "1,000", "inf"
     ]  # fmt: skip
+
+
+def test_a_resumed_run_measures_in_the_units_of_the_scale_that_it_goes_on_with(
+    tmp_path: Path,
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = (*HALF, "batch.bn_span=24", "monitor=noise_scale")
+    recipe = a_recipe("affine: {steps: 2, lr: 0.05}", changes=changes)
+    run(recipe, out=whole)
+    run(recipe, out=parts, max_steps=5)
+    run(recipe, out=parts, resume=True)
+    expected, found = (log(folder, "step") for folder in (whole, parts))
+    assert expected[4]["loss_scale"] != 2.0**16
+    for key in ("device_square", "global_square"):
+        assert [step[key] for step in found] == [step[key] for step in expected]
+    assert [step["device_square"] is None for step in found][-3:] == [False] + [True] * 2
