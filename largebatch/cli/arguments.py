@@ -28,7 +28,10 @@ def add_command(
 
 def count(text: str) -> int:
     """Read a number of things: 1 or more."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
     return number

@@ -59,10 +59,13 @@ def _sizes(text: str) -> list[int]:
 
 
 def _noise(args: argparse.Namespace) -> int:
+    folder = args.recipe
+    if folder.is_dir() and (args.measure is not None or not (folder / LOG).exists()):
+        expected = "--measure takes a recipe" if args.measure else f"it holds no run: no {LOG}"
+        raise LargebatchError(f"{folder}: this is a folder; {expected}")
     if args.measure is not None:
         return _measure(args)
-    folder = args.recipe
-    if not (folder / LOG).exists():
+    if not folder.is_dir():
         folder = _train(args)
     if own_rank() == 0:
         _show(folder)

@@ -103,7 +103,7 @@ def _measurable(possible: list[int], recipe: Recipe, *, workers: int) -> list[in
         raise PlanError(
             f"monitor: noise_scale compares a device batch of whole BatchNorm spans with the "
             f"global batch, and none is smaller than {least} with spans of {span} on {workers} "
-            "workers; give monitor: [], a smaller batch.bn_span or fewer workers"
+            "workers; give a smaller batch.bn_span, fewer workers or a larger batch, or monitor: []"
         )
     return left
 

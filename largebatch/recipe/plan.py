@@ -238,12 +238,27 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
             f"({plan.swa_steps} steps): the mean would hold one state of the weights"
         )
+    _check_interval(recipe, plan)
     ema = recipe.polish.ema if recipe.polish else None
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
             f"polish.ema ({ema:g}) reaches back over {1 / (1 - ema):,.0f} updates and the schedule "
             f"has {plan.steps:,}: the EMA would hold weights from the start; give less than "
             f"{1 - 1 / plan.steps:.6g}"
+        )
+
+
+def _check_interval(recipe: Recipe, plan: Plan) -> None:
+    """Raise RecipeError where an interval in epochs would change with the batch on its way."""
+    swa = recipe.polish.swa if recipe.polish else None
+    first = plan.steps - plan.swa_steps
+    if swa is None or swa.every.steps is not None or not plan.batch_changes:
+        return
+    if first < plan.batch_changes[-1].step:
+        raise RecipeError(
+            f"polish.swa.over (from step {first}) begins before the last change of batch.schedule "
+            f"(step {plan.batch_changes[-1].step}), so that {swa.every.epochs:g} epochs are not as "
+            "many updates throughout; give polish.swa.every in steps, or a shorter over"
         )
 
 

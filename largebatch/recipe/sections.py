@@ -159,7 +159,8 @@ class SWA(Section):
     """The last part of the schedule, clean epochs included."""
 
     every: Duration
-    """The interval; the last weights of the schedule are the last ones in the mean."""
+    """The interval; the last weights of the schedule are the last ones in the mean. In epochs only
+    where batch.schedule changes nothing on the way."""
 
 
 class SWAP(Duration):

@@ -129,13 +129,15 @@ def build_extra(
 
     Momentum SGD without a trust ratio, as LARS does for most of these weights: `affine_only` are
     BatchNorm's scales and shifts and the classifier. The rate falls from `lr` to zero, so that the
-    last batches leave no mark of their own.
+    last batches leave no mark of their own. The noise scale is not measured: few weights have
+    gradients.
     """
     trained = affine_parameters(model) if affine_only else set(model.parameters())
     for weight in model.parameters():
         weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
-    reducer = build_reducer(recipe, plan, model, backend)
+    unmonitored = recipe.model_copy(update={"monitor": ()})
+    reducer = build_reducer(unmonitored, plan, model, backend)
     optimizer = _build_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
 

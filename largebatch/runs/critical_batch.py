@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from largebatch.errors import DivergedError, LargebatchError
+from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import MORE_STEPS, over
@@ -147,11 +148,14 @@ class _Study:
         steps = max(2, round(epochs * per_epoch))
         found = folder / LOG
         record = read_run(folder) if found.exists() else None
+        recipe = self.at(batch, rate)
+        if record is not None:
+            _require_same(record, recipe)
         if record is not None and (len(record.steps) >= steps or _diverged(record)):
             return record
         with suppress(DivergedError):  # the record says so
             run(
-                self.at(batch, rate),
+                recipe,
                 workers=self.workers,
                 out=folder,
                 data=self.options.data,
@@ -253,6 +257,17 @@ def measure_critical(
     result = _fit(study, target, noise)
     write_json(options.out / RESULT, asdict(result) | {"predicted": result.predicted})
     yield result
+
+
+def _require_same(record: Run, recipe: Recipe) -> None:
+    """Raise LargebatchError where a run that is there was made by another recipe."""
+    assert record.recipe is not None
+    there = parse_recipe(record.recipe, source=str(record.path))
+    if there.mathematics != recipe.mathematics:
+        raise LargebatchError(
+            f"{record.path}: holds a run of another recipe, or for another --epochs, whose losses "
+            "cannot be compared; give another --out"
+        )
 
 
 def _diverged(record: Run) -> bool:

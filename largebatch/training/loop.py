@@ -84,6 +84,9 @@ class Update(NamedTuple):
     squares: Tensor | None = None
     """What the reducer measured, if it does: see Reducer.squares."""
 
+    scaled_by: float = 1.0
+    """What the loss was multiplied by, and with it what the reducer measured."""
+
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
     model: nn.Module,
@@ -112,7 +115,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     for step in steps:
         model.train()
         _seed_generators(seed(step), reducer.device)
-        lr = schedule(step)
+        lr, scaled_by = schedule(step), scale
         for group in optimizer.param_groups:
             group["lr"] = lr
         reducer.zero()
@@ -134,13 +137,14 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         if not skipped:
             scaler.step(optimizer)
             scaler.update()
-            used, scale = scale, scaler.get_scale()  # sync: in fp16, where step() has just waited
-            skipped = scale < used
+            scale = scaler.get_scale()  # sync: in fp16, where step() has just waited
+            skipped = scale < scaled_by
         if skipped:
             spans.discard()
         else:
             spans.update()
-        yield Update(step, lr, loss, scale, skipped, finite, data, reduction, reducer.squares)
+        times = data, reduction
+        yield Update(step, lr, loss, scale, skipped, finite, *times, reducer.squares, scaled_by)
 
 
 def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:

@@ -22,26 +22,22 @@ class Measured(NamedTuple):
 class RunningNoise:
     """The squared lengths of mean gradients, and the noise scale of the last updates."""
 
-    def __init__(self, plan: Plan, loss_scale: float) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._loss_scale = loss_scale
-        """That of the update to come, which its gradients are multiplied by."""
-
         self._recent: deque[Squares] = deque(maxlen=NOISE_UPDATES)
 
     def add(self, step: int, first: float, whole: float, *, loss_scale: float) -> Measured:
         """Return what an update has measured, and the noise scale of the last ones.
 
         `first` and `whole` are sums over the workers of what their reducers measured of gradients
-        of loss_scale x loss / global_batch; `loss_scale` is that of the next update.
+        of loss_scale x loss / global_batch.
         """
-        plan, scale = self._plan, self._loss_scale
-        self._loss_scale = loss_scale
+        plan = self._plan
         global_batch = plan.batch_at(step)
         share = global_batch / plan.device_batch
         squares = Squares(
-            small=first / plan.workers * (share / scale) ** 2,
-            big=whole / plan.workers / scale**2,
+            small=first / plan.workers * (share / loss_scale) ** 2,
+            big=whole / plan.workers / loss_scale**2,
             small_batch=plan.device_batch,
             big_batch=global_batch,
         )

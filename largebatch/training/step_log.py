@@ -14,7 +14,7 @@ from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import Note, StageName, Step
-from largebatch.training.loop import Stopwatch, Update
+from largebatch.training.loop import Update
 from largebatch.training.noise import RunningNoise
 from largebatch.training.state import TrainState
 
@@ -23,8 +23,7 @@ class _Pending(NamedTuple):
     """An update whose loss is still being summed."""
 
     step: Step
-    data: Stopwatch
-    reduction: Stopwatch
+    update: Update
     sums: Tensor
     arrive: Callable[[], None]
     """Waits for them."""
@@ -70,7 +69,7 @@ class StepLog:
         minutes, nonfinite = recipe.execution.checkpoints.every_minutes, recipe.nonfinite
         self._save_seconds = math.inf if minutes is None else 60 * minutes
         self._saved = time.perf_counter()
-        self._noise = RunningNoise(plan, state.scaler.get_scale())
+        self._noise = RunningNoise(plan)
         self._in_fp16 = state.scaler.is_enabled()
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
@@ -118,7 +117,7 @@ class StepLog:
             images_per_second=images / seconds,
         )
         arrive = self._arrival(work)
-        self._pending = _Pending(step, update.data, update.reduction, sums, arrive)
+        self._pending = _Pending(step, update, sums, arrive)
         if self._stream is None:
             self.flush()
 
@@ -175,10 +174,11 @@ class StepLog:
         found = _Sums(loss, bad, ranks, infinite, stop, save, tuple(squares))
         self.stopped = self.stopped or found.stop > 0
         self.save_due = self.save_due or found.save > 0
-        data, reduction = pending.data.seconds(), pending.reduction.seconds()
+        update = pending.update
+        data, reduction = update.data.seconds(), update.reduction.seconds()
         step = replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction)
         if found.squares:
-            noise = self._noise.add(step.step, *found.squares, loss_scale=step.loss_scale)
+            noise = self._noise.add(step.step, *found.squares, loss_scale=update.scaled_by)
             step = replace(step, **noise._asdict())
         self._emit(step)
         self._judge(step, found)

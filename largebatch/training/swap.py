@@ -6,6 +6,7 @@ samples, their crops and its dropout, are its own. So replicas are dealt out to 
 rounds, and however many workers there are, the mean is the same.
 """
 
+import math
 from collections.abc import Generator
 from contextlib import closing
 
@@ -16,7 +17,7 @@ from largebatch.data.order import replica_seed
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans
-from largebatch.recipe.plan import replica_plan
+from largebatch.recipe.plan import Plan, replica_plan
 from largebatch.recipe.sections import SWAP
 from largebatch.training.averages import ReplicaMean
 from largebatch.training.loop import Update, step_seeds, train
@@ -77,13 +78,27 @@ def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
                 return
 
 
+def _replica_scaler(trainer: Trainer, plan: Plan) -> GradScaler:
+    """Return what scales the loss of a replica, by the run's scale at the end of its schedule.
+
+    The loss is a mean over fewer samples, so the same scale would overflow for as many times as it
+    is halved on its way down. Powers of two leave every bit of the gradients as it is.
+    """
+    state = trainer.state
+    scaler = GradScaler(trainer.backend.device.type, enabled=state.scaler.is_enabled())
+    if scaler.is_enabled():
+        saved = state.scaler.state_dict()
+        share = plan.global_batch / trainer.recipe.batch.last
+        scaler.load_state_dict({**saved, "scale": saved["scale"] * 2.0 ** round(math.log2(share))})
+    return scaler
+
+
 def _updates(trainer: Trainer, replica: int) -> Generator[Update, None, None]:
     """Make the updates of one replica, from the model as it is."""
     recipe, state, device = trainer.recipe, trainer.state, trainer.backend.device
     plan, seed = replica_plan(recipe, trainer.plan), replica_seed(recipe.seed, replica)
     steps = range(plan.steps)
-    scaler = GradScaler(device.type, enabled=state.scaler.is_enabled())
-    scaler.load_state_dict(state.scaler.state_dict())
+    scaler = _replica_scaler(trainer, plan)
     updater = trainer.build_replica()
     batches = trainer.pipeline.replica(plan, seed=seed).training(steps, clean=False)
     with closing(updater.reducer), closing(batches):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from short_runs import a_recipe, log, weights
+from short_runs import HALF, a_recipe, log, weights
 
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
@@ -152,6 +152,38 @@ def test_runs_that_follow_the_law_have_its_critical_batch(
     assert saved["measured"] == result.measured
 
 
+def test_runs_of_another_recipe_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
+    def study(smoothing: str) -> critical_batch._Study:
+        changes = (*LENET, "optimizer={kind: sgd}", f"loss.label_smoothing={smoothing}")
+        return critical_batch._Study(
+            recipe=a_recipe(changes=changes),
+            options=Options(out=tmp_path),
+            workers=1,
+            sizes=[96],
+            epochs=0.2,
+        )
+
+    assert len(study("0.1").train(96, 1.0, 0.2).steps) == 3
+    assert len(study("0.1").train(96, 1.0, 0.2).steps) == 3
+    with pytest.raises(LargebatchError, match="holds a run of another recipe, or for another"):
+        study("0.0").train(96, 1.0, 0.2)
+
+
+def test_a_folder_without_a_run_is_one_line(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["noise", str(tmp_path)]) == USER
+    assert f"{tmp_path}: this is a folder; it holds no run: no log.jsonl" in capsys.readouterr().err
+    assert main(["noise", str(folder), "--measure", "1,2,3,4"]) == USER
+    assert f"{folder}: this is a folder; --measure takes a recipe" in capsys.readouterr().err
+
+
+def test_batches_that_are_no_numbers_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["noise", "digits_96", "--measure", "64,abc"])
+    assert "argument --measure: expected a whole number, got 'abc'" in capsys.readouterr().err
+
+
 def test_batches_that_never_get_there_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,3 +213,19 @@ def test_samples_are_three_digits() -> None:
     assert [samples(value) for value in (0.0, 0.01234, 999.6, math.inf)] == [
         "0", "0.0123", "1,000", "inf"
     ]  # fmt: skip
+
+
+def test_a_resumed_run_measures_in_the_units_of_the_scale_that_it_goes_on_with(
+    tmp_path: Path,
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = (*HALF, "batch.bn_span=24", "monitor=noise_scale")
+    recipe = a_recipe("affine: {steps: 2, lr: 0.05}", changes=changes)
+    run(recipe, out=whole)
+    run(recipe, out=parts, max_steps=5)
+    run(recipe, out=parts, resume=True)
+    expected, found = (log(folder, "step") for folder in (whole, parts))
+    assert expected[4]["loss_scale"] != 2.0**16
+    for key in ("device_square", "global_square"):
+        assert [step[key] for step in found] == [step[key] for step in expected]
+    assert [step["device_square"] is None for step in found][-3:] == [False] + [True] * 2

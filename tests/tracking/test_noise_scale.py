@@ -145,15 +145,15 @@ def test_what_cannot_be_estimated_is_refused(squares: list[Squares], message: st
 def test_the_running_value_is_in_units_of_the_unscaled_mean_gradient() -> None:
     plan = make_plan(load_recipe(DIGITS), workers=2)
     share = plan.global_batch / plan.device_batch
-    noise = RunningNoise(plan, loss_scale=8.0)
-    first = noise.add(0, 2 * 12.0 * 64 / share**2, 2 * 8.0 * 64, loss_scale=4.0)
+    noise = RunningNoise(plan)
+    first = noise.add(0, 2 * 12.0 * 64 / share**2, 2 * 8.0 * 64, loss_scale=8.0)
     assert first.device_square == pytest.approx(12.0)
     assert first.global_square == pytest.approx(8.0)
     assert math.isnan(first.noise_scale)
     second = noise.add(0, 2 * 12.0 * 16 / share**2, 2 * 8.0 * 16, loss_scale=4.0)
     expected = estimate([Squares(12.0, 8.0, 48, 96)] * 2)
     assert second.noise_scale == pytest.approx(expected.value)
-    overflowed = noise.add(0, math.inf, math.inf, loss_scale=2.0)
+    overflowed = noise.add(0, math.inf, math.inf, loss_scale=4.0)
     assert overflowed.noise_scale == pytest.approx(expected.value)
     for _ in range(NOISE_UPDATES):
         last = noise.add(0, 2 * 10.0 * 4 / share**2, 2 * 8.0 * 4, loss_scale=2.0)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from on_forked_workers import on_forked_workers
 from plain_images import GREY, load, shuffled, training_files
 from polish_reference import assert_right, one_pass
-from short_runs import CLEAN, JUDGED, a_recipe, content, log, timms, weights
+from short_runs import CLEAN, HALF, JUDGED, a_recipe, content, log, timms, weights
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import SGD
 
 from largebatch import run
@@ -27,6 +28,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.checkpoints import polish_checkpoint
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Summary
+from largebatch.training.loop import train
 from largebatch.training.step_log import StepLog
 
 SWAP = "swap: {steps: 2, replicas: 3, batch: 48, lr: 0.05}"
@@ -150,6 +152,22 @@ def test_replicas_that_diverge_end_the_run_or_are_rolled_back(tmp_path: Path) ->
     assert swap.note.endswith("lower polish.swap.lr")
     run(a_recipe(MEASURED, JUDGED), out=tmp_path / "without")
     assert_same(weights(tmp_path / "judged"), weights(tmp_path / "without"))
+
+
+def test_replicas_begin_at_a_loss_scale_for_their_own_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scales = []
+
+    def begun(*args: Any, **options: Any) -> Any:  # noqa: ANN401 -- those of train
+        scales.extend(each.get_scale() for each in args if isinstance(each, GradScaler))
+        return train(*args, **options)
+
+    monkeypatch.setattr("largebatch.training.swap.train", begun)
+    changes = (*HALF, "batch.global_batch=384", "batch.bn_span=24", "duration={steps: 3}")
+    small = "swap: {steps: 1, replicas: 2, batch: 24, lr: 0.05}"
+    run(a_recipe(small, MEASURED, changes=changes), out=tmp_path / "run")
+    assert scales == [log(tmp_path / "run", "step")[-1]["loss_scale"] / 16] * 2
 
 
 def test_a_mean_of_replicas_is_judged_by_its_own_statistics(tmp_path: Path) -> None:
