@@ -122,6 +122,11 @@ def describe_noise(run: Run) -> str:
             f"noise: the noise scale is at least {samples(found.low)} and has no upper bound; "
             "more updates would tell more."
         )
+    if not found.value > 0:
+        return (
+            f"Over the last {found.updates:,} updates the noise of the gradient is too small to be "
+            f"seen: the noise scale is at most {samples(found.high)}."
+        )
     more = batch / found.value
     return (
         f"Over the last {found.updates:,} updates the gradient noise scale is "

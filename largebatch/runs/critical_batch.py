@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from pydantic import ValidationError
 
-from largebatch.errors import DivergedError, LargebatchError
+from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -243,6 +243,8 @@ def measure_critical(
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise LargebatchError(f"--measure {batch}: {reason}") from None
+        except PlanError as error:
+            raise LargebatchError(f"--measure {batch}: {error}") from None
     records = [study.train(sizes[0], factor, epochs) for factor in FACTORS]
     ends = [study.losses(record, sizes[0])[-1:].tolist() or [math.inf] for record in records]
     target, reference = min(zip((end[0] for end in ends), records, strict=True), key=lambda p: p[0])
@@ -271,7 +273,8 @@ def _require_same(record: Run, recipe: Recipe) -> None:
 
 
 def _diverged(record: Run) -> bool:
-    return bool(record.steps) and not math.isfinite(record.steps[-1].loss)
+    """Tell whether a run ended by itself, with a loss or a gradient that was no number."""
+    return record.summary is not None and record.summary.status == "failed"
 
 
 def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:

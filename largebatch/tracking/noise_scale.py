@@ -33,7 +33,8 @@ class NoiseScale:
     """An estimate over some updates, in samples."""
 
     value: float
-    """tr(Sigma) / |G|^2; NaN where |G|^2 is not above 0 by the estimate."""
+    """tr(Sigma) / |G|^2: NaN where the estimate of |G|^2 is not above 0, 0 where that of tr(Sigma)
+    is not."""
 
     low: float
     high: float
@@ -66,9 +67,9 @@ def estimate(squares: Sequence[Squares]) -> NoiseScale:
     low, high = fieller(noise, signal)
     top, bottom = math.fsum(noise) / len(noise), math.fsum(signal) / len(signal)
     return NoiseScale(
-        value=top / bottom if bottom > 0 else math.nan,
+        value=max(0.0, top / bottom) if bottom > 0 else math.nan,
         low=max(0.0, low),
-        high=high,
+        high=max(0.0, high),
         noise=top,
         signal=bottom,
         updates=len(squares),

@@ -87,6 +87,7 @@ def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
             ["--measure", "32,64,97,128", "--set", "batch.bn_span=48"],
             "--measure 32: global_batch (32) must be a multiple of bn_span (48)",
         ),
+        (["--measure", "48,96,192,384"], "--measure 48: monitor: noise_scale compares"),
         (["--measure", "32,64,96,128", "--epochs", "0"], "--epochs must be above 0, got 0"),
         (["--measure", "32,64,96,128", "--max-steps", "3"], "--max-steps is for one run"),
     ],
@@ -120,7 +121,8 @@ def lawful(
         number = round(epochs * study.recipe.train_samples / batch)
         steps = least * (1 + noise / batch) / speed
         losses = 2 - np.arange(1, number + 1) / steps
-        return SimpleNamespace(steps=[SimpleNamespace(loss=loss) for loss in losses.tolist()])
+        updates = [SimpleNamespace(loss=loss) for loss in losses.tolist()]
+        return SimpleNamespace(steps=updates, summary=None)
 
     monkeypatch.setattr(critical_batch._Study, "train", train)
     found = estimate([Squares(3.0, 2.0, 10, 40), Squares(5.0, 2.0, 10, 40)])

@@ -130,6 +130,12 @@ def test_where_the_gradient_may_be_zero_the_noise_scale_has_no_upper_bound() -> 
     assert isinstance(none, NoiseScale)
 
 
+def test_noise_that_cannot_be_seen_is_none_and_never_negative() -> None:
+    found = estimate([Squares(1.0, 1.01, 1, 2), Squares(1.0, 1.02, 1, 2), Squares(1.0, 1.03, 1, 2)])
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert found.noise < 0 <= found.high < 0.02
+
+
 @pytest.mark.parametrize(
     ("squares", "message"),
     [

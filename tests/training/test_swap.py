@@ -157,7 +157,7 @@ def test_replicas_that_diverge_end_the_run_or_are_rolled_back(tmp_path: Path) ->
 def test_replicas_begin_at_a_loss_scale_for_their_own_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scales = []
+    scales: list[float] = []
 
     def begun(*args: Any, **options: Any) -> Any:  # noqa: ANN401 -- those of train
         scales.extend(each.get_scale() for each in args if isinstance(each, GradScaler))
