@@ -21,6 +21,7 @@ from largebatch.tracking.events import LOG, REPORT
 
 if TYPE_CHECKING:
     from largebatch.runs.critical_batch import Critical, Trial
+    from largebatch.tracking.events import Status
 
 _MONITOR = "monitor=noise_scale"
 
@@ -66,20 +67,29 @@ def _noise(args: argparse.Namespace) -> int:
     if args.measure is not None:
         return _measure(args)
     if not folder.is_dir():
-        folder = _train(args)
+        folder, status = _train(args)
+        if status == "interrupted":
+            return _interrupted(f"largebatch train {args.recipe} --set {_MONITOR} --resume", folder)
     if own_rank() == 0:
         _show(folder)
     return 0
 
 
-def _train(args: argparse.Namespace) -> Path:
-    """Train with the monitor and return the run folder."""
+def _interrupted(command: str, out: Path) -> int:
+    """Print how to go on; return the exit code of what was saved."""
+    if own_rank() == 0:
+        print(printable(f"to go on: {command} --out {out}"))
+    return 75
+
+
+def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
+    """Train with the monitor; return the run folder and how the run ended."""
     recipe = load_recipe(args.recipe, [*args.set, _MONITOR])
     from largebatch.runs.folder import default_folder
     from largebatch.runs.run import run
 
     folder: Path = args.out or default_folder(recipe)
-    run(
+    summary = run(
         recipe,
         workers=args.workers,
         out=folder,
@@ -90,7 +100,7 @@ def _train(args: argparse.Namespace) -> Path:
         timeout=args.timeout,
         max_steps=args.max_steps,
     )
-    return folder
+    return folder, summary.status
 
 
 def _show(folder: Path) -> None:
@@ -120,19 +130,22 @@ def _measure(args: argparse.Namespace) -> int:
     if args.max_steps is not None:
         raise LargebatchError("--max-steps is for one run; --measure stops its runs by --epochs")
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.runs.critical_batch import Critical, measure_critical
+    from largebatch.runs.critical_batch import Critical, InterruptedStudyError, measure_critical
     from largebatch.runs.folder import default_folder
 
     options = options_of(args, out=args.out or default_folder(recipe))
     found = measure_critical(
         recipe, options, args.measure, epochs=args.epochs, workers=args.workers
     )
-    for each in found:
-        if isinstance(each, Critical):
-            _show_critical(each)
-            print(printable(f"runs: {options.out}"))
-        else:
-            _show_trial(each)
+    try:
+        for each in found:
+            if isinstance(each, Critical):
+                _show_critical(each)
+                print(printable(f"runs: {options.out}"))
+            else:
+                _show_trial(each)
+    except InterruptedStudyError:
+        return _interrupted("the same command with", options.out)
     return 0
 
 

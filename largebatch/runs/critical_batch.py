@@ -48,6 +48,10 @@ largest batch."""
 RESULT = "critical_batch.json"
 
 
+class InterruptedStudyError(Exception):
+    """A run was asked to stop and has saved; the same call goes on with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One run: its batch and rate, and the updates to the target; None if it never got there."""
@@ -154,7 +158,7 @@ class _Study:
         if record is not None and (len(record.steps) >= steps or _diverged(record)):
             return record
         with suppress(DivergedError):  # the record says so
-            run(
+            summary = run(
                 recipe,
                 workers=self.workers,
                 out=folder,
@@ -166,6 +170,8 @@ class _Study:
                 resume="auto",
                 max_steps=steps,
             )
+            if summary.status == "interrupted":
+                raise InterruptedStudyError(f"saved in {self.options.out}")
         return read_run(folder)
 
     def losses(self, record: Run, batch: int) -> FloatArray:
@@ -228,7 +234,7 @@ def measure_critical(
 
     The target is the loss that the smallest batch reaches at its best rate after `epochs`. Runs
     that are there are not made again. Raises LargebatchError for too few batches, and where too few
-    of them reach the target; PlanError for a batch that cannot be divided.
+    of them reach the target; InterruptedStudyError when one is asked to stop.
     """
     sizes = sorted(set(batches))
     if len(sizes) < LEAST_BATCHES:

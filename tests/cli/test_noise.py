@@ -194,6 +194,24 @@ def test_batches_that_never_get_there_are_refused(
         list(measured(tmp_path, [16, 64, 256, 1024]))
 
 
+def test_a_study_that_is_asked_to_stop_begins_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[Path] = []
+
+    def stopped(_: object, *, out: Path, **__: object) -> SimpleNamespace:
+        begun.append(out)
+        return SimpleNamespace(status="interrupted")
+
+    monkeypatch.setattr(critical_batch, "run", stopped)
+    words = [word for change in LENET for word in ("--set", change)]
+    out = tmp_path / "out"
+    words += ["--measure", "16,32,64,128", "--out", str(out)]
+    assert main(["noise", "digits_96", *words]) == 75
+    assert len(begun) == 1
+    assert capsys.readouterr().out == f"to go on: the same command with --out {out}\n"
+
+
 @pytest.mark.long
 def test_the_critical_batch_of_real_runs_is_measured_and_goes_on_where_it_was_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
