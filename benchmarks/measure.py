@@ -360,7 +360,7 @@ def measure(measurement: Measurement, *, processes: int) -> None:
 
 
 def _now() -> dict[str, Any]:
-    return circumstances(" ".join(["python", *sys.argv]))
+    return circumstances("python benchmarks/measure.py")
 
 
 def main() -> None:
