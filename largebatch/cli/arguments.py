@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypedDict, get_args
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from largebatch.runs.options import Options
 
 Call = Callable[[argparse.Namespace], int]
+
+INTERRUPTED = 75
+"""The exit code of what was asked to stop and has saved."""
 
 
 def add_command(
@@ -111,14 +114,27 @@ def options_of(args: argparse.Namespace, *, out: Path = Path()) -> "Options":
     """Return the options of a command on what is saved, as add_set and add_machine read them."""
     from largebatch.runs.options import Options
 
-    return Options(
-        out=out,
+    return Options(out=out, overrides=tuple(args.set), **machine_of(args))
+
+
+class Machine(TypedDict):
+    """What add_machine adds, as Options and `run` take it."""
+
+    data: Path | None
+    dataset: str | None
+    imports: tuple[str, ...]
+    backend: BackendName
+    timeout: float
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """Return what the machine decides about a run, as add_machine reads it."""
+    return Machine(
         data=args.data,
         dataset=args.dataset,
         imports=tuple(args.imports),
         backend=args.backend,
         timeout=args.timeout,
-        overrides=tuple(args.set),
     )
 
 

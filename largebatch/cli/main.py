@@ -26,6 +26,7 @@ from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli import suggest as cli_suggest
 from largebatch.cli.arguments import (
+    INTERRUPTED,
     Call,
     add_command,
     add_execution,
@@ -34,6 +35,7 @@ from largebatch.cli.arguments import (
     add_processes,
     add_set,
     count,
+    machine_of,
     options_of,
     seconds,
 )
@@ -59,7 +61,7 @@ from largebatch.errors import (
 from largebatch.recipe.loading import load_recipe
 from largebatch.tracking.events import REPORT
 
-DONE, FAILED, USER, INTERRUPTED, STOPPED, UNREAD = 0, 1, 2, 75, 130, 141
+DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 
 _FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
 """What every worker finds and worker 0 prints."""
@@ -177,11 +179,7 @@ def _train(args: argparse.Namespace) -> int:
             recipe,
             workers=args.workers,
             out=folder,
-            data=args.data,
-            dataset=args.dataset,
-            imports=args.imports,
-            backend=args.backend,
-            timeout=args.timeout,
+            **machine_of(args),
             resume="auto" if args.resume == "auto" else args.resume is not None,
             max_steps=args.max_steps,
             time_limit=args.time_limit,

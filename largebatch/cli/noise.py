@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
+    INTERRUPTED,
     Call,
     add_execution,
     add_machine,
     add_set,
     count,
+    machine_of,
     options_of,
 )
 from largebatch.distributed.environment import own_rank
@@ -79,7 +81,7 @@ def _interrupted(command: str, out: Path) -> int:
     """Print how to go on; return the exit code of what was saved."""
     if own_rank() == 0:
         print(printable(f"to go on: {command} --out {out}"))
-    return 75
+    return INTERRUPTED
 
 
 def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
@@ -93,11 +95,7 @@ def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
         recipe,
         workers=args.workers,
         out=folder,
-        data=args.data,
-        dataset=args.dataset,
-        imports=args.imports,
-        backend=args.backend,
-        timeout=args.timeout,
+        **machine_of(args),
         max_steps=args.max_steps,
     )
     return folder, summary.status

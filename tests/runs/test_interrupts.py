@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from short_runs import DIGITS
 
-from largebatch.cli.main import DONE, INTERRUPTED, STOPPED, main
+from largebatch.cli.arguments import INTERRUPTED
+from largebatch.cli.main import DONE, STOPPED, main
 from largebatch.runs.interrupts import describe_saved, stop_requests
 
 pytestmark = pytest.mark.usefixtures("ends")

@@ -20,7 +20,8 @@ from PIL import Image
 from short_runs import SMALL, a_recipe
 
 from largebatch import load_recipe, run
-from largebatch.cli.main import INTERRUPTED, main
+from largebatch.cli.arguments import INTERRUPTED
+from largebatch.cli.main import main
 from largebatch.errors import BackendError, DivergedError
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import Summary
