@@ -232,9 +232,8 @@ class Reducer:
             )
         assert self._alone or len(under_way) == len(self._groups)
         if self._measure:
-            parts = [(group.first, group.square()) for group in self._groups]
-            firsts = [first for first, _ in parts if first is not None]
-            wholes = [whole for _, whole in parts]
+            firsts = [group.first for group in self._groups if group.first is not None]
+            wholes = [group.square() for group in self._groups]
             self.squares = torch.stack([torch.stack(firsts).sum(), torch.stack(wholes).sum()])
 
     def finite(self) -> Tensor:

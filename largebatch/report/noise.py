@@ -44,6 +44,11 @@ def course(run: Run) -> list[Part]:
     return [_part(run, steps[begin:end]) for begin, end in pairwise(bounds)]
 
 
+def has_course(run: Run) -> bool:
+    """Tell whether there are updates enough for one part, without an estimate."""
+    return len(_measured(run)) >= LEAST
+
+
 def latest(run: Run) -> Part:
     """Return the noise scale over the end of a run: its last part, or more until it has a bound."""
     steps = _measured(run)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from largebatch.report.drift import draw_drift
 from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
 from largebatch.report.mistakes import compare, draw_confusion, matrix_is_drawn, pairs, worst
-from largebatch.report.noise import course, describe_noise, draw_noise
+from largebatch.report.noise import describe_noise, draw_noise, has_course
 from largebatch.report.numbers import (
     UNKNOWN,
     describe_waits,
@@ -70,7 +70,7 @@ def make_page(run: Run) -> str:
         widths=(WIDE, NARROW),
         environment=_environment(run),
         waits=describe_waits(run) if run.timed else None,
-        noise=describe_noise(run) if course(run) else None,
+        noise=describe_noise(run) if has_course(run) else None,
         compare=compare,
         pairs=pairs,
         worst=worst(run),
@@ -221,7 +221,7 @@ CHARTS = {
         draw_noise,
         wide=260,
         narrow=260,
-        content=course,
+        content=has_course,
     ),
     "drift": Chart(
         "What polishing changed in BatchNorm",

@@ -106,9 +106,10 @@ class _Study:
 
     trials: list[Trial] = field(default_factory=list)
 
-    @property
-    def window(self) -> int:
-        return max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
+    def window(self, batch: int) -> int:
+        """Return how many updates of a batch losses are averaged over."""
+        samples = max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
+        return max(1, round(samples / batch))
 
     def rate(self, batch: int, factor: float) -> float:
         share = batch / self.recipe.batch.global_batch
@@ -176,7 +177,7 @@ class _Study:
 
     def losses(self, record: Run, batch: int) -> FloatArray:
         """Return the mean loss over a window at each step, as long as there are so many."""
-        number = max(1, round(self.window / batch))
+        number = self.window(batch)
         losses = np.array([step.loss for step in record.steps])
         if len(losses) < number:
             return np.empty(0)
@@ -200,8 +201,7 @@ class _Study:
             back = 0.0  # the crossing lies between two updates
             if first:
                 back = (target - losses[first]) / (losses[first - 1] - losses[first])
-            number = max(1, round(self.window / batch))
-            steps = float(first + 1 - back + (number - 1) / 2)
+            steps = float(first + 1 - back + (self.window(batch) - 1) / 2)
         trial = Trial(batch, self.rate(batch, factor), steps)
         self.trials.append(trial)
         return trial

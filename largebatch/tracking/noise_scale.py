@@ -10,7 +10,7 @@ spans are, Sigma is that of a span's mean gradient times the span, and nothing e
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,15 +65,20 @@ def estimate(squares: Sequence[Squares]) -> NoiseScale:
         raise ValueError(f"an interval needs 2 updates or more, got {len(squares)}")
     noise, signal = zip(*map(_split, squares), strict=True)
     low, high = fieller(noise, signal)
-    top, bottom = math.fsum(noise) / len(noise), math.fsum(signal) / len(signal)
     return NoiseScale(
-        value=max(0.0, top / bottom) if bottom > 0 else math.nan,
+        value=ratio(squares),
         low=max(0.0, low),
         high=max(0.0, high),
-        noise=top,
-        signal=bottom,
+        noise=math.fsum(noise) / len(noise),
+        signal=math.fsum(signal) / len(signal),
         updates=len(squares),
     )
+
+
+def ratio(squares: Iterable[Squares]) -> float:
+    """Return the estimate of the noise scale alone, which is cheap enough for every update."""
+    noise, signal = map(math.fsum, zip(*map(_split, squares), strict=True))
+    return max(0.0, noise / signal) if signal > 0 else math.nan
 
 
 def _split(squares: Squares) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from collections import deque
 from typing import NamedTuple
 
 from largebatch.recipe.plan import Plan
-from largebatch.tracking.noise_scale import Squares, estimate
+from largebatch.tracking.noise_scale import Squares, ratio
 
 NOISE_UPDATES = 100
 """How many updates the running value looks back over; single ones are far too noisy."""
@@ -43,5 +43,5 @@ class RunningNoise:
         )
         if all(map(math.isfinite, squares)):
             self._recent.append(squares)
-        value = estimate(self._recent).value if len(self._recent) > 1 else math.nan
+        value = ratio(self._recent) if len(self._recent) > 1 else math.nan
         return Measured(squares.small, squares.big, value)
