@@ -340,6 +340,10 @@ class Execution(Section):
     machine map, in the user's cache, where a file is removed after 30 days without use. `device`:
     besides on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
 
+    memory_format: Literal["contiguous", "channels_last"] | None = None
+    """Order of weights and maps in memory, torch's name for it; which is faster on a CPU depends on
+    the model. null: channels_last on GPUs, contiguous on CPUs."""
+
     groups: Annotated[
         CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
     ] = CubicGroups(kind="cubic")

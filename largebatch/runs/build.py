@@ -87,7 +87,7 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
         except ValueError as error:  # better now than after the whole schedule
             raise RecipeError(f"polish.affine: {error}") from None
     model.to(backend.device)
-    if backend.device.type == "cuda":
+    if _channels_last(recipe, backend):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     if recipe.precision != "fp32":
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
@@ -246,6 +246,12 @@ def _grouping(
             return by_bytes(section.megabytes * 1e6)
         case _:
             assert_never(section)
+
+
+def _channels_last(recipe: Recipe, backend: Backend) -> bool:
+    if recipe.execution.memory_format is None:
+        return backend.device.type == "cuda"
+    return recipe.execution.memory_format == "channels_last"
 
 
 def _set_span(model: nn.Module, recipe: Recipe) -> None:

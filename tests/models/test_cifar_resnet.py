@@ -84,15 +84,15 @@ def test_other_depths_and_arguments_are_refused() -> None:
 def nine_layers(state: dict[str, Tensor], images: Tensor) -> Tensor:
     """Page's network, written out in its order."""
 
-    def unit(maps: Tensor, name: str) -> Tensor:
+    def unit(maps: Tensor, name: str, pool: int = 1) -> Tensor:
         maps = F.conv2d(maps, state[f"{name}.conv.weight"], padding=1)
-        return F.relu(norm(state, f"{name}.bn", maps))
+        return F.relu(norm(state, f"{name}.bn", F.max_pool2d(maps, pool)))
 
     maps = unit(images, "prep")
-    for stage in ("layer1", "layer2", "layer3"):
-        maps = F.max_pool2d(unit(maps, f"{stage}.0"), 2)
+    for stage, first in (("layer1", "layer1.0"), ("layer2", "layer2"), ("layer3", "layer3.0")):
+        maps = unit(maps, first, pool=2)
         if stage != "layer2":
-            maps = maps + unit(unit(maps, f"{stage}.2.unit1"), f"{stage}.2.unit2")
+            maps = maps + unit(unit(maps, f"{stage}.1.unit1"), f"{stage}.1.unit2")
     pooled = F.max_pool2d(maps, 4).flatten(1)
     return F.linear(pooled, state["head.weight"], state["head.bias"]) / 8
 
