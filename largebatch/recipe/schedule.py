@@ -1,8 +1,8 @@
 """The learning rate of a recipe.
 
 The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, with some longer
-ones, and half a cosine beside them. LRBench's k0 is peak_lr and its k1 is low_lr; its t counts
-optimizer steps from the end of the warm-up.
+ones; half a cosine, restarts and the two-point spline stand beside them. LRBench's k0 is peak_lr
+and its k1 is low_lr; its t counts optimizer steps from the end of the warm-up.
 """
 
 from typing import Annotated, Literal, Self, TypeAlias
@@ -67,6 +67,19 @@ class Inverse(Section):
     """How steep it is in the long run."""
 
 
+class Sigmoid(Section):
+    """Fall from almost the peak along 1 / (1 + exp(gamma (t - half_at))), where t counts steps."""
+
+    kind: Literal["sig"]
+
+    half_at: Duration
+    """The point of half the peak, counted from the end of the warm-up; in a piece, from its
+    start."""
+
+    gamma: Positive
+    """How steep it is: most of the fall takes 10 / gamma steps."""
+
+
 class Fall(Section):
     """Base of the decays that end at a rate."""
 
@@ -92,6 +105,28 @@ class Cosine(Fall):
     kind: Literal["cosine"]
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Spline(Fall):
+    """Fall through two points to end_lr along a monotone cubic (arXiv:2603.10301)."""
+
+    kind: Literal["spline"]
+
+    points: tuple[tuple[Share, Share], tuple[Share, Share]]
+    """Each a share of the fall's length and a share of peak_lr: [[0.3, 0.8], [0.7, 0.2]]."""
+
+    @model_validator(mode="after")
+    def _points_fall(self) -> Self:
+        (place1, share1), (place2, share2) = self.points
+        if not (0 < place1 < place2 < 1 and share1 >= share2):
+            raise ValueError(
+                "points: the first share of each lies between 0 and 1 and grows, the second does "
+                f"not grow; got {[list(point) for point in self.points]}"
+            )
+        return self
+
+
 class Cycle(Section):
     """Base of the policies that move between two rates."""
 
@@ -100,10 +135,13 @@ class Cycle(Section):
 
 
 class HalfCycle(Cycle):
-    """Base of the cycles that begin at low_lr."""
+    """Base of the cycles that rise first, unless `begin` has them fall."""
 
     half_cycle: Duration
-    """How long the rate rises from low_lr; it falls back in the same time."""
+    """How long the rate takes from low_lr to peak_lr; it falls back in the same time."""
+
+    begin: Literal["low", "peak"] = "low"
+    """The rate that the first cycle begins at. `peak`: LRBench's DTRI, DSIN and their like."""
 
 
 class Triangle(HalfCycle):
@@ -148,13 +186,58 @@ class SineExp(HalfCycle):
     """The height above low_lr is multiplied by this at every step: 0.999 halves it in 693."""
 
 
-class CosineCycles(Cycle):
+class WholeCycle(Cycle):
+    """Base of the cycles that fall first, unless `begin` has them rise."""
+
+    cycle: Duration
+    """How long it takes to fall and rise again: the paper's l, and twice that of its code."""
+
+    begin: Literal["low", "peak"] = "peak"
+    """The rate that the first cycle begins at. `low`: LRBench's UPCOS and its like."""
+
+
+class CosineCycles(WholeCycle):
     """Fall from peak_lr to low_lr along half a cosine and rise again, again and again."""
 
     kind: Literal["cos"]
 
-    cycle: Duration
-    """How long it takes to fall and rise again: the paper's l, and twice that of its code."""
+
+class CosineCycles2(WholeCycle):
+    """As cos; after each time at low_lr it rises half as far above it."""
+
+    kind: Literal["cos2"]
+
+
+class CosineCyclesExp(WholeCycle):
+    """As cos; the height above low_lr is multiplied by gamma at every step."""
+
+    kind: Literal["cosexp"]
+
+    gamma: Fraction
+    """The height above low_lr is multiplied by this at every step: 0.999 halves it in 693."""
+
+
+class Restarts(Cycle):
+    """Fall from peak_lr to low_lr and begin again at the peak (SGDR, arXiv:1608.03983)."""
+
+    kind: Literal["restarts"]
+
+    every: Duration
+    """How long the first fall takes."""
+
+    fall: Literal["linear", "sine", "cosine"] = "cosine"
+    """Its shape: LRBench's RSW, SINRSW and COSRSW."""
+
+    lengthen: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """Each fall is this many times as long as the one before; SGDR's T_mult."""
+
+    factor: Fraction = 1.0
+    """The height above low_lr is multiplied by this at every restart; 0.5: LRBench's RSW2 and its
+    like."""
+
+    gamma: Fraction = 1.0
+    """The height above low_lr is multiplied by this at every step; LRBench's RSWEXP and its
+    like."""
 
 
 Simple: TypeAlias = (
@@ -163,8 +246,10 @@ Simple: TypeAlias = (
     | MultiStepDecay
     | Exponential
     | Inverse
+    | Sigmoid
     | Polynomial
     | Cosine
+    | Spline
     | Triangle
     | Triangle2
     | TriangleExp
@@ -172,6 +257,9 @@ Simple: TypeAlias = (
     | Sine2
     | SineExp
     | CosineCycles
+    | CosineCycles2
+    | CosineCyclesExp
+    | Restarts
 )
 """The policies that can also be a piece of another."""
 

@@ -16,7 +16,7 @@ from largebatch.recipe.pieces import Pieces, piece_at
 from largebatch.recipe.plan import Plan, converter, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
-from largebatch.schedules import functions
+from largebatch.schedules import cycles, functions
 from largebatch.schedules.functions import Policy, Schedule
 
 FEW = 8
@@ -90,7 +90,7 @@ class _Stretch:
         return self.length("over", fall.over, limit=self.steps) if fall.over else self.steps
 
     def rise(self, cycle: schedule.HalfCycle) -> int:
-        """Return how many steps a cycle rises: the last step is at the peak, or an earlier one."""
+        """Return how many steps half a cycle takes: it ends with the last step, or earlier."""
         return self.length("half_cycle", cycle.half_cycle, limit=self.steps - 1)
 
     def points(self, durations: tuple[Duration, ...]) -> list[int]:
@@ -119,6 +119,9 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             return functions.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
         case schedule.Exponential(gamma=gamma):
             return functions.exponential(peak=peak, gamma=gamma)
+        case schedule.Sigmoid(half_at=half_at, gamma=gamma):
+            half = stretch.length("half_at", half_at, limit=stretch.steps - 1)
+            return functions.sigmoid(peak=peak, steps=half, gamma=gamma)
         case schedule.Inverse(gamma=gamma, power=power):
             return functions.inverse(peak=peak, gamma=gamma, power=power)
         case schedule.Polynomial(power=power, end_lr=end):
@@ -126,27 +129,45 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             return functions.polynomial(peak=peak, steps=fall, power=power, end=end)
         case schedule.Cosine(end_lr=end):
             return functions.cosine(peak=peak, steps=stretch.fall(decay), end=end)
-        case schedule.Triangle(low_lr=low):
-            return functions.triangular(peak=peak, low=low, steps=stretch.rise(decay))
-        case schedule.Triangle2(low_lr=low):
-            return functions.triangular2(peak=peak, low=low, steps=stretch.rise(decay))
-        case schedule.TriangleExp(low_lr=low, gamma=gamma):
-            rise = stretch.rise(decay)
-            return functions.triangular_exp(peak=peak, low=low, steps=rise, gamma=gamma)
-        case schedule.Sine(low_lr=low):
-            return functions.sine(peak=peak, low=low, steps=stretch.rise(decay))
-        case schedule.Sine2(low_lr=low):
-            return functions.sine2(peak=peak, low=low, steps=stretch.rise(decay))
-        case schedule.SineExp(low_lr=low, gamma=gamma):
-            rise = stretch.rise(decay)
-            return functions.sine_exp(peak=peak, low=low, steps=rise, gamma=gamma)
-        case schedule.CosineCycles(low_lr=low, cycle=cycle):
-            whole = stretch.length("cycle", cycle, limit=2 * (stretch.steps - 1))
-            return functions.cosine_cycles(peak=peak, low=low, steps=whole)
+        case schedule.Spline(points=points, end_lr=end):
+            return functions.spline(peak=peak, steps=stretch.fall(decay), points=points, end=end)
+        case schedule.Cycle():
+            return _build_cycles(decay, peak, stretch)
         case schedule.Piecewise(pieces=pieces):
             return _join(pieces, stretch)
         case _:
             assert_never(decay)
+
+
+_CYCLES: dict[type[schedule.Cycle], Callable[..., Policy]] = {
+    schedule.Triangle: cycles.triangular,
+    schedule.Triangle2: cycles.triangular2,
+    schedule.TriangleExp: cycles.triangular_exp,
+    schedule.Sine: cycles.sine,
+    schedule.Sine2: cycles.sine2,
+    schedule.SineExp: cycles.sine_exp,
+    schedule.CosineCycles: cycles.cosine_cycles,
+    schedule.CosineCycles2: cycles.cosine_cycles2,
+    schedule.CosineCyclesExp: cycles.cosine_cycles_exp,
+    schedule.Restarts: cycles.restarts,
+}
+
+
+def _build_cycles(decay: schedule.Cycle, peak: float, stretch: _Stretch) -> Policy:
+    match decay:
+        case schedule.Restarts(every=every):
+            steps = stretch.length("every", every, limit=stretch.steps - 1)
+        case schedule.WholeCycle(cycle=cycle):
+            steps = stretch.length("cycle", cycle, limit=2 * (stretch.steps - 1))
+        case schedule.HalfCycle():
+            steps = stretch.rise(decay)
+        case _:
+            raise AssertionError(decay)
+    lengths = {"kind", "low_lr", "every", "cycle", "half_cycle"}
+    others = {
+        name: getattr(decay, name) for name in type(decay).model_fields if name not in lengths
+    }
+    return _CYCLES[type(decay)](peak=peak, low=decay.low_lr, steps=steps, **others)
 
 
 def _join(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> Policy:

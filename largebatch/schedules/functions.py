@@ -8,15 +8,27 @@ from 0; `rate(step)` is the rate used *for* that update.
 >>> [rate(step) for step in range(7)]
 [0.0, 4.0, 8.0, 4.5, 2.0, 0.5, 0.0]
 
-The thirteen policies of LRBench (Wu et al. 2019, arXiv:1908.06477) are here, each with the paper's
-short name in capitals. `peak` and `low` are the larger and the smaller of its k0 and k1, `steps` is
-its l. `cosine`, a single fall, `warmup`, `skip` and `piecewise` stand beside them.
+The policies of LRBench (Wu et al. 2019, arXiv:1908.06477) that fall once are here, those that rise
+again in `cycles`, each with the short name of the paper or its code in capitals. `peak` and `low`
+are the larger and the smaller of its k0 and k1, `steps` is its l. `cosine`, a single fall,
+`spline`, `warmup`, `skip` and `piecewise` stand beside them.
 """
 
 import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
+
+from largebatch.schedules.bounds import (
+    between,
+    require_above_zero,
+    require_fraction,
+    require_increasing,
+    require_not_negative,
+    require_order,
+    require_positive,
+    require_rates,
+)
 
 Schedule = Callable[[int], float]
 """From the number of an update to its rate."""
@@ -31,7 +43,7 @@ def constant(*, peak: float) -> Policy:
     >>> constant(peak=0.1)(7)
     0.1
     """
-    _require_rates(peak=peak)
+    require_rates(peak=peak)
     return lambda _: peak
 
 
@@ -42,9 +54,9 @@ def step(*, peak: float, steps: int, gamma: float) -> Policy:
     >>> [rate(step) for step in (0, 2, 3, 4, 5, 6)]
     [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
     """
-    _require_rates(peak=peak)
-    _require_positive(steps)
-    _require_fraction(gamma)
+    require_rates(peak=peak)
+    require_positive(steps)
+    require_fraction(gamma)
     return lambda step: peak * gamma ** (step // steps)
 
 
@@ -55,9 +67,9 @@ def multistep(*, peak: float, boundaries: Sequence[int], gamma: float) -> Policy
     >>> [rate(step) for step in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
-    _require_rates(peak=peak)
-    _require_increasing(boundaries)
-    _require_fraction(gamma)
+    require_rates(peak=peak)
+    require_increasing(boundaries)
+    require_fraction(gamma)
     return lambda step: peak * gamma ** bisect.bisect_right(boundaries, step)
 
 
@@ -68,8 +80,8 @@ def exponential(*, peak: float, gamma: float) -> Policy:
     >>> [rate(step) for step in range(4)]
     [8.0, 4.0, 2.0, 1.0]
     """
-    _require_rates(peak=peak)
-    _require_fraction(gamma)
+    require_rates(peak=peak)
+    require_fraction(gamma)
     return lambda step: peak * gamma**step
 
 
@@ -80,8 +92,8 @@ def inverse(*, peak: float, gamma: float, power: float) -> Policy:
     >>> [rate(step) for step in (0, 1, 3)]
     [4.0, 1.0, 0.25]
     """
-    _require_rates(peak=peak)
-    _require_above_zero(gamma=gamma, power=power)
+    require_rates(peak=peak)
+    require_above_zero(gamma=gamma, power=power)
     return lambda step: peak * (1.0 + gamma * step) ** -power
 
 
@@ -92,13 +104,13 @@ def polynomial(*, peak: float, steps: int, power: float, end: float = 0.0) -> Po
     >>> [rate(step) for step in (0, 1, 3, 4, 5, 9)]
     [8.0, 4.5, 0.5, 0.0, 0.0, 0.0]
     """
-    _require_positive(steps)
-    _require_above_zero(power=power)
-    _require_order(end, peak)
+    require_positive(steps)
+    require_above_zero(power=power)
+    require_order(end, peak)
 
     def rate(step: float) -> float:
         remaining = 1.0 - min(step, steps) / steps
-        return _between(end, peak, math.pow(remaining, power))
+        return between(end, peak, math.pow(remaining, power))
 
     return rate
 
@@ -112,89 +124,58 @@ def cosine(*, peak: float, steps: int, end: float = 0.0) -> Policy:
     >>> [round(rate(step), 12) for step in (0, 2, 4, 9)]
     [2.0, 1.0, 0.0, 0.0]
     """
-    _require_positive(steps)
-    _require_order(end, peak)
-    return lambda step: _between(end, peak, _half_cosine(min(step, steps) / steps))
+    require_positive(steps)
+    require_order(end, peak)
+    return lambda step: between(end, peak, _half_cosine(min(step, steps) / steps))
 
 
-def triangular(*, peak: float, low: float, steps: int) -> Policy:
-    """Rise from `low` to `peak` in `steps` steps, fall back in as many, again and again (TRI).
+def sigmoid(*, peak: float, steps: int, gamma: float) -> Policy:
+    """Fall from almost `peak` along 1 / (1 + exp(gamma (t - l))): half of it at `steps` (SIG).
 
-    The triangle is the paper's (2 / pi) |arcsin(sin(pi t / 2l))|, from the remainder of t by 2l:
-    so it is exact at every multiple of l, however late.
+    Caffe and LRBench's code write the same with a negative gamma; with a positive one it rises.
 
-    >>> rate = triangular(peak=3.0, low=1.0, steps=4)
-    >>> [rate(step) for step in (0, 1, 3, 4, 5, 7, 8, 9, 12)]
-    [1.0, 1.5, 2.5, 3.0, 2.5, 1.5, 1.0, 1.5, 3.0]
+    >>> rate = sigmoid(peak=8.0, steps=100, gamma=0.1)
+    >>> [round(rate(step), 2) for step in (0, 50, 100, 150, 200)]
+    [8.0, 7.95, 4.0, 0.05, 0.0]
     """
-    return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=constant(peak=1.0))
+    require_rates(peak=peak)
+    require_positive(steps)
+    require_above_zero(gamma=gamma)
+
+    def rate(step: float) -> float:
+        height = math.exp(-gamma * abs(step - steps))  # at most 1: it cannot overflow
+        return peak * (height if step > steps else 1.0) / (1.0 + height)
+
+    return rate
 
 
-def triangular2(*, peak: float, low: float, steps: int) -> Policy:
-    """Cycle as `triangular` does, half as far above `low` in every new cycle (TRI2).
+def spline(
+    *, peak: float, steps: int, points: Sequence[tuple[float, float]], end: float = 0.0
+) -> Policy:
+    """Fall from `peak` at step 0 through two points to `end` at `steps`, then stay there.
 
-    >>> rate = triangular2(peak=5.0, low=1.0, steps=2)
-    >>> [rate(step) for step in range(11)]
-    [1.0, 3.0, 5.0, 3.0, 1.0, 2.0, 3.0, 2.0, 1.0, 1.5, 2.0]
+    A point is a share of the steps and a share of `peak`; between points runs the monotone cubic
+    of Fritsch and Butland (SciPy's PchipInterpolator). The two-point spline of arXiv:2603.10301.
+
+    >>> rate = spline(peak=8.0, steps=8, points=[(0.25, 0.75), (0.5, 0.25)])
+    >>> [rate(step) for step in (0, 2, 4, 8, 9)]
+    [8.0, 6.0, 2.0, 0.0, 0.0]
     """
-    return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=_halving(steps))
+    require_positive(steps)
+    require_order(end, peak)
+    places = [0.0, *(place * steps for place, _ in points), float(steps)]
+    rates = [peak, *(share * peak for _, share in points), end]
+    falls = all(later <= earlier for earlier, later in itertools.pairwise(rates))
+    if not falls or not all(earlier < later for earlier, later in itertools.pairwise(places)):
+        raise ValueError(
+            f"points must lie between 0 and 1, one after the other, and fall from the peak to the "
+            f"end, got {list(points)}"
+        )
+    # Importing it takes as long as everything else that a plan needs.
+    from scipy.interpolate import PchipInterpolator
 
-
-def triangular_exp(*, peak: float, low: float, steps: int, gamma: float) -> Policy:
-    """Cycle as `triangular` does, its height above `low` times `gamma` at every step (TRIEXP).
-
-    >>> rate = triangular_exp(peak=5.0, low=1.0, steps=2, gamma=0.5)
-    >>> [rate(step) for step in range(7)]
-    [1.0, 2.0, 2.0, 1.25, 1.0, 1.0625, 1.0625]
-    """
-    fade = exponential(peak=1.0, gamma=gamma)
-    return _cycles(_triangle, peak=peak, low=low, steps=steps, fade=fade)
-
-
-def sine(*, peak: float, low: float, steps: int) -> Policy:
-    """Rise from `low` to `peak` in `steps` steps and fall back along |sin(pi t / 2l)| (SIN).
-
-    >>> rate = sine(peak=3.0, low=1.0, steps=3)
-    >>> [round(rate(step), 12) for step in (0, 1, 3, 5, 6, 7, 9)]
-    [1.0, 2.0, 3.0, 2.0, 1.0, 2.0, 3.0]
-    """
-    return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=constant(peak=1.0))
-
-
-def sine2(*, peak: float, low: float, steps: int) -> Policy:
-    """Cycle as `sine` does, half as far above `low` in every new cycle (SIN2).
-
-    >>> rate = sine2(peak=5.0, low=1.0, steps=3)
-    >>> [round(rate(step), 12) for step in (0, 1, 3, 5, 6, 7, 9, 12, 15)]
-    [1.0, 3.0, 5.0, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0]
-    """
-    return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=_halving(steps))
-
-
-def sine_exp(*, peak: float, low: float, steps: int, gamma: float) -> Policy:
-    """Cycle as `sine` does, its height above `low` times `gamma` at every step (SINEXP).
-
-    >>> rate = sine_exp(peak=5.0, low=1.0, steps=1, gamma=0.5)
-    >>> [rate(step) for step in range(5)]
-    [1.0, 3.0, 1.0, 1.5, 1.0]
-    """
-    fade = exponential(peak=1.0, gamma=gamma)
-    return _cycles(_half_sine, peak=peak, low=low, steps=steps, fade=fade)
-
-
-def cosine_cycles(*, peak: float, low: float, steps: int) -> Policy:
-    """Fall from `peak` to `low` and rise again, once in `steps`: (1 + cos(2 pi t / l)) / 2 (COS).
-
-    Here l is a whole cycle, as in the paper. The authors' code computes cos(pi t / l), where l is
-    half a cycle: give twice its l.
-
-    >>> rate = cosine_cycles(peak=3.0, low=1.0, steps=4)
-    >>> [round(rate(step), 12) for step in (0, 1, 2, 3, 4, 5, 8)]
-    [3.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0]
-    """
-    _require_positive(steps)
-    _require_order(low, peak)
-    return lambda step: _between(low, peak, _half_cosine(2 * (step % steps) / steps))
+    curve = PchipInterpolator(places, rates)
+    return lambda step: min(peak, max(end, float(curve(step)))) if step < steps else end
 
 
 def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
@@ -204,7 +185,7 @@ def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
     >>> [rate(step) for step in (0, 2, 3, 4)]
     [4.0, 4.0, 2.0, 1.0]
     """
-    _require_increasing(boundaries)
+    require_increasing(boundaries)
     if len(pieces) != len(boundaries) + 1:
         raise ValueError(
             f"{len(pieces)} pieces need {len(pieces) - 1} boundaries, got {list(boundaries)}"
@@ -228,8 +209,8 @@ def warmup(after: Policy, *, steps: int, start: float = 0.0) -> Policy:
     >>> [rate(step) for step in range(4)]
     [1.0, 2.5, 4.0, 4.0]
     """
-    _require_not_negative(steps)
-    _require_rates(start=start)
+    require_not_negative(steps)
+    require_rates(start=start)
     if steps and start > after(0):
         raise ValueError(
             f"start ({start:g}) must not exceed the rate that the warm-up rises to ({after(0):g})"
@@ -252,76 +233,9 @@ def skip(schedule: Policy, *, steps: int) -> Policy:
     >>> [rate(step) for step in range(3)]
     [2.0, 4.0, 4.0]
     """
-    _require_not_negative(steps)
+    require_not_negative(steps)
     return lambda step: schedule(step + steps)
-
-
-def _cycles(
-    shape: Callable[[float], float], *, peak: float, low: float, steps: int, fade: Policy
-) -> Policy:
-    """Repeat `shape`, the height of the learning rate at a phase from 0 to 2, times `fade`."""
-    _require_positive(steps)
-    _require_order(low, peak)
-    return lambda step: _between(low, peak, shape(step % (2 * steps) / steps) * fade(step))
-
-
-def _triangle(phase: float) -> float:
-    return min(phase, 2.0 - phase)
-
-
-def _half_sine(phase: float) -> float:
-    return math.sin(math.pi * phase / 2.0)
 
 
 def _half_cosine(phase: float) -> float:
     return (1.0 + math.cos(math.pi * phase)) / 2.0
-
-
-def _halving(steps: int) -> Policy:
-    return lambda step: 0.5 ** (step // (2 * steps))
-
-
-def _between(low: float, peak: float, share: float) -> float:
-    """Return low + share (peak - low), but exact at both ends and never outside them."""
-    if share < 0.5:
-        return low + (peak - low) * share
-    return peak - (peak - low) * (1.0 - share)
-
-
-def _require_positive(steps: int) -> None:
-    if not 1 <= steps < math.inf:  # nor NaN
-        raise ValueError(f"steps must be at least 1, got {steps}")
-
-
-def _require_not_negative(steps: int) -> None:
-    if not 0 <= steps < math.inf:
-        raise ValueError(f"steps must be 0 or more, got {steps}")
-
-
-def _require_rates(**rates: float) -> None:
-    for name, rate in rates.items():
-        if not 0.0 <= rate < math.inf:
-            raise ValueError(f"{name} must be a rate, 0 or above and finite, got {rate:g}")
-
-
-def _require_fraction(gamma: float) -> None:
-    if not 0.0 < gamma <= 1.0:
-        raise ValueError(f"gamma must be above 0 and at most 1, got {gamma:g}")
-
-
-def _require_above_zero(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value:g}")
-
-
-def _require_order(low: float, peak: float) -> None:
-    _require_rates(**{"the lower rate": low, "peak": peak})
-    if low > peak:
-        raise ValueError(f"the lower rate ({low:g}) must not exceed the peak ({peak:g})")
-
-
-def _require_increasing(boundaries: Sequence[int]) -> None:
-    steps = [0, *boundaries, math.inf]
-    if not all(earlier < later for earlier, later in itertools.pairwise(steps)):
-        raise ValueError(f"boundaries must be above 0 and increase, got {list(boundaries)}")

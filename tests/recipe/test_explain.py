@@ -86,7 +86,10 @@ def test_the_sections_are_listed_each_with_a_description() -> None:
         ("schedule.decay.kind", "constant | fix | step | steps | nstep | exp"),
         ("schedule.decay.at", "(kind: steps): list of sections, required"),
         ("schedule.decay.half_cycle", "(kind: tri, tri2, triexp, sin, sin2, sinexp): section"),
-        ("schedule.decay.pieces.decay.low_lr", "(kind: tri, tri2, triexp, sin, sin2, sinexp, cos)"),
+        (
+            "schedule.decay.pieces.decay.low_lr",
+            "(kind: tri, tri2, triexp, sin, sin2, sinexp, cos, cos2, cosexp, restarts)",
+        ),
         ("schedule.warmup", "How long the rate rises"),
     ],
 )

@@ -18,6 +18,17 @@ DIGITS = (
 )  # 14.97 steps an epoch, 75 steps of warm-up, 599 steps
 DELL = "{peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 10}, {epochs: 60}]}}"
 WARMUP, STEPS = 75, 599
+LRBENCHS_LATER = {
+    "dtri": "kind: tri, begin: peak",
+    "dsin2": "kind: sin2, begin: peak",
+    "dsinexp": "kind: sinexp, begin: peak",
+    "upcos": "kind: cos, begin: low",
+    "upcosexp": "kind: cosexp, begin: low",
+    "sinrsw": "kind: restarts, fall: sine",
+    "cosrsw2": "kind: restarts",
+    "rswexp": "kind: restarts, fall: linear",
+}
+"""What a recipe calls them."""
 
 
 def digits(*overrides: str) -> Recipe:
@@ -93,12 +104,32 @@ def test_the_recipes_schedule_has_these_rates(
             {"n": 50, "k1": 0.25, "gamma": 0.99},
         ),
         ("kind: cos, low_lr: 0.25, cycle: {steps: 100}", {"n": 100, "k1": 0.25}),
+        ("kind: sig, half_at: {steps: 200}, gamma: 0.05", {"n": 200, "gamma": 0.05}),
+        ("kind: dtri, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
+        ("kind: dsin2, low_lr: 0.25, half_cycle: {steps: 50}", {"n": 50, "k1": 0.25}),
+        (
+            "kind: dsinexp, low_lr: 0.25, half_cycle: {steps: 50}, gamma: 0.99",
+            {"n": 50, "k1": 0.25, "gamma": 0.99},
+        ),
+        ("kind: upcos, low_lr: 0.25, cycle: {steps: 100}", {"n": 50, "k1": 0.25}),
+        ("kind: cos2, low_lr: 0.25, cycle: {steps: 100}", {"n": 50, "k1": 0.25}),
+        (
+            "kind: upcosexp, low_lr: 0.25, cycle: {steps: 100}, gamma: 0.99",
+            {"n": 50, "k1": 0.25, "gamma": 0.99},
+        ),
+        ("kind: sinrsw, low_lr: 0.25, every: {steps: 50}", {"n": 50, "k1": 0.25}),
+        ("kind: cosrsw2, low_lr: 0.25, every: {steps: 50}, factor: 0.5", {"n": 50, "k1": 0.25}),
+        (
+            "kind: rswexp, low_lr: 0.25, every: {steps: 50}, gamma: 0.99",
+            {"n": 50, "k1": 0.25, "gamma": 0.99},
+        ),
     ],
 )
 def test_every_kind_is_lrbenchs_function_after_the_warm_up(
     words: str, reference: dict[str, Any]
 ) -> None:
     name = words.split(",", maxsplit=1)[0].removeprefix("kind: ")
+    words = words.replace(f"kind: {name}", LRBENCHS_LATER.get(name, f"kind: {name}"))
     rate = build_schedule(digits("schedule.peak_lr=1.5", f"schedule.decay={{{words}}}"))
     known = {"k0": 1.5, "k1": 0.0, "n": 1, "gamma": 1.0, "p": 1.0} | reference
     expected = lrbench.rates(name, np.arange(STEPS - WARMUP, dtype=float), **known)
@@ -120,6 +151,13 @@ def test_lrbenchs_name_is_a_second_spelling(short: str, long: str) -> None:
     ours, other = (digits(f"schedule.decay={{{words}}}") for words in (short, long))
     assert follow(ours).rates == follow(other).rates
     assert parse_recipe(dump_recipe(ours)) == ours
+
+
+def test_a_spline_goes_through_its_points_after_the_warm_up() -> None:
+    words = "{kind: spline, end_lr: 0.1, points: [[0.25, 0.8], [0.5, 0.3]], over: {steps: 400}}"
+    rate = build_schedule(digits("schedule.peak_lr=2", f"schedule.decay={words}"))
+    rates = {step: rate(WARMUP + step) for step in (0, 100, 200, 400, 450)}
+    assert rates == pytest.approx({0: 2.0, 100: 1.6, 200: 0.6, 400: 0.1, 450: 0.1})
 
 
 def test_dells_schedule_is_a_line_of_a_recipe() -> None:
@@ -198,6 +236,14 @@ LAST = "{length: null, peak_lr: 0.1, decay: {kind: fix}}"
             r"decay.cycle \(1047 steps\) .* at most 1046",
         ),
         (
+            "schedule.decay={kind: restarts, low_lr: 0.1, every: {steps: 524}}",
+            r"decay.every \(524 steps\) is too long .* at most 523",
+        ),
+        (
+            "schedule.decay={kind: sig, half_at: {steps: 524}, gamma: 0.1}",
+            r"decay.half_at \(524 steps\) is too long .* at most 523",
+        ),
+        (
             "schedule.decay={kind: tri, low_lr: 0, half_cycle: {epochs: 5}}",
             r"start_lr \(0\) must be below the rate at which tri begins \(0\)",
         ),
@@ -272,6 +318,18 @@ def test_the_longest_cycle_reaches_its_other_rate_at_the_last_step(kind: str) ->
             "schedule.decay.gamma: input should be less than",
         ),
         ("schedule.decay={kind: sin2, low_lr: 0.1}", "schedule.decay.half_cycle: missing"),
+        (
+            "schedule.decay={kind: restarts, low_lr: 0.6, every: {epochs: 1}}",
+            "schedule: decay.low_lr (0.6) must be below peak_lr (0.5)",
+        ),
+        (
+            "schedule.decay={kind: restarts, low_lr: 0.1, every: {epochs: 1}, lengthen: 0.5}",
+            "schedule.decay.lengthen: input should be greater than or equal to 1",
+        ),
+        (
+            "schedule.decay={kind: spline, points: [[0.7, 0.8], [0.3, 0.2]]}",
+            "points: the first share of each lies between 0 and 1 and grows",
+        ),
         (
             "schedule.decay={kind: nstep, at: [{epoch: 1}]}",
             "schedule.decay.at.0.epoch: unknown key; did you mean 'epochs'?",
