@@ -214,6 +214,14 @@ class Recipe(Section):
         return self.data.train_samples - (held_out or 0)
 
     @model_validator(mode="after")
+    def _plateaus_can_be_seen(self) -> Self:
+        if self.schedule.plateau is not None and self.evaluation.every_epochs is None:
+            raise ValueError(
+                "schedule.plateau reads the evaluations on the way: give evaluation.every_epochs"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _polishing_fits_the_data(self) -> Self:
         if self.polish is None:
             return self
@@ -247,6 +255,11 @@ class Recipe(Section):
             raise ValueError(
                 "optimizer.kind: schedule-free averages its weights instead of lowering the rate; "
                 f"schedule.decay must be {{kind: constant}}, got {self.schedule.decay.kind}"
+            )
+        if self.schedule.plateau is not None:
+            raise ValueError(
+                "optimizer.kind: schedule-free averages its weights instead of lowering the rate: "
+                "leave schedule.plateau out"
             )
         for key in ("ema", "swa"):
             if self.polish is not None and getattr(self.polish, key) is not None:

@@ -306,6 +306,40 @@ class Piecewise(Section):
         return self
 
 
+class Plateau(Section):
+    """Another level of the rate when an evaluation after the other brings no improvement."""
+
+    metric: Literal["loss", "top1"] = "loss"
+    """What is read of the evaluations on the way, on the validation images."""
+
+    levels: Annotated[tuple[Positive, ...], Field(min_length=2, max_length=100)] = (1.0, 0.1, 0.01)
+    """The policy's rate is multiplied by one of these, at the beginning by number `first`."""
+
+    patience: Annotated[int, Field(ge=0, le=1_000_000)] = 2
+    """Evaluations in a row without improvement that change nothing; the one after them does."""
+
+    threshold: NonNegative = 0.0
+    """An evaluation is an improvement if it is better than the best by more than this."""
+
+    cooldown: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Evaluations after a change that are not counted as being without improvement."""
+
+    back_until: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Before this share of the run a plateau leads to the level before, later to the next;
+    0.8 in LRBench's ChangeLROnPlateau."""
+
+    first: Annotated[int, Field(ge=0)] = 0
+    """The level at the beginning, counted from 0."""
+
+    @model_validator(mode="after")
+    def _first_is_a_level(self) -> Self:
+        if self.first >= len(self.levels):
+            raise ValueError(
+                f"first ({self.first}) must be one of the {len(self.levels)} levels, counted from 0"
+            )
+        return self
+
+
 class Schedule(Section):
     """The learning rate: a linear warm-up, then a policy."""
 
@@ -321,6 +355,9 @@ class Schedule(Section):
 
     decay: Annotated[Simple | Piecewise, Field(discriminator="kind")]
     """The policy: what the rate does after the warm-up."""
+
+    plateau: Plateau | None = None
+    """Changes of the policy's rate when a metric stops improving; null: none."""
 
     first_step: Literal[0, 1] = 0
     """The number of the first update; MLPerf's reference counts from 1."""

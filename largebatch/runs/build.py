@@ -53,6 +53,7 @@ from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.options import Options
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
+from largebatch.schedules.plateau import with_plateau
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import CHECKPOINTS, Tracker
 from largebatch.tracking.log import record
@@ -359,16 +360,19 @@ def _retention(recipe: Recipe) -> Retention:
 
 
 def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
-    return TrainState(
+    schedule = build_schedule(recipe)
+    if recipe.schedule.plateau is not None:
+        schedule = with_plateau(
+            schedule, recipe.schedule.plateau, lambda: state.progress.readings, steps=plan.steps
+        )
+    reducer = build_reducer(recipe, plan, model, backend)
+    state = TrainState(
         model=model,
-        updater=Updater(
-            build_optimizer(recipe, model),
-            build_schedule(recipe),
-            build_reducer(recipe, plan, model, backend),
-        ),
+        updater=Updater(build_optimizer(recipe, model), schedule, reducer),
         scaler=build_scaler(recipe, plan, backend),
         average=_build_average(recipe, plan, model),
     )
+    return state
 
 
 def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from largebatch.distributed.reducer import Reducer
 from largebatch.schedules.functions import Schedule
+from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
 from largebatch.training.averages import EMA, SWA, ReplicaMean
 
@@ -58,9 +59,16 @@ class Progress:
     seconds: Seconds = 0.0
     """What the run has taken, over all its parts, up to the last checkpoint."""
 
+    readings: list[Reading] = field(default_factory=list)
+    """The evaluations between two updates, from which `schedule.plateau` takes the rate."""
+
     best_top1: float | None = None
     best_step: Count | None = None
     """The highest accuracy of an evaluation, and after how many updates it was."""
+
+    def __post_init__(self) -> None:
+        """Read what a checkpoint has, where tuples are lists."""
+        self.readings = [Reading(*reading) for reading in self.readings]
 
     @property
     def updates(self) -> int:
