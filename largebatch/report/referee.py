@@ -7,7 +7,7 @@ submissions; right, the reference's distribution at our batch. Numbers come from
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from largebatch.errors import LargebatchError
 from largebatch.report.figures import name_axes, name_line
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
 
 _OURS = COLOURS["train"]
-_BOUND = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
+_BOUND: dict[str, Any] = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
 
 
 @dataclass(frozen=True, slots=True)

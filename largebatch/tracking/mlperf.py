@@ -113,8 +113,8 @@ class MLPerf:
         log.event("seed", recipe.seed)
         log.event("train_samples", plan.train_samples)
         log.event("eval_samples", plan.val_samples)
-        for key, value in hyperparameters(recipe, plan).items():
-            log.event(key, value)
+        for key, setting in hyperparameters(recipe, plan).items():
+            log.event(key, setting)
         log.end("init_stop")
         log.start("run_start")
 

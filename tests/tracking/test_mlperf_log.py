@@ -25,6 +25,7 @@ from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, log
 from largebatch import run
 from largebatch.errors import CheckpointError, LargebatchError, MissingPackageError
 from largebatch.recipe.plan import make_plan
+from largebatch.tracking.events import Event
 from largebatch.tracking.mlperf import MLPerf, hyperparameters
 
 LEARNS = (
@@ -141,7 +142,13 @@ def test_the_clock_stops_at_the_target_and_what_comes_later_is_not_in_the_log(
     tmp_path: Path,
 ) -> None:
     of = recipe("32768_mlperf")
-    events = [start(of), update(0), evaluation(55.0, REACHED), update(2), evaluation(56, 0.77)]
+    events: list[Event] = [
+        start(of),
+        update(0),
+        evaluation(55.0, REACHED),
+        update(2),
+        evaluation(56, 0.77),
+    ]
     path = write(tmp_path, of, [*events, finish()])
     assert [each["value"] for each in lines(path, "eval_accuracy")] == [REACHED]
     begun, stopped = lines(path, "eval_start", "run_stop")
@@ -217,7 +224,13 @@ def test_a_log_without_its_beginning_or_with_a_damaged_line_is_not_gone_on_with(
 
 def test_a_run_that_was_rolled_back_goes_on_in_the_same_block(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
-    events = [start(of), update(0), start(of, step=0), update(0), evaluation(55, REACHED)]
+    events: list[Event] = [
+        start(of),
+        update(0),
+        start(of, step=0),
+        update(0),
+        evaluation(55, REACHED),
+    ]
     path = write(tmp_path, of, [*events, finish()])
     assert len(lines(path, "block_start")) == len(lines(path, "run_start")) == 1
 
