@@ -23,6 +23,7 @@ from mlperf_logs import (
 from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, log
 
 from largebatch import run
+from largebatch.cli.main import main
 from largebatch.errors import CheckpointError, LargebatchError, MissingPackageError
 from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import Event
@@ -255,6 +256,14 @@ def test_the_checker_looks_at_the_log(
     code, printed = checker(path)
     assert code == (reason is not None)
     assert (reason or "SUCCESS") in printed
+
+
+def test_polishing_what_was_trained_is_no_run_of_mlperfs(tmp_path: Path) -> None:
+    recipe_of_both = a_recipe(STATISTICS, changes=("tracking=[mlperf]",))
+    run(recipe_of_both, out=tmp_path / "run", max_steps=1)
+    assert main(["polish", str(tmp_path / "run"), "--out", str(tmp_path / "polished")]) == 0
+    assert not (tmp_path / "polished" / "mlperf.log").exists()
+    assert not [note for note in log(tmp_path / "polished", "note") if "MLPerf" in note["text"]]
 
 
 def test_the_environment_names_the_submission(
