@@ -79,6 +79,11 @@ def require_wandb() -> ModuleType:
     return _import("wandb", "wandb", "tracking: [wandb]")
 
 
+def require_mlperf(module: str, purpose: str) -> ModuleType:
+    """Import a module of mlperf_logging, such as mllog.mllog."""
+    return _import(f"mlperf_logging.{module}", "mlperf-logging", purpose)
+
+
 def require_onnx() -> ModuleType:
     """Import onnx, and what PyTorch writes it with."""
     purpose, install = "export --onnx", "pip install 'largebatch[onnx]'"

@@ -17,6 +17,7 @@ from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
 from largebatch.optional import (
+    require_mlperf,
     require_schedulefree,
     require_shampoo,
     require_wandb,
@@ -33,6 +34,7 @@ def examine() -> Iterator[str]:
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", require_wandb),
+        "MLPerf": ("mlperf-logging", lambda: require_mlperf("mllog.mllog", "tracking: [mlperf]")),
         "Shampoo": ("pytorch-optimizer", require_shampoo),
         "schedulefree": ("schedulefree", require_schedulefree),
         "scikit-learn": ("scikit-learn", digits.write_digits),

@@ -12,6 +12,8 @@ from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
 from largebatch.recipe.installed import installed, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.mlperf import LARS_REMARK, ROUND, BrokenRule, broken_rules
+from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.plan import (
     Plan,
     describe_decoding,
@@ -22,6 +24,9 @@ from largebatch.recipe.plan import (
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
+
+BREAKS_RULES = 1
+"""The exit code of `check --mlperf-closed` for a recipe of the open division."""
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -36,6 +41,11 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     check = command("check", _check, "validate recipes without running them")
     check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
     add_set(check)
+    check.add_argument(
+        "--mlperf-closed",
+        action="store_true",
+        help="list the rules of MLPerf's closed division that they break",
+    )
 
     explained = command("explain", _explain, "explain a key of a recipe, or draw its schedule")
     explained.add_argument("key", nargs="?", default="", help="such as optimizer.eta")
@@ -174,7 +184,7 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    problems = []
+    problems, broken = [], False
     for path in args.recipes:
         try:
             recipe = load_recipe(path, args.set)
@@ -183,10 +193,27 @@ def _check(args: argparse.Namespace) -> int:
         except LargebatchError as error:
             problems.append(str(error))
         else:
-            print(printable(f"{path}: ok"))
+            rules = broken_rules(recipe) if args.mlperf_closed else []
+            broken = broken or bool(rules)
+            verdict = _closed(recipe, rules) if args.mlperf_closed else "ok"
+            print(printable(f"{path}: {verdict}"))
     if problems:
         raise LargebatchError("\n".join(problems))
-    return 0
+    return BREAKS_RULES if broken else 0
+
+
+def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
+    """Say which rules of MLPerf's closed division a recipe breaks, one a line."""
+    division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
+    if not rules:
+        remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
+        return f"keeps the rules of {division}{remark}"
+    number = f"{len(rules)} rule" + "s" * (len(rules) > 1)
+    key, value = (max(len(text) for text in column) for column in zip(
+        *((rule.setting, rule.found) for rule in rules), strict=True
+    ))  # fmt: skip
+    lines = [f"  {rule.setting:<{key}}  {rule.found:<{value}}  {rule.rule}" for rule in rules]
+    return "\n".join([f"breaks {number} of {division}", *lines])
 
 
 def _explain(args: argparse.Namespace) -> int:

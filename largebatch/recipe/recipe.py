@@ -180,8 +180,9 @@ class Recipe(Section):
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
     nonfinite: NonFinite = NonFinite()
-    tracking: tuple[Literal["wandb"], ...] = ()
-    """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
+    tracking: tuple[Literal["wandb", "mlperf"], ...] = ()
+    """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases. `mlperf`:
+    mlperf.log, as MLPerf's rules ask for it, for `largebatch referee`."""
 
     monitor: tuple[Literal["noise_scale"], ...] = ()
     """What is measured besides, for the report and the trackers. `noise_scale`: the gradient noise

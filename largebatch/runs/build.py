@@ -312,6 +312,7 @@ def build_trainer(
     `measuring` promises that nothing will be trained: any number of workers then fits, and what the
     training machine had to have is not needed.
     """
+    began = time.time()
     begun = time.monotonic()  # reading a folder for the first time is a part of the time limit
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
@@ -349,6 +350,7 @@ def build_trainer(
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
                 checkpoints=options.out / CHECKPOINTS,
                 writer=Writer(options.out / CHECKPOINTS, _retention(recipe)),
+                began=began,
             )
         finally:
             state.updater.reducer.close()

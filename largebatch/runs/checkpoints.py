@@ -311,7 +311,10 @@ def _stage(checkpoint: Checkpoint, plan: Plan) -> StageName:
 
 
 def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
-    """Return the recipe with a statistics pass over so many samples."""
+    """Return the recipe with a statistics pass over so many samples.
+
+    And without MLPerf's log, which is about training.
+    """
     there = recipe.train_samples
     if recipe.batch.bn_span is None:
         raise CheckpointError(f"{recipe.model.name} has no BatchNorm statistics to polish")
@@ -324,4 +327,5 @@ def with_statistics(recipe: Recipe, samples: int | None) -> Recipe:
     polish = (recipe.polish or Polish(statistics=statistics)).model_copy(
         update={"statistics": statistics}
     )
-    return recipe.model_copy(update={"polish": polish})
+    tracking = tuple(name for name in recipe.tracking if name != "mlperf")
+    return recipe.model_copy(update={"polish": polish, "tracking": tracking})

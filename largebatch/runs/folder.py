@@ -29,6 +29,7 @@ from largebatch.tracking.events import (
     Tracker,
 )
 from largebatch.tracking.log import JsonLines
+from largebatch.tracking.mlperf import MLPerf
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import (
     Checkpoint,
@@ -58,6 +59,8 @@ def open_folder(
         config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
         note = partial(trainer.note, "train")
         trackers.append(Wandb(folder, config, note=note, identity=ids.get("wandb")))
+    if "mlperf" in recipe.tracking:
+        trackers.append(MLPerf(folder, recipe, began=trainer.began))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)

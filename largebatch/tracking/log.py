@@ -34,7 +34,7 @@ class JsonLines:
                 raise CheckpointError(
                     f"{path.parent}: another run began here; choose another --out"
                 )
-            _drop_unfinished_line(path)
+            drop_unfinished_line(path)
             opened.pop_all()  # it stays open until `close`
 
     def record(self, event: Event) -> None:
@@ -107,7 +107,7 @@ def _lock(file: IO[bytes]) -> None:
         )
 
 
-def _drop_unfinished_line(path: Path) -> None:
+def drop_unfinished_line(path: Path) -> None:
     """Cut off what a run that was killed while writing left behind its last whole line.
 
     No other byte is touched, so a kill here loses nothing.

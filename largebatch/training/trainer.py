@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,9 @@ class Trainer:
     checkpoints: Path
     writer: Writer
     """Writes to `checkpoints`."""
+
+    began: float = field(default_factory=time.time)
+    """When this worker began to build them, in seconds since 1970."""
 
     def restore(self, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
         """Go on where a checkpoint stopped.

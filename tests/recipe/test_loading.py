@@ -100,7 +100,10 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["evaluation={offset_epochs: 1}"], "offset_epochs shifts every_epochs: give that too"),
         (["seed=99999999999999999999"], "seed: input should be less than"),
         (["schedule.peak_lr=1e999"], "schedule.peak_lr: input should be a finite number"),
-        (["tracking=[tensorboard]"], "tracking.0: input should be 'wandb', got \"tensorboard\""),
+        (
+            ["tracking=[tensorboard]"],
+            "tracking.0: input should be 'wandb' or 'mlperf', got \"tensorboard\"",
+        ),
         (["name=a/b"], "name: string should match pattern"),
         (["schedule.peak_lr=.inf"], "schedule.peak_lr: input should be a finite number, got Inf"),
         (["workers=2"], "workers: unknown key"),

@@ -1,0 +1,77 @@
+"""The command `referee`: MLPerf's checkers on the logs of runs. It prints."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli.arguments import Call
+from largebatch.errors import printable
+
+if TYPE_CHECKING:
+    from largebatch.runs.referee import Judgement
+
+FAILED = 1
+"""The exit code where a checker found something wrong."""
+
+_WORDS = {True: "passed", False: "FAILED", None: "not judged"}
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    text = "apply MLPerf's checkers to the logs of runs, and draw their epochs beside the reference"
+    referee = command("referee", _referee, text)
+    referee.add_argument(
+        "runs", type=Path, nargs="+", metavar="run", help="a run folder, or one of result_*.txt"
+    )
+    referee.add_argument("--system", type=Path, metavar="JSON", help="a system description")
+    referee.add_argument("--json", action="store_true", help="print all of it as JSON")
+    referee.add_argument("--out", type=Path, metavar="PNG", help="the chart (referee.png)")
+
+
+def _referee(args: argparse.Namespace) -> int:
+    """Print the verdicts; return 1 if one of them is against the runs."""
+    from largebatch.runs.referee import judge
+
+    found = judge(args.runs, system=args.system)
+    chart = _draw(found, args.out or Path("referee.png"))
+    if args.json:
+        print(json.dumps(_as_json(found, chart), indent=2))
+    else:
+        _show(found, chart)
+    return 0 if found.passed else FAILED
+
+
+def _draw(found: "Judgement", out: Path) -> Path | None:
+    """Draw the chart where there is a reference, and return its path."""
+    from largebatch.report.referee import write_convergence
+
+    batch = found.logs[0].batch
+    if found.reference is None or batch is None:
+        return None
+    epochs = [log.epochs for log in found.logs if log.epochs is not None]
+    write_convergence(out, found.points, found.reference, batch=batch, epochs=epochs)
+    return out
+
+
+def _show(found: "Judgement", chart: Path | None) -> None:
+    for verdict in found.verdicts:
+        print(printable(f"{verdict.name:>11}  {_WORDS[verdict.passed]:<10}  {verdict.sentence}"))
+        for reason in verdict.reasons:
+            print(printable(f"{'':>25}{reason}"))
+    for remark in dict.fromkeys(remark for log in found.logs for remark in log.remarks):
+        print(printable(f"{'remark':>11}              {remark}"))
+    if chart is not None:
+        print(printable(f"{'drawn':>11}              {chart}"))
+
+
+def _as_json(found: "Judgement", chart: Path | None) -> dict[str, object]:
+    return {
+        "passed": found.passed,
+        "verdicts": [asdict(verdict) for verdict in found.verdicts],
+        "logs": [asdict(log) | {"path": str(log.path)} for log in found.logs],
+        "reference": asdict(found.reference) if found.reference else None,
+        "chart": str(chart) if chart else None,
+    }
