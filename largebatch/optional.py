@@ -79,6 +79,11 @@ def require_wandb() -> ModuleType:
     return _import("wandb", "wandb", "tracking: [wandb]")
 
 
+def require_psutil() -> ModuleType:
+    """Import psutil."""
+    return _import("psutil", "psutil", "monitor: system")
+
+
 def require_onnx() -> ModuleType:
     """Import onnx, and what PyTorch writes it with."""
     purpose, install = "export --onnx", "pip install 'largebatch[onnx]'"

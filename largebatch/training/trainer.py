@@ -109,6 +109,7 @@ class Trainer:
                 resume_step=self.state.progress.step,
                 recipe=self.recipe.name,
                 plan=self.plan,
+                layers=self.step_log.layers,
                 weights_sha256=self.state.weights_sha256,
                 unusable_images=sum(len(index.bad) for index in indexes),
             )
