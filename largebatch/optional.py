@@ -79,6 +79,17 @@ def require_wandb() -> ModuleType:
     return _import("wandb", "wandb", "tracking: [wandb]")
 
 
+def require_tensorboard() -> ModuleType:
+    """Import tensorboard."""
+    return _import("tensorboard", "tensorboard", "tracking: [tensorboard]")
+
+
+def require_mlflow() -> ModuleType:
+    """Import mlflow, of the package of this name or of mlflow-skinny."""
+    install = "pip install 'largebatch[mlflow]'"
+    return _import("mlflow", "mlflow", "tracking: [mlflow]", install=install)
+
+
 def require_psutil() -> ModuleType:
     """Import psutil."""
     return _import("psutil", "psutil", "monitor: system")

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from largebatch.recipe.choices import Monitor, OffTarget, Precision
+from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.model import Model
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.schedule import Schedule
@@ -180,8 +180,10 @@ class Recipe(Section):
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
     nonfinite: NonFinite = NonFinite()
-    tracking: tuple[Literal["wandb"], ...] = ()
-    """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases."""
+    tracking: tuple[TrackerName, ...] = ()
+    """What follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases.
+    `tensorboard`: event files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report
+    at the end, and the last checkpoint with execution.checkpoints.upload."""
 
     monitor: tuple[Monitor, ...] = ()
     """What is measured besides, for the report and the trackers. `noise_scale`: the gradient noise

@@ -39,7 +39,7 @@ from largebatch.tracking.events import (
     Tracker,
     now,
 )
-from largebatch.tracking.wandb import wandb_id
+from largebatch.tracking.identity import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
     Writer,
@@ -236,7 +236,7 @@ class Trainer:
                 plan=asdict(self.plan),
                 data=self.pipeline.splits,
                 versions=versions(),
-                trackers={"wandb": wandb_id(self.checkpoints.parent)},
+                trackers=read_ids(self.checkpoints.parent),
             )
             with self.backend.busy():
                 self._on_disk(lambda: self.writer.write(checkpoint))

@@ -31,7 +31,7 @@ class FakeWandb:
     def define_metric(self, *_: object, **__: object) -> None:
         self._call("define_metric")
 
-    def log(self, values: dict[str, object]) -> None:
+    def log(self, values: dict[str, object], **_: object) -> None:
         self._call("log", list(values))
 
     def _summary(self, _: object) -> None:

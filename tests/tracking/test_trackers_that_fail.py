@@ -41,8 +41,9 @@ from largebatch.tracking.events import (
     Step,
     Tracker,
 )
+from largebatch.tracking.identity import read_id
 from largebatch.tracking.log import JsonLines, record
-from largebatch.tracking.wandb import Wandb, wandb_id
+from largebatch.tracking.wandb import Wandb
 
 ALL: list[Event] = [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH]
 KEY = "0123456789abcdef" * 2 + "5ec2e700"
@@ -114,7 +115,7 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
     if there is not None:
         (tmp_path / "wandb-id").write_text(there)
     Wandb(tmp_path, CONFIG, note=print, identity=given).record(START)
-    found = wandb_id(tmp_path)
+    found = read_id(tmp_path, "wandb")
     assert found is not None
     assert re.fullmatch(r"[0-9a-f]{8}" if right is None else right, found)
 
