@@ -25,6 +25,7 @@ from largebatch.cli import noise as cli_noise
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli import suggest as cli_suggest
+from largebatch.cli import sweep as cli_sweep
 from largebatch.cli.arguments import (
     INTERRUPTED,
     Call,
@@ -309,6 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_init.add_commands(command)
     cli_suggest.add_commands(command)
     cli_noise.add_commands(command)
+    cli_sweep.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)
