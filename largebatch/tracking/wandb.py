@@ -90,8 +90,9 @@ class Wandb:
         """Log the numbers of an event, as tracking.scalars names them, by optimizer step."""
         values = self._scalars.take(event)
         match event:
-            case Start() if self._run is None:  # else the run goes back to a checkpoint
-                self._open(event)
+            case Start():
+                if self._run is None:  # else the run goes back to a checkpoint
+                    self._open(event)
             case Finish():
                 self._finish(event.summary)
             case _ if values:

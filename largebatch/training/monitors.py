@@ -91,7 +91,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the length of all gradients together: 0-d, on the device; as exact as LARS's own."""
     gradients = [weight.grad for weight in parameters if weight.grad is not None]
     if gradients[0].device.type != "cpu":
-        return torch.linalg.vector_norm(batched.norms(gradients))
+        length: Tensor = torch.linalg.vector_norm(batched.norms(gradients))
+        return length
     dense = torch.ops.aten.is_non_overlapping_and_dense
     whole = (grad if dense(grad) else grad.contiguous() for grad in gradients)
     return torch.tensor(math.hypot(*map(fused.norm, whole)), dtype=torch.float64)

@@ -241,7 +241,7 @@ class StepLog:
 def _system(step: Step, rows: Sequence[float]) -> System:
     """Return the event of what the workers used, of one row after the other."""
     columns = {name: tuple(rows[place :: len(SYSTEM)]) for place, name in enumerate(SYSTEM)}
-    return System(stage=step.stage, step=step.step, **columns)
+    return System(stage=step.stage, step=step.step, **columns)  # type: ignore[arg-type]  # all columns
 
 
 def _lr_key(stage: StageName) -> str:

@@ -80,7 +80,8 @@ def test_a_weight_in_half_precision_has_the_ratio_of_its_master() -> None:
 
 def test_what_is_not_adapted_and_a_copy_of_the_optimizer_have_no_ratio() -> None:
     adapted, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    optimizer = LARS([{"params": [adapted]}, {"params": [plain], "adapt": False}], 0.1)
+    groups: list[dict[str, Any]] = [{"params": [adapted]}, {"params": [plain], "adapt": False}]
+    optimizer = LARS(groups, 0.1)
     for weight in (adapted, plain):
         weight.grad = torch.ones_like(weight)
     optimizer.step()

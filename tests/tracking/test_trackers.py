@@ -37,7 +37,8 @@ MONITORED = [
     replace(step, gradient_norm=3.0 + step.step, trust_ratios=(0.5, 0.25), noise_scale=math.nan)
     for step in STEPS
 ]
-USED = System(stage="train", step=1, **dict.fromkeys(SYSTEM, (1.0, math.nan)))
+COLUMNS: dict[str, Any] = dict.fromkeys(SYSTEM, (1.0, math.nan))
+USED = System(stage="train", step=1, **COLUMNS)
 EVENTS_OF_A_RUN: list[Event] = [*MONITORED, USED, EVALUATION, DECISION, DRIFT]
 LAST = replace(MONITORED[1], step=2)
 
@@ -111,7 +112,8 @@ def test_the_names_and_numbers_that_all_trackers_get() -> None:
 
 
 def test_of_many_workers_trackers_get_the_extremes_and_the_mean() -> None:
-    many = replace(USED, **{name: tuple(map(float, range(101))) for name in SYSTEM})
+    columns: dict[str, Any] = dict.fromkeys(SYSTEM, tuple(map(float, range(101))))
+    many = replace(USED, **columns)
     found = Scalars().take(many)
     assert len(found) == 3 * len(SYSTEM)
     assert [found[f"system/memory_bytes/{key}"] for key in ("least", "mean", "most")] == [
@@ -124,7 +126,8 @@ def test_of_many_workers_trackers_get_the_extremes_and_the_mean() -> None:
 def test_what_was_given_before_is_not_given_again(tmp_path: Path) -> None:
     """After a resumption by the log, after a roll-back by what was given; by stage and kind."""
     log = JsonLines(tmp_path / "log.jsonl", resume=False)
-    for event in (BEGUN, *MONITORED, EVALUATION):
+    before: list[Event] = [BEGUN, *MONITORED, EVALUATION]
+    for event in before:
         log.record(event)
     log.close()
     with (tmp_path / "log.jsonl").open("a") as file:
@@ -132,9 +135,8 @@ def test_what_was_given_before_is_not_given_again(tmp_path: Path) -> None:
     scalars = Scalars(tmp_path / "log.jsonl")
     assert scalars.count == 4
     assert scalars.take(replace(BEGUN, resume_step=0)) == {}
-    assert [bool(scalars.take(event)) for event in (*MONITORED, EVALUATION, LAST)] == [
-        False
-    ] * 3 + [True]
+    found = [bool(scalars.take(event)) for event in [*before[1:], LAST]]
+    assert found == [False, False, False, True]
     assert scalars.take(replace(EVALUATION, stage="statistics"))
     scalars.take(replace(BEGUN, resume_step=1))
     assert not scalars.take(LAST)
@@ -179,6 +181,7 @@ def test_mlflow_has_every_step_of_a_resumed_run_once(
     follow(folder, in_two_parts(), lambda: MLflow(folder, config, checkpoint=True))
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("largebatch")
+    assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
     identity = found.info.run_id
     assert (folder / "mlflow-id").read_text() == identity
