@@ -45,6 +45,7 @@ class Wandb:
         self._folder, self._config, self._note = folder, dict(config), note
         self._checkpoint = checkpoint
         self._run: Any = None
+        self._first_row = 0
         followed = read_id(folder, "wandb", otherwise=identity)
         self._scalars = Scalars(folder / LOG if followed else None)
         chosen = os.environ.get("WANDB_RUN_ID")  # by the agent of a sweep
@@ -65,6 +66,8 @@ class Wandb:
                 f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
                 + self._sync
             )
+        # a run that W&B has, and whose log the folder lost, has rows that nothing here knows of
+        self._first_row = max(0, self._run.step - self._scalars.count)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -100,7 +103,7 @@ class Wandb:
 
     def _log(self, values: Mapping[str, object], *, row: int) -> None:
         """Add a row; rows are counted over all parts of the run, for W&B drops one that it has."""
-        self._run.log(values, step=row, commit=True)
+        self._run.log(values, step=self._first_row + row, commit=True)
 
     def _finish(self, summary: Summary) -> None:
         """Log summary, report and checkpoint, end the run; note how to send one offline."""

@@ -120,6 +120,17 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
     assert re.fullmatch(r"[0-9a-f]{8}" if right is None else right, found)
 
 
+def test_the_rows_of_a_run_whose_log_is_lost_begin_above_those_that_wandb_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else W&B would drop all of them."""
+    there, _, wandb = fake(tmp_path, monkeypatch, "")
+    there.step = 51
+    for event in (START, *STEPS):
+        wandb.record(event)
+    assert there.rows == [52, 53]
+
+
 def _place(event: Event) -> tuple[str, int]:
     """Return the stage and the step of an event."""
     known = {START.event: ("train", 0), FINISH.event: ("train", 2)}
