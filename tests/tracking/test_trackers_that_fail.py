@@ -126,7 +126,8 @@ def test_the_rows_of_a_run_whose_log_is_lost_begin_above_those_that_wandb_has(
     """Else W&B would drop all of them."""
     there, _, wandb = fake(tmp_path, monkeypatch, "")
     there.step = 51
-    for event in (START, *STEPS):
+    events: list[Event] = [START, *STEPS]
+    for event in events:
         wandb.record(event)
     assert there.rows == [52, 53]
 
