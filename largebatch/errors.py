@@ -89,6 +89,10 @@ class DesynchronizedError(LargebatchError):
     """The workers' weights, which must be the same bits, are not."""
 
 
+class TrackerError(LargebatchError):
+    """A tracker cannot be reached, or not used as it is set up."""
+
+
 class DivergedError(LargebatchError):
     """The training loss stopped being a number."""
 

@@ -84,6 +84,22 @@ def require_mlperf(module: str, purpose: str) -> ModuleType:
     return _import(f"mlperf_logging.{module}", "mlperf-logging", purpose)
 
 
+def require_tensorboard() -> ModuleType:
+    """Import tensorboard."""
+    return _import("tensorboard", "tensorboard", "tracking: [tensorboard]")
+
+
+def require_mlflow() -> ModuleType:
+    """Import mlflow, of the package of this name or of mlflow-skinny."""
+    install = "pip install 'largebatch[mlflow]'"
+    return _import("mlflow", "mlflow", "tracking: [mlflow]", install=install)
+
+
+def require_psutil() -> ModuleType:
+    """Import psutil."""
+    return _import("psutil", "psutil", "monitor: system")
+
+
 def require_onnx() -> ModuleType:
     """Import onnx, and what PyTorch writes it with."""
     purpose, install = "export --onnx", "pip install 'largebatch[onnx]'"

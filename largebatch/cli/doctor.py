@@ -17,9 +17,12 @@ from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
 from largebatch.errors import LargebatchError
 from largebatch.optional import (
+    require_mlflow,
     require_mlperf,
+    require_psutil,
     require_schedulefree,
     require_shampoo,
+    require_tensorboard,
     require_wandb,
     torchvision_lacks_operators,
 )
@@ -35,6 +38,9 @@ def examine() -> Iterator[str]:
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", require_wandb),
         "MLPerf": ("mlperf-logging", lambda: require_mlperf("mllog.mllog", "tracking: [mlperf]")),
+        "TensorBoard": ("tensorboard", require_tensorboard),
+        "MLflow": ("mlflow-skinny", require_mlflow),
+        "psutil": ("psutil", require_psutil),
         "Shampoo": ("pytorch-optimizer", require_shampoo),
         "schedulefree": ("schedulefree", require_schedulefree),
         "scikit-learn": ("scikit-learn", digits.write_digits),

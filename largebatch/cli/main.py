@@ -26,6 +26,7 @@ from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli import referee as cli_referee
 from largebatch.cli import suggest as cli_suggest
+from largebatch.cli import sweep as cli_sweep
 from largebatch.cli.arguments import (
     INTERRUPTED,
     Call,
@@ -311,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_suggest.add_commands(command)
     cli_noise.add_commands(command)
     cli_referee.add_commands(command)
+    cli_sweep.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)

@@ -75,6 +75,10 @@ class LARS(Optimizer):
     whoever changes such a weight from outside must make a new optimizer.
     """
 
+    _ratios: Sequence[tuple[list[Tensor], Tensor]] = ()
+    """What the kernels of the last step returned, by the parameters they updated. It stands here
+    because a copy of an optimizer is made of its groups and state alone."""
+
     def __init__(  # noqa: PLR0913 -- the hyper-parameters of the method
         self,
         params: ParamsT,
@@ -165,14 +169,30 @@ class LARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [(group, self._gather(group)) for group in self.param_groups]
+        found: list[tuple[list[Tensor], Tensor]] = []
         for group, every_kind in work:
             for (device, _), lists in every_kind.items():
                 grads = _alike(lists.grads, lists.weights)
                 update = _kernel(device, group["kernels"])
-                update(lists.weights, grads, lists.buffers, _rule(group))
+                ratios = update(lists.weights, grads, lists.buffers, _rule(group))
+                if ratios is not None:
+                    found.append((lists.parameters, ratios))
                 if lists.rounded:
                     torch._foreach_copy_(lists.rounded, lists.exact)
+        self._ratios = found
         return loss
+
+    def trust_ratios(self) -> dict[Tensor, Tensor]:
+        """Return the ratio that the last step used of each parameter it adapted.
+
+        As they are after eta, eps and clip_ratio, and before the rate. 0-d tensors on the devices
+        of the parameters; reading them waits for a GPU.
+        """
+        return {
+            parameter: ratio
+            for parameters, ratios in self._ratios
+            for parameter, ratio in zip(parameters, ratios.unbind(), strict=True)
+        }
 
     def _gather(self, group: dict[str, Any]) -> "dict[tuple[torch.device, torch.dtype], _Lists]":
         """Sort what the group has to update by device and type."""
@@ -191,6 +211,7 @@ class LARS(Optimizer):
             lists.weights.append(exact)
             lists.grads.append(weight.grad)
             lists.buffers.append(_buffer(exact, state))
+            lists.parameters.append(weight)
             if exact is not weight:
                 lists.exact.append(exact)
                 lists.rounded.append(weight)
@@ -204,6 +225,7 @@ class _Lists:
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
     exact: list[Tensor] = field(default_factory=list)
     rounded: list[Tensor] = field(default_factory=list)
     """The parameters that are not updated themselves, and what is updated in their place."""

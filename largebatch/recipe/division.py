@@ -24,7 +24,7 @@ def divide_batch(recipe: Recipe, *, workers: int) -> int:
     possible = device_batches(per_worker, workers=workers, span=span)
     if recipe.reduction.parts is not None:
         possible = _within_parts(possible, recipe, workers=workers)
-    if recipe.monitor:
+    if "noise_scale" in recipe.monitor:
         possible = _measurable(possible, recipe, workers=workers)
     device_batch = recipe.execution.device_batch
     if device_batch is None:

@@ -256,12 +256,25 @@ def _too_deep(source: str) -> RecipeError:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Set one dotted key of the tree, making sections on the way."""
+    """Set one dotted key of the tree, or each of a mapping, as the agent of a sweep gives them."""
     dotted, equals, text = override.partition("=")
-    keys, shown = dotted.strip().split("."), f"--set {clip(override, LONGEST_NAME)}"
-    if not equals or not all(keys):
+    shown = f"--set {clip(override, LONGEST_NAME)}"
+    if override.startswith("{"):
+        for dotted, value in _parse_yaml(override, source=shown).items():
+            _set(tree, dotted.split("."), value, shown=shown)
+        return
+    if not equals or not all(dotted.strip().split(".")):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")
-    value = _parse_yaml(text, source=shown)
+    _set(tree, dotted.strip().split("."), parse_value(text, source=shown), shown=shown)
+
+
+def parse_value(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
+    """Read one value as a recipe has it. Raises RecipeError, which begins with `source`."""
+    return _parse_yaml(text, source=source)
+
+
+def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str) -> None:
+    """Set one key of the tree, making sections on the way."""
     section = tree
     for key in keys[:-1]:
         below = section.setdefault(key, {})

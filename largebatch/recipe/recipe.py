@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from largebatch.recipe.choices import OffTarget, Precision
+from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.model import Model
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.schedule import Schedule
@@ -180,14 +180,19 @@ class Recipe(Section):
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
     nonfinite: NonFinite = NonFinite()
-    tracking: tuple[Literal["wandb", "mlperf"], ...] = ()
-    """Who follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases. `mlperf`:
-    mlperf.log, as MLPerf's rules ask for it, for `largebatch referee`."""
+    tracking: tuple[TrackerName, ...] = ()
+    """What follows the run, besides the console and log.jsonl. `wandb`: Weights & Biases.
+    `tensorboard`: event files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report
+    at the end, and the last checkpoint with execution.checkpoints.upload. `mlperf`: mlperf.log, as
+    MLPerf's rules ask for it, for `largebatch referee`."""
 
-    monitor: tuple[Literal["noise_scale"], ...] = ()
+    monitor: tuple[Monitor, ...] = ()
     """What is measured besides, for the report and the trackers. `noise_scale`: the gradient noise
     scale tr(Sigma)/|G|^2 in samples (arXiv:1812.06162), from gradients before and after their sum;
-    it needs a device batch of whole BatchNorm spans that is smaller than the global batch."""
+    it needs a device batch of whole BatchNorm spans that is smaller than the global batch.
+    `gradient_norm`: the length of the gradient that every update is made from. `trust_ratios`: what
+    LARS multiplied the step of each layer by. `system`: processor, memory, disk, network and GPU of
+    every worker, 200 times in a run."""
 
     @field_validator("monitor", mode="before")
     @classmethod
@@ -332,10 +337,19 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _noise_is_that_of_a_sum(self) -> Self:
-        if self.monitor and self.reduction.kind == "adasum":
+        if "noise_scale" in self.monitor and self.reduction.kind == "adasum":
             raise ValueError(
                 "monitor: noise_scale compares gradients before and after their sum, and "
                 "reduction.kind: adasum has none; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trust_ratios_are_those_of_lars(self) -> Self:
+        if "trust_ratios" in self.monitor and self.optimizer.kind != "lars":
+            raise ValueError(
+                f"monitor: trust_ratios is for optimizer.kind: lars, and this one is "
+                f"{self.optimizer.kind}; leave it out (gradient_norm works with every optimizer)"
             )
         return self
 

@@ -323,6 +323,10 @@ class Checkpoints(Section):
     on_error: Literal["stop", "continue"] = "stop"
     """Where one cannot be written, as on a full disk. `continue`: a note in the log, and on."""
 
+    upload: bool = False
+    """W&B and MLflow, where `tracking` has them, get the last one when the run has finished: the
+    size of the weights times two to four, with the state of the optimizer."""
+
 
 class Execution(Section):
     """The machine: what changes no number of a run. A resumed run may change it."""

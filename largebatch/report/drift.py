@@ -40,7 +40,7 @@ def draw_drift(figure: "Canvas", run: Run) -> None:
     _draw_cells(figure, panels[1], np.array(ratios, dtype=np.float64), title=title, gaps=roomy)
     for axes in panels:
         _name_columns(axes, drift, every=1 if wide else 2)
-    _name_rows(panels, [layer.name for layer in drift.layers], each=roomy)
+    name_rows(panels, [layer.name for layer in drift.layers], each=roomy)
     if not run.drift_kept:
         figure.supxlabel(
             "Discarded: rolled back to the running statistics.", size=11.5, weight="bold"
@@ -105,7 +105,7 @@ def _name_columns(axes: "Axes", drift: Drift, *, every: int) -> None:
     axes.grid(visible=False)
 
 
-def _name_rows(panels: "list[Axes]", names: list[str], *, each: bool) -> None:
+def name_rows(panels: "list[Axes]", names: list[str], *, each: bool) -> None:
     """Name each layer, or each group of layers, and divide the groups."""
     groups = [list(rows) for _, rows in groupby(range(len(names)), lambda row: _group(names[row]))]
     for before, _ in pairwise(groups):

@@ -31,7 +31,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     """Draw the losses by step, and the learning rate below them on the same axis."""
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     for trace in run.traces:
-        _draw_series(top, trace, trace.loss)
+        draw_series(top, trace, trace.loss)
         bottom.plot(trace.step, trace.lr, color=COLOURS[trace.stage], marker=_lonely(trace.step))
     losses = np.array([step.loss for step in run.steps])
     losses = losses[np.isfinite(losses) & (losses > 0)]
@@ -43,7 +43,7 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     bottom.set_yticks(sorted({0, peak}))
     bottom.yaxis.set_major_formatter("{x:.3g}")
     bottom.grid(visible=False)
-    _mark_stages(top, run)
+    mark_stages(top, run)
     title = name_axes(top, y="Loss")
     title = name_line(top, "training", COLOURS[run.traces[0].stage], after=title)
     if run.evaluations:
@@ -161,17 +161,17 @@ def draw_throughput(figure: "Canvas", run: Run) -> None:
     """Draw training images per second by step, from 0 on."""
     axes = figure.subplots()
     for trace in run.traces:
-        _draw_series(axes, trace, trace.images_per_second)
+        draw_series(axes, trace, trace.images_per_second)
     axes.set_ylim(0, ceiling(np.array([step.images_per_second for step in run.steps])))
     rate = images_per_second(run)
     if rate is not None:
         axes.axhline(rate, color=INK, lw=0.8, ls=(0, (5, 4)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    _mark_stages(axes, run)
+    mark_stages(axes, run)
     name_axes(axes, y="Images per second", x="Step")
 
 
-def _draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:
+def draw_series(axes: "Axes", trace: Trace, values: FloatArray) -> None:
     """Draw every step faint and the running median over it."""
     thinned = thin(trace.step, values)
     colour = COLOURS[trace.stage]
@@ -185,7 +185,7 @@ def _lonely(steps: FloatArray) -> str:
     return "o" if len(steps) == 1 else ""
 
 
-def _mark_stages(axes: "Axes", run: Run) -> None:
+def mark_stages(axes: "Axes", run: Run) -> None:
     """Shade every stage but the first, and name them where that one ends."""
     first, end = run.steps[0].step, run.steps[-1].step + 1
     axes.set_xlim(first - 0.5, end)

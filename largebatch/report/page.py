@@ -4,6 +4,7 @@ Words and layout stand in page.html, which escapes whatever a run folder holds. 
 written as PNG files, and all together as the overview, report.png.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from markupsafe import Markup
 from largebatch.report.drift import draw_drift
 from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
 from largebatch.report.mistakes import compare, draw_confusion, matrix_is_drawn, pairs, worst
+from largebatch.report.monitors import draw_norm, draw_ratios, draw_system, layers
 from largebatch.report.noise import describe_noise, draw_noise, has_course
 from largebatch.report.numbers import (
     UNKNOWN,
@@ -121,6 +123,8 @@ class Chart:
         if self.draw is draw_drift:
             rows = len(run.drift.layers) if run.drift else 0
             return width, 120 + 14 * max(8, rows)
+        if self.draw is draw_ratios:
+            return width, 120 + 14 * max(8, len(layers(run)))
         if self.draw is draw_confusion and run.last_stage and run.last_stage.mistakes:
             return width, 120 + 18 * max(8, len(run.last_stage.mistakes.classes))
         return width, self.wide if width == WIDE else self.narrow
@@ -163,7 +167,10 @@ def _draw_titled(figure: "Canvas", chart: Chart, run: Run) -> None:
     chart.draw(figure, run)
 
 
-_OVERVIEW = ("loss", "accuracy", "throughput", "drift", "waits", "noise", "confusion")
+_OVERVIEW = (
+    *("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise", "norm", "system"),
+    "confusion",
+)
 """Of these charts it shows the first four that there are."""
 
 
@@ -222,6 +229,27 @@ CHARTS = {
         wide=260,
         narrow=260,
         content=has_course,
+    ),
+    "ratios": Chart(
+        "Trust ratios of LARS by layer",
+        draw_ratios,
+        wide=0,
+        narrow=0,
+        content=layers,
+    ),
+    "norm": Chart(
+        "Gradient norm",
+        draw_norm,
+        wide=240,
+        narrow=220,
+        content=lambda run: [s for s in run.steps if math.isfinite(s.gradient_norm)],
+    ),
+    "system": Chart(
+        "What the workers used",
+        draw_system,
+        wide=240,
+        narrow=420,
+        content=lambda run: run.system,
     ),
     "drift": Chart(
         "What polishing changed in BatchNorm",

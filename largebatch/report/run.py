@@ -33,6 +33,7 @@ from largebatch.tracking.events import (
     Start,
     Step,
     Summary,
+    System,
 )
 
 FloatArray = npt.NDArray[np.float64]
@@ -92,6 +93,7 @@ class Run:
     decisions: tuple[Decision, ...] = ()
     mistakes: tuple[Mistakes, ...] = ()
     notes: tuple[Note, ...] = ()
+    system: tuple[System, ...] = ()
     summary: Summary | None
     recipe: str | None
     """The text of recipe.yaml."""
@@ -210,6 +212,7 @@ def read_run(folder: Path) -> Run:
         decisions=tuple(log.decisions.values()),
         mistakes=tuple(log.mistakes.values()),
         notes=tuple(log.notes.values()),
+        system=tuple(used for _, used in sorted(log.system.items())),
         summary=_read_summary(folder / SUMMARY),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
     )
@@ -227,15 +230,18 @@ class _Log:
     notes: dict[tuple[str, str], Note] = field(default_factory=dict)
     """By stage and first word: of many that begin alike the last is shown."""
 
+    system: dict[int, System] = field(default_factory=dict)
     drift: Drift | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event) -> None:  # noqa: C901 -- a line for each kind of event
         match event:
             case Start():
                 self.starts.append(event)
                 self._drop_from(event.resume_step)
             case Step():
                 self.steps[event.step] = event
+            case System():
+                self.system[event.step] = event
             case Evaluation():
                 self.evaluations[event.stage, event.step] = event
             case Decision():
@@ -250,6 +256,7 @@ class _Log:
     def _drop_from(self, resume_step: int) -> None:
         """Forget updates from `resume_step` on, and evaluations of more updates than that."""
         self.steps = {key: step for key, step in self.steps.items() if key < resume_step}
+        self.system = {key: used for key, used in self.system.items() if key < resume_step}
         self.evaluations = {
             key: found for key, found in self.evaluations.items() if found.step <= resume_step
         }

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,7 +29,9 @@ from largebatch.tracking.events import (
     Tracker,
 )
 from largebatch.tracking.log import JsonLines
+from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.mlperf import MLPerf
+from largebatch.tracking.tensorboard import TensorBoard
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import (
     Checkpoint,
@@ -51,16 +53,11 @@ def open_folder(
     """Make the run folder, own it, and yield what follows the run; worker 0 only.
 
     `ids` are those that the trackers gave this run before, of its checkpoint.
-    Raises CheckpointError where it cannot be written, or another run writes to it.
+    Raises CheckpointError where it cannot be written, or another run writes to it, and TrackerError
+    where a tracker cannot be used.
     """
     recipe = trainer.recipe
-    trackers: list[Tracker] = [Console()]
-    if "wandb" in recipe.tracking:
-        config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
-        note = partial(trainer.note, "train")
-        trackers.append(Wandb(folder, config, note=note, identity=ids.get("wandb")))
-    if "mlperf" in recipe.tracking:
-        trackers.append(MLPerf(folder, recipe, began=trainer.began))
+    trackers: list[Tracker] = [Console(), *_open_trackers(trainer, folder, ids)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -76,6 +73,28 @@ def open_folder(
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)
         yield trackers
+
+
+def _open_trackers(
+    trainer: Trainer, folder: Path, ids: Mapping[str, str | None]
+) -> Iterator[Tracker]:
+    """Yield what the recipe lets follow the run, each once."""
+    recipe = trainer.recipe
+    config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
+    upload = recipe.execution.checkpoints.upload
+    for name in dict.fromkeys(recipe.tracking):
+        match name:
+            case "wandb":
+                note, known = partial(trainer.note, "train"), ids.get(name)
+                yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
+            case "tensorboard":
+                yield TensorBoard(folder, config)
+            case "mlflow":
+                yield MLflow(folder, config, identity=ids.get(name), checkpoint=upload)
+            case "mlperf":
+                yield MLPerf(folder, recipe, began=trainer.began)
+            case _:
+                assert_never(name)
 
 
 def _unwritable(folder: Path, error: OSError) -> CheckpointError:

@@ -8,7 +8,7 @@ it is read as NaN. A field that older runs did not write has a default, so their
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
@@ -54,6 +54,9 @@ class Start:
     unusable_images: int = 0
     """Images that `data index --drop-bad` left out."""
 
+    layers: tuple[str, ...] = ()
+    """With monitor: trust_ratios, the names of the parameters that LARS adapts, in their order."""
+
     weights_sha256: str | None = None
     """Of the file that training began with; null: the weights were drawn from the seed."""
 
@@ -90,6 +93,45 @@ class Step:
 
     noise_scale: Measured = math.nan
     """By the squares of this part of the run's last updates (NOISE_UPDATES), in samples."""
+
+    gradient_norm: Measured = math.nan
+    """With monitor: gradient_norm, the length of the gradient over the global batch."""
+
+    trust_ratios: tuple[Measured, ...] = ()
+    """With monitor: trust_ratios, those of the layers that the start names, in five digits. None in
+    an update that was skipped or that LARS did not make; NaN of a layer without a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """With monitor: system, what every worker used since the record before, by worker."""
+
+    event: Literal["system"] = "system"
+    stage: StageName
+    step: int
+    """The update that had just been made."""
+
+    cpu_percent: tuple[Measured, ...]
+    """Of one core by the worker's process, so that four busy threads are 400."""
+
+    memory_bytes: tuple[Measured, ...]
+    """Resident memory of the process."""
+
+    read_bytes_per_second: tuple[Measured, ...]
+    written_bytes_per_second: tuple[Measured, ...]
+    """From and to disks by the process; NaN where the system does not count them."""
+
+    received_bytes_per_second: tuple[Measured, ...]
+    sent_bytes_per_second: tuple[Measured, ...]
+    """Over all networks of the worker's machine but the loopback interface."""
+
+    gpu_percent: tuple[Measured, ...]
+    gpu_memory_bytes: tuple[Measured, ...]
+    """Of the worker's GPU by NVML, over all processes; NaN without one, or without NVML."""
+
+
+SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event", "stage", "step"})
+"""What is measured of each worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +327,7 @@ class Finish:
     summary: Summary
 
 
-Event = Start | Step | Evaluation | Mistakes | Decision | Note | Drift | Finish
+Event = Start | Step | System | Evaluation | Mistakes | Decision | Note | Drift | Finish
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads and writes them."""
 

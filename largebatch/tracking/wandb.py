@@ -1,12 +1,10 @@
-"""Weights & Biases: metrics by step, the recipe as configuration, the report's image.
+"""Weights & Biases: metrics by step, the recipe as configuration, report and checkpoint.
 
 Works without an account: where no API key is known, or W&B cannot be reached, the run is recorded
 offline in the run folder and can be uploaded later with `wandb sync`.
 """
 
-import math
 import os
-import re
 import shlex
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,35 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.optional import require_wandb
-from largebatch.storage import write_whole
-from largebatch.tracking.events import (
-    OVERVIEW,
-    Decision,
-    Drift,
-    Evaluation,
-    Event,
-    Finish,
-    Start,
-    Step,
-    Summary,
-)
+from largebatch.tracking.events import LOG, Event, Finish, Start, Summary
+from largebatch.tracking.identity import read_id, write_id
+from largebatch.tracking.scalars import Scalars, artifacts
 
 WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
 """Seconds that a run waits for W&B when it begins and when it ends, unless the environment has
 WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. What was not sent by then is on the disk."""
 
-_ID = "wandb-id"
-_IS_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What becomes part of a path; an id may come from a stranger's checkpoint."""
-
-
-_OF_A_STEP = "loss lr images_per_second epoch data_seconds reduction_seconds"
+_KINDS = {"report": "report", "checkpoint": "model"}
+"""W&B's types of artifacts; it lists those of the type model among its models."""
 
 
 class Wandb:
     """A Tracker for one W&B run, which belongs to one run folder.
 
-    `note` takes a remark on the run. `identity` is the run's id in W&B where the folder lost it.
+    `note` takes a remark on the run. `identity` is the run's id in W&B where the folder lost it;
+    `checkpoint` lets W&B have the last one.
     """
 
     def __init__(
@@ -53,16 +39,21 @@ class Wandb:
         *,
         note: Callable[[str], None],
         identity: str | None = None,
+        checkpoint: bool = False,
     ) -> None:
         self._wandb = require_wandb()
         self._folder, self._config, self._note = folder, dict(config), note
+        self._checkpoint = checkpoint
         self._run: Any = None
-        known = str(wandb_id(folder) or identity or "")  # which anything may have written
-        self._identity = known if _IS_ID.fullmatch(known) else uuid.uuid4().hex[:8]
+        self._first_row = 0
+        followed = read_id(folder, "wandb", otherwise=identity)
+        self._scalars = Scalars(folder / LOG if followed else None)
+        chosen = os.environ.get("WANDB_RUN_ID")  # by the agent of a sweep
+        self._identity = followed or chosen or uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:
         """Open the run, offline where W&B is not reached; a resumed one goes on under its id."""
-        write_whole(self._folder / _ID, self._identity.encode())
+        write_id(self._folder, "wandb", self._identity)
         chosen = os.environ.get("WANDB_MODE")
         offline = chosen is None and not self._wandb.login(prompt=False, verify=False)
         resume = "allow" if start.resume_step else None
@@ -75,6 +66,8 @@ class Wandb:
                 f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
                 + self._sync
             )
+        # a run that W&B has, and whose log the folder lost, has rows that nothing here knows of
+        self._first_row = max(0, self._run.step - self._scalars.count)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -97,37 +90,33 @@ class Wandb:
         )
 
     def record(self, event: Event) -> None:
-        """Log numbers under `train/`, `val/`, `held_out/` and `drift/`, by optimizer step."""
+        """Log the numbers of an event, as tracking.scalars names them, by optimizer step."""
+        values = self._scalars.take(event)
         match event:
             case Start():
-                self._open(event)
-            case Step():
-                measured = _OF_A_STEP + " noise_scale" * math.isfinite(event.noise_scale)
-                self._log(event.step, _values("train", event, measured))
-            case Evaluation():
-                self._log(event.step, _values("val", event, "top1 top5 loss"))
-            case Decision():
-                values = {"held_out/top1": event.after, "held_out/kept": event.kept}
-                self._log(event.step, values)
-            case Drift():
-                values = {
-                    f"drift/{layer.name}/{key}": getattr(layer, key)
-                    for layer in event.layers
-                    for key in ("mean_shift", "log_variance_ratio")
-                }
-                self._log(event.step, values)
+                if self._run is None:  # else the run goes back to a checkpoint
+                    self._open(event)
             case Finish():
                 self._finish(event.summary)
+            case _ if values:
+                self._log({"step": event.step, **values}, row=self._scalars.count)
 
-    def _log(self, step: int, values: Mapping[str, object]) -> None:
-        self._run.log({"step": step, **values})
+    def _log(self, values: Mapping[str, object], *, row: int) -> None:
+        """Add a row; rows are counted over all parts of the run, for W&B drops one that it has."""
+        self._run.log(values, step=self._first_row + row, commit=True)
 
     def _finish(self, summary: Summary) -> None:
-        """Log the summary and the report's image, end the run; note how to send one offline."""
+        """Log summary, report and checkpoint, end the run; note how to send one offline."""
         self._run.summary.update(asdict(summary))
-        image = self._folder / OVERVIEW
-        if image.exists():
-            self._run.log({"report": self._wandb.Image(str(image))})
+        files = artifacts(self._folder, summary, checkpoint=self._checkpoint)
+        image = files.pop("overview", None)
+        if image is not None:
+            row = self._scalars.count + 1  # which the start of the next part leaves free
+            self._log({"report": self._wandb.Image(str(image))}, row=row)
+        for kind, path in files.items():
+            kept = self._wandb.Artifact(f"{self._identity}-{kind}", type=_KINDS[kind])
+            kept.add_file(str(path))
+            self._run.log_artifact(kept)
         offline = self._run.offline
         self._run.finish(exit_code=0 if summary.status in {"finished", "paused"} else 1)
         if offline:
@@ -137,13 +126,3 @@ class Wandb:
     def _sync(self) -> str:
         """The command that sends every part of the run, of which each has a folder of its own."""
         return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
-
-
-def wandb_id(folder: Path) -> str | None:
-    """Return the id that a run folder has in W&B from its first start on, None without one."""
-    path = folder / _ID
-    return path.read_text(encoding="utf-8") if path.exists() else None
-
-
-def _values(group: str, event: Event, keys: str) -> dict[str, object]:
-    return {f"{group}/{key}": getattr(event, key) for key in keys.split()}

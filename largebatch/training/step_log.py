@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,8 +13,9 @@ from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.tracking.events import Note, StageName, Step
+from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
 from largebatch.training.loop import Update
+from largebatch.training.monitors import Monitors
 from largebatch.training.noise import RunningNoise
 from largebatch.training.state import TrainState
 
@@ -27,6 +28,9 @@ class _Pending(NamedTuple):
     sums: Tensor
     arrive: Callable[[], None]
     """Waits for them."""
+
+    own: Tensor
+    """What is monitored and needs no sum, for every worker has the same."""
 
 
 class _Sums(NamedTuple):
@@ -45,6 +49,9 @@ class _Sums(NamedTuple):
     squares: tuple[float, ...] = ()
     """What the reducers measured, if they do: of the first micro-batch, and of the sum."""
 
+    system: tuple[float, ...] = ()
+    """What the workers use, in the updates in which that is measured: a row for each."""
+
 
 class StepLog:
     """Counts updates and emits their records, one update late: nothing waits for the device.
@@ -61,7 +68,7 @@ class StepLog:
         backend: Backend,
         state: TrainState,
         *,
-        emit: Callable[[Step | Note], None],
+        emit: Callable[[Step | System | Note], None],
         wants_stop: Callable[[], bool],
     ) -> None:
         self._plan, self._backend, self._state = plan, backend, state
@@ -70,6 +77,7 @@ class StepLog:
         self._save_seconds = math.inf if minutes is None else 60 * minutes
         self._saved = time.perf_counter()
         self._noise = RunningNoise(plan)
+        self._monitors = Monitors(recipe, plan, backend, state)
         self._in_fp16 = state.scaler.is_enabled()
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
@@ -82,6 +90,11 @@ class StepLog:
 
         self.save_due = False
         """Whether the time for a checkpoint has come."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers whose trust ratios are in the records."""
+        return self._monitors.layers
 
     def note_saved(self) -> None:
         """Count the time to the next checkpoint from now."""
@@ -116,8 +129,9 @@ class StepLog:
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        arrive = self._arrival(work)
-        self._pending = _Pending(step, update, sums, arrive)
+        own = self._monitors.measure(skipped=update.skipped)
+        arrive = self._arrival(work)  # after all that is read then
+        self._pending = _Pending(step, update, sums, arrive, own)
         if self._stream is None:
             self.flush()
 
@@ -140,9 +154,9 @@ class StepLog:
         infinite = (~update.finite).to(update.loss.dtype)
         known = update.loss.new_tensor([float(self._wants_stop()), float(save)])
         measured = update.loss.new_empty(0) if update.squares is None else update.squares
-        return torch.cat(
-            [torch.stack([update.loss, bad, bad * self._backend.rank, infinite]), known, measured]
-        )
+        loss = torch.stack([update.loss, bad, bad * self._backend.rank, infinite])
+        system = update.loss.new_tensor(self._monitors.sample(update.step))
+        return torch.cat([loss, known, measured, system])
 
     def _arrival(self, work: Work) -> Callable[[], None]:
         """Return what makes the stream of the log wait for the sums, and for nothing later."""
@@ -170,8 +184,11 @@ class StepLog:
         with torch.cuda.stream(self._stream):  # not behind the update that was queued since
             pending.arrive()
             sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
-        loss, bad, ranks, infinite, stop, save, *squares = sums
-        found = _Sums(loss, bad, ranks, infinite, stop, save, tuple(squares))
+            own = pending.own.tolist()  # sync: with the same
+        loss, bad, ranks, infinite, stop, save, *rest = sums
+        squares = 0 if pending.update.squares is None else len(pending.update.squares)
+        measured = tuple(rest[:squares]), tuple(rest[squares:])
+        found = _Sums(loss, bad, ranks, infinite, stop, save, *measured)
         self.stopped = self.stopped or found.stop > 0
         self.save_due = self.save_due or found.save > 0
         update = pending.update
@@ -180,7 +197,9 @@ class StepLog:
         if found.squares:
             noise = self._noise.add(step.step, *found.squares, loss_scale=update.scaled_by)
             step = replace(step, **noise._asdict())
-        self._emit(step)
+        self._emit(replace(step, **self._monitors.fields(own)))
+        if found.system:
+            self._emit(_system(step, found.system))
         self._judge(step, found)
 
     def _judge(self, step: Step, found: "_Sums") -> None:
@@ -217,6 +236,12 @@ class StepLog:
         parts = (plan.positions(step.step, micro, rank) for micro in range(accumulation))
         samples = shorten([f"{part.start} to {part.stop - 1}" for part in parts], most=3)
         return f"; worker {rank}, samples {samples} of the order"
+
+
+def _system(step: Step, rows: Sequence[float]) -> System:
+    """Return the event of what the workers used, of one row after the other."""
+    columns = {name: tuple(rows[place :: len(SYSTEM)]) for place, name in enumerate(SYSTEM)}
+    return System(stage=step.stage, step=step.step, **columns)  # type: ignore[arg-type]  # all columns
 
 
 def _lr_key(stage: StageName) -> str:

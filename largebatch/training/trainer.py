@@ -39,7 +39,7 @@ from largebatch.tracking.events import (
     Tracker,
     now,
 )
-from largebatch.tracking.wandb import wandb_id
+from largebatch.tracking.identity import read_ids
 from largebatch.training.checkpoint import (
     Checkpoint,
     Writer,
@@ -112,6 +112,7 @@ class Trainer:
                 resume_step=self.state.progress.step,
                 recipe=self.recipe.name,
                 plan=self.plan,
+                layers=self.step_log.layers,
                 weights_sha256=self.state.weights_sha256,
                 unusable_images=sum(len(index.bad) for index in indexes),
             )
@@ -238,7 +239,7 @@ class Trainer:
                 plan=asdict(self.plan),
                 data=self.pipeline.splits,
                 versions=versions(),
-                trackers={"wandb": wandb_id(self.checkpoints.parent)},
+                trackers=read_ids(self.checkpoints.parent),
             )
             with self.backend.busy():
                 self._on_disk(lambda: self.writer.write(checkpoint))

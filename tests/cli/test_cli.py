@@ -376,6 +376,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         "check",
         "explain",
         "suggest",
+        "sweep",
         "data",
         "report",
     ):

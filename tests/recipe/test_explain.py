@@ -78,7 +78,7 @@ def test_the_sections_are_listed_each_with_a_description() -> None:
         ("optimizer.convention", "scaled-momentum"),
         ("polish.statistics.samples", "integer > 0 and <= 33,554,432, required"),
         ("data.mean", "data.mean: [number, number, number], default [0.485"),
-        ("tracking", "tracking: list of wandb | mlperf, default []"),
+        ("tracking", "tracking: list of wandb | tensorboard | mlflow | mlperf, default []"),
         ("optimizer.momentum", "(kind: lars, sgd): number >= 0 and < 1, default 0.9"),
         ("polish", "polish: section or null, default null"),
         ("loss", "loss: section, may be left out"),

@@ -101,9 +101,10 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
         (["seed=99999999999999999999"], "seed: input should be less than"),
         (["schedule.peak_lr=1e999"], "schedule.peak_lr: input should be a finite number"),
         (
-            ["tracking=[tensorboard]"],
-            "tracking.0: input should be 'wandb' or 'mlperf', got \"tensorboard\"",
+            ["tracking=[aim]"],
+            "tracking.0: input should be 'wandb', 'tensorboard', 'mlflow' or 'mlperf', got",
         ),
+        (["monitor=[noise_scale, loss]"], "monitor.1: input should be 'noise_scale', 'gradient_n"),
         (["name=a/b"], "name: string should match pattern"),
         (["schedule.peak_lr=.inf"], "schedule.peak_lr: input should be a finite number, got Inf"),
         (["workers=2"], "workers: unknown key"),

@@ -11,6 +11,8 @@ class FakeWandb:
         self.fails, self.at_key = fails, at_key
         self.calls: list[str] = []
         self.offline = False
+        self.step = 0
+        self.rows: list[int] = []
         self.summary = SimpleNamespace(update=self._summary)
         self.Settings = Settings
 
@@ -31,7 +33,9 @@ class FakeWandb:
     def define_metric(self, *_: object, **__: object) -> None:
         self._call("define_metric")
 
-    def log(self, values: dict[str, object]) -> None:
+    def log(self, values: dict[str, object], *, step: int, commit: bool) -> None:
+        assert commit
+        self.rows.append(step)
         self._call("log", list(values))
 
     def _summary(self, _: object) -> None:

@@ -41,8 +41,9 @@ from largebatch.tracking.events import (
     Step,
     Tracker,
 )
+from largebatch.tracking.identity import read_id
 from largebatch.tracking.log import JsonLines, record
-from largebatch.tracking.wandb import Wandb, wandb_id
+from largebatch.tracking.wandb import Wandb
 
 ALL: list[Event] = [START, *STEPS, EVALUATION, DECISION, DRIFT, FINISH]
 KEY = "0123456789abcdef" * 2 + "5ec2e700"
@@ -114,9 +115,21 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
     if there is not None:
         (tmp_path / "wandb-id").write_text(there)
     Wandb(tmp_path, CONFIG, note=print, identity=given).record(START)
-    found = wandb_id(tmp_path)
+    found = read_id(tmp_path, "wandb")
     assert found is not None
     assert re.fullmatch(r"[0-9a-f]{8}" if right is None else right, found)
+
+
+def test_the_rows_of_a_run_whose_log_is_lost_begin_above_those_that_wandb_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else W&B would drop all of them."""
+    there, _, wandb = fake(tmp_path, monkeypatch, "")
+    there.step = 51
+    events: list[Event] = [START, *STEPS]
+    for event in events:
+        wandb.record(event)
+    assert there.rows == [52, 53]
 
 
 def _place(event: Event) -> tuple[str, int]:

@@ -28,7 +28,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.runs.build import build_model
-from largebatch.tracking.events import Note, Step
+from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Stopwatch, Update, train
 from largebatch.training.state import Progress
@@ -182,7 +182,7 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
 
 
 def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
-    events: list[Step | Note] = []
+    events: list[Step | System | Note] = []
     progress = Progress()
     scaler = GradScaler("cpu")
     state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)

@@ -16,7 +16,7 @@ from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import Spans
-from largebatch.tracking.events import Note, Step
+from largebatch.tracking.events import Note, Step, System
 from largebatch.training import loop
 from largebatch.training.loop import Stopwatch, Update, train
 from largebatch.training.state import Progress
@@ -71,7 +71,7 @@ def test_an_update_knows_what_it_waited_for_images_and_for_gradients(
 
 
 def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Step | Note] = []
+    events: list[Step | System | Note] = []
     progress = Progress()
     scaler = GradScaler("cpu", enabled=False)
     state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)

@@ -5,9 +5,11 @@
     apex      CUDA, where the recipe says so: the multi-tensor kernels of NVIDIA's apex
 
 Each has a function `update(weights, grads, buffers, rule)` that changes weights and momentum
-buffers in place and leaves gradients alone. The lists are equally long and not empty, their tensors
-of one type on one device, with at least one element. The three tensors at one place have the same
-shape and strides and are contiguous, in the usual order or in channels_last.
+buffers in place, leaves gradients alone and returns the trust ratios it used: one for each weight,
+float64 (on MPS float32) on their device; None for a rule without. The lists are equally long and
+not empty, their tensors of one type on one device, with at least one element. The three tensors at
+one place have the same shape and strides and are contiguous, in the usual order or in
+channels_last.
 """
 
 from collections.abc import Callable
@@ -44,7 +46,7 @@ class Rule:
     clip_gradient: float | None = None
 
 
-Update = Callable[[Tensors, Tensors, Tensors, Rule], None]
+Update = Callable[[Tensors, Tensors, Tensors, Rule], Tensor | None]
 
 
 def momentum_step(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from largebatch.optim.kernels import Rule, Tensors
-from largebatch.optim.kernels.batched import trust_ratios
+from largebatch.optim.kernels.batched import times, trust_ratios
 from largebatch.optional import require_apex
 
 CHUNK = 65536
@@ -40,8 +40,8 @@ def check(weights: Iterable[Tensor], *, clip_gradient: object) -> None:
             )
 
 
-def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
-    """Update float32 tensors together."""
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
+    """Update float32 tensors together; return their trust ratios."""
     check((), clip_gradient=rule.clip_gradient)  # a state that was loaded may have set it
     amp = require_apex()
     flag = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
@@ -58,8 +58,9 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
     if rule.ratio == "none":
         add(buffers, directions, buffers, a=rule.momentum, b=rule.into)
         add(weights, buffers, weights, a=1.0, b=-rule.out)
-        return
-    ratios = trust_ratios(weights, grads, rule, times=1.0)
+        return None
+    found = trust_ratios(weights, grads, rule)
+    ratios = times(found, 1.0, weights)
     if rule.ratio == "inside":
         amp.multi_tensor_scale(CHUNK, flag, [buffers, buffers], rule.momentum)
         add_scaled(buffers, directions, ratios, alpha=rule.into)
@@ -67,3 +68,4 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
     else:
         add(buffers, directions, buffers, a=rule.momentum, b=rule.into)
         add_scaled(weights, buffers, ratios, alpha=-rule.out)
+    return found

@@ -21,14 +21,15 @@ ROW = 1024
 """Elements in a row of the scratch buffer; a row belongs to one tensor."""
 
 
-def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
-    """Update tensors of any device together."""
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
+    """Update tensors of any device together; return their trust ratios."""
     if rule.ratio == "none":
         steps = directions(grads, weights, rule)
         momentum_step(weights, steps, buffers, momentum=rule.momentum, into=rule.into, out=rule.out)
-        return
+        return None
     inside = rule.ratio == "inside"
-    ratios = trust_ratios(weights, grads, rule, times=rule.into if inside else rule.out)
+    ratios = trust_ratios(weights, grads, rule)
+    factors = times(ratios, rule.into if inside else rule.out, weights)
     scratch, views = _scratch(weights)
     torch._foreach_copy_(views, grads)
     if rule.decay:
@@ -36,30 +37,36 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
     if rule.clip_gradient is not None:
         scratch.clamp_(-rule.clip_gradient, rule.clip_gradient)
     if inside:
-        _scale(scratch, ratios, weights)
+        _scale(scratch, factors, weights)
         _add_momentum(weights, views, buffers, rule)
     else:
         torch._foreach_mul_(buffers, rule.momentum)
         torch._foreach_add_(buffers, views, alpha=rule.into)
         torch._foreach_copy_(views, buffers)
-        _scale(scratch, ratios, weights)
+        _scale(scratch, factors, weights)
         torch._foreach_sub_(weights, views)
+    return ratios
 
 
-def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule, *, times: float) -> Tensor:
-    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, times a number.
+def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule) -> Tensor:
+    """Return eta |w| / (|g| + ratio_decay |w| + eps), or 1 where either norm is 0, for each weight.
 
-    None exceeds clip_ratio before it is multiplied. One for each weight, of the weights' type.
+    None exceeds clip_ratio.
     """
-    w, g = _norms(weights), _norms(grads)
+    w, g = norms(weights), norms(grads)
     ratios = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
     ratios = torch.where((w > 0) & (g > 0), ratios, 1.0)
     if rule.clip_ratio is not None:
         ratios = ratios.clamp(max=rule.clip_ratio)
-    return torch.mul(ratios, times, out=weights[0].new_empty(len(weights)))
+    return ratios
 
 
-def _norms(tensors: Tensors) -> Tensor:
+def times(ratios: Tensor, rate: float, weights: Tensors) -> Tensor:
+    """Return the ratios times a rate, in the type of the weights."""
+    return torch.mul(ratios, rate, out=weights[0].new_empty(len(weights)))
+
+
+def norms(tensors: Tensors) -> Tensor:
     """Return the length of each, summed in float64: in float32 the square of 1e20 is infinite."""
     wide = None if tensors[0].device.type == "mps" else torch.float64  # which Apple's GPUs lack
     return torch.stack(torch._foreach_norm(tensors, dtype=wide))

@@ -16,11 +16,12 @@ ROW = 512
 norm of 10 million equal numbers is wrong by 0.8 %. Rows of this length are good to 4e-7."""
 
 
-def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> None:
-    """Update CPU tensors, one after the other where they have a trust ratio."""
+def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Tensor | None:
+    """Update CPU tensors, one after the other where they have a trust ratio; return those."""
     if rule.ratio == "none":
         _step(weights, grads, buffers, rule, into=rule.into, out=rule.out)
-        return
+        return None
+    ratios = []
     for weight, grad, buffer in zip(weights, grads, buffers, strict=True):
         ratio = trust_ratio(norm(weight), norm(grad), rule)
         into, out = rule.into, rule.out
@@ -29,6 +30,8 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> No
         else:
             out *= ratio
         _step([weight], [grad], [buffer], rule, into=into, out=out)
+        ratios.append(ratio)
+    return torch.tensor(ratios, dtype=torch.float64)
 
 
 def trust_ratio(w: float, g: float, rule: Rule) -> float:

@@ -1,0 +1,106 @@
+"""The command `sweep`: write a W&B sweeps file that varies keys of a recipe. It prints."""
+
+import argparse
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from largebatch.cli.arguments import Call, add_set
+from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.loading import load_recipe, parse_value
+from largebatch.recipe.recipe import Recipe
+
+Load = Callable[[str], Recipe]
+"""Reads the recipe with one more override."""
+
+METHODS = ("bayes", "random", "grid")
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    sweep = command("sweep", _sweep, "print a W&B sweeps file for a recipe")
+    sweep.add_argument("recipe", type=Path)
+    sweep.add_argument(
+        "--key",
+        action="append",
+        required=True,
+        dest="keys",
+        metavar="KEY=VALUES",
+        help="schedule.peak_lr=1..32 (on a logarithmic scale), or values: optimizer.eta=1e-3,2e-3",
+    )
+    sweep.add_argument("--method", choices=METHODS, default="bayes", help="how to search (bayes)")
+    add_set(sweep)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    def load(override: str) -> Recipe:
+        return load_recipe(args.recipe, [*args.set, override])
+
+    recipe = load_recipe(args.recipe, args.set)
+    parameters = dict(_parameter(text, load) for text in args.keys)
+    ranges = [key for key, parameter in parameters.items() if "values" not in parameter]
+    if args.method == "grid" and ranges:
+        raise LargebatchError(
+            f"--method grid goes through values, and {ranges[0]} is a range; list its values: "
+            f"--key {ranges[0]}=A,B,C"
+        )
+    trackers = ", ".join(dict.fromkeys((*recipe.tracking, "wandb")))
+    overrides = [word for one in (*args.set, f"tracking=[{trackers}]") for word in ("--set", one)]
+    sweep = {
+        "name": recipe.name,
+        "method": args.method,
+        "metric": {"name": "val/top1", "goal": "maximize"},
+        "parameters": parameters,
+        "program": "largebatch",
+        "command": [
+            *("${env}", "largebatch", "train", str(args.recipe)),
+            *(*overrides, "--set", "${args_json}"),
+        ],
+    }
+    print(_dump(sweep), end="")
+    return 0
+
+
+def _parameter(text: str, load: Load) -> tuple[str, dict[str, Any]]:
+    """Return a key and what W&B draws its values from, all of which the recipe can have.
+
+    Raises RecipeError for a key that it does not have, and for values that it cannot.
+    """
+    key, _, values = text.partition("=")
+    shown = f"--key {text}"
+    if not (key and values):
+        raise RecipeError(f"{shown}: expected KEY=LOW..HIGH or KEY=VALUE,VALUE,...")
+    low, dots, high = values.partition("..")
+    if not dots:
+        for value in values.split(","):
+            load(f"{key}={value}")
+        return key, {"values": parse_value(f"[{values}]", source=shown)}
+    ends = [parse_value(end, source=shown) for end in (low, high)]
+    if not all(isinstance(end, int | float) for end in ends) or not 0 < ends[0] < ends[1]:
+        raise RecipeError(
+            f"{shown}: a range is LOW..HIGH with numbers above 0, the low one first; list other "
+            "values with commas"
+        )
+    for end in ends:
+        load(f"{key}={end}")
+    return key, {"distribution": _distribution(key, ends, load), "min": ends[0], "max": ends[1]}
+
+
+def _distribution(key: str, ends: list[float], load: Load) -> str:
+    """Return the distribution over a range: even in the logarithm, or of whole numbers."""
+    try:
+        load(f"{key}={(ends[0] * 2 + ends[1]) / 3 + 0.1234}")
+    except RecipeError:
+        return "int_uniform"
+    return "log_uniform_values"
+
+
+def _dump(sweep: dict[str, Any]) -> str:
+    text, yaml = io.StringIO(), YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
+    yaml.dump(sweep, text)
+    return text.getvalue()

@@ -1,0 +1,49 @@
+"""What a worker uses of its machine: processor, memory, disk, network and GPU."""
+
+import time
+from contextlib import suppress
+
+import torch
+
+from largebatch.optional import require_psutil
+
+
+class Sampler:
+    """Reads the counters of the system, and what they rose by since the reading before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._psutil = require_psutil()
+        self._process = self._psutil.Process()
+        self._device = device
+        self._process.cpu_percent()  # counts from here on
+        self._before = time.perf_counter(), self._counters()
+
+    def read(self) -> list[float]:
+        """Return the numbers of events.SYSTEM, in their order."""
+        now, counters = time.perf_counter(), self._counters()
+        then, before = self._before
+        self._before = now, counters
+        rates = [(b - a) / (now - then) for a, b in zip(before, counters, strict=True)]
+        memory = float(self._process.memory_info().rss)
+        return [self._process.cpu_percent(), memory, *rates, *_gpu(self._device)]
+
+    def _counters(self) -> list[float]:
+        """Return bytes read, written, received and sent so far; NaN for what is not counted."""
+        disk = [float("nan")] * 2
+        with suppress(AttributeError, self._psutil.Error):  # macOS; a container that hides them
+            counted = self._process.io_counters()
+            disk = [float(counted.read_bytes), float(counted.write_bytes)]
+        networks = self._psutil.net_io_counters(pernic=True)
+        wired = [each for name, each in networks.items() if not name.startswith("lo")]
+        received = sum(each.bytes_recv for each in wired)
+        return [*disk, float(received), float(sum(each.bytes_sent for each in wired))]
+
+
+def _gpu(device: torch.device) -> list[float]:
+    """Return percent of the time in which the GPU worked, and its memory in use, by NVML."""
+    found = [float("nan")] * 2
+    if device.type == "cuda":
+        for place, read in enumerate((torch.cuda.utilization, torch.cuda.device_memory_used)):
+            with suppress(Exception):  # no nvidia-ml-py, or no such number of a part of a GPU
+                found[place] = float(read(device))
+    return found

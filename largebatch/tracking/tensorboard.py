@@ -1,0 +1,61 @@
+"""TensorBoard: the numbers of a run by step, its recipe and its report, in the run folder.
+
+`tensorboard --logdir runs` shows all runs below a folder.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from largebatch.optional import require_tensorboard
+from largebatch.tracking.events import LOG, OVERVIEW, Event, Finish, Start
+from largebatch.tracking.scalars import Scalars
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard:
+    """A Tracker that writes TensorBoard's event files; every part of a run adds one."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
+        require_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._begin, self._folder, self._config = SummaryWriter, folder, dict(config)
+        followed = (folder / FOLDER).exists()
+        self._scalars = Scalars(folder / LOG if followed else None)
+        self._writer: SummaryWriter | None = None
+
+    def record(self, event: Event) -> None:
+        """Write the numbers of an event, as tracking.scalars names them."""
+        values = self._scalars.take(event)
+        match event:
+            case Start():
+                self._open()
+            case Finish():
+                self._finish()
+            case _ if values:
+                assert self._writer is not None
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, event.step)
+                self._writer.flush()  # as log.jsonl, so that a killed run leaves all it did
+
+    def _open(self) -> None:
+        """Begin a file, unless the run only goes back to a checkpoint."""
+        if self._writer is None:
+            place = str(self._folder / FOLDER)
+            self._writer = self._begin(place)
+            text = json.dumps(self._config, indent=2)
+            self._writer.add_text("recipe", f"```\n{text}\n```")
+
+    def _finish(self) -> None:
+        assert self._writer is not None
+        image = self._folder / OVERVIEW
+        if image.exists():
+            import numpy as np
+            from PIL import Image
+
+            with Image.open(image) as opened:
+                pixels = np.asarray(opened.convert("RGB"))
+            self._writer.add_image("report", pixels, dataformats="HWC")
+        self._writer.close()

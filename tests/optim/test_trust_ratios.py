@@ -1,0 +1,92 @@
+"""The ratios that LARS reports are those of the formula, and those that it has used."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lars_formula import (
+    CONVENTIONS,
+    RATES,
+    TOLERANCE,
+    Formula,
+    Path,
+    choose_path,
+    gradients,
+    parameters,
+)
+from torch import nn
+
+from largebatch.optim.lars import LARS
+from largebatch.recipe.choices import Convention
+
+__all__ = ["choose_path"]
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("fused", {}),
+        ("fused", {"clip_ratio": 0.02, "clip_gradient": 0.5}),
+        ("batched", {}),
+        ("batched", {"clip_ratio": 0.02, "clip_gradient": 0.5}),
+        ("apex", {"clip_ratio": 0.02}),
+    ],
+    ids=str,
+)
+def test_the_trust_ratios_are_those_of_the_formula(
+    convention: Convention, way: str, options: dict[str, Any], path: Path
+) -> None:
+    path(way)
+    weights = parameters(torch.float32)
+    optimizer = LARS(
+        weights, 2.0, eta=0.02, weight_decay=0.1, eps=1e-3, convention=convention, **options
+    )
+    group = optimizer.param_groups[0]
+    assert optimizer.trust_ratios() == {}
+    formulas = [Formula(weight, group) for weight in weights]
+    decay = group["weight_decay"] * (group["base_lr"] if convention == "fujitsu" else 1)
+    for step, rate in enumerate(RATES):
+        group["lr"] = rate
+        expected = {}
+        for weight, grad, formula in zip(weights, gradients(weights, step), formulas, strict=True):
+            weight.grad = grad
+            if grad is not None and grad.numel():
+                formula.w = weight.detach().double().numpy().copy()
+                expected[weight] = formula.ratio(grad.double().numpy(), decay)
+        optimizer.step()
+        found = optimizer.trust_ratios()
+        assert found.keys() == expected.keys()
+        ratios = np.array([ratio.item() for ratio in found.values()])
+        limits = [expected[weight] for weight in found]  # type: ignore[index]  # they are parameters
+        np.testing.assert_allclose(ratios, limits, rtol=TOLERANCE[torch.float32])
+        assert len(set(limits)) > 1
+
+
+def test_a_weight_in_half_precision_has_the_ratio_of_its_master() -> None:
+    half, whole = nn.Parameter(torch.ones(8, 8).half()), nn.Parameter(torch.ones(8, 8))
+    for weight in (half, whole):
+        optimizer = LARS([weight], 1.0, eta=0.03)
+        for step in (1.0, 2.0):
+            weight.grad = torch.full_like(weight, step)
+            optimizer.step()
+        found = optimizer.trust_ratios()[weight].item()
+        if weight is half:
+            first = found
+    assert first == pytest.approx(found, rel=1e-6)
+
+
+def test_what_is_not_adapted_and_a_copy_of_the_optimizer_have_no_ratio() -> None:
+    adapted, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    groups: list[dict[str, Any]] = [{"params": [adapted]}, {"params": [plain], "adapt": False}]
+    optimizer = LARS(groups, 0.1)
+    for weight in (adapted, plain):
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert list(optimizer.trust_ratios()) == [adapted]
+    assert copy.deepcopy(optimizer).trust_ratios() == {}
+    adapted.grad = None
+    optimizer.step()
+    assert optimizer.trust_ratios() == {}

@@ -1,0 +1,347 @@
+"""TensorBoard, MLflow and W&B, each the real library without a network, read back by its own."""
+
+import math
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from short_runs import DIGITS, SMALL, weights
+from test_tracking import (
+    CONFIG,
+    DECISION,
+    DRIFT,
+    EVALUATION,
+    FINISH,
+    START,
+    STEPS,
+    read_records,
+    read_wandb,
+)
+
+from largebatch import load_recipe, run
+from largebatch.cli.main import USER, main
+from largebatch.tracking.events import SYSTEM, Event, System
+from largebatch.tracking.log import JsonLines, record
+from largebatch.tracking.mlflow import MLflow
+from largebatch.tracking.scalars import Scalars
+from largebatch.tracking.tensorboard import TensorBoard
+from largebatch.tracking.wandb import Wandb
+
+LAYERS = ("layer1.0.conv1.weight", "fc.weight")
+BEGUN = replace(START, layers=LAYERS)
+MONITORED = [
+    replace(step, gradient_norm=3.0 + step.step, trust_ratios=(0.5, 0.25), noise_scale=math.nan)
+    for step in STEPS
+]
+COLUMNS: dict[str, Any] = dict.fromkeys(SYSTEM, (1.0, math.nan))
+USED = System(stage="train", step=1, **COLUMNS)
+EVENTS_OF_A_RUN: list[Event] = [*MONITORED, USED, EVALUATION, DECISION, DRIFT]
+LAST = replace(MONITORED[1], step=2)
+
+
+@pytest.fixture(name="uri")
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let MLflow use its store of plain files, which needs no database."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
+    uri = f"file://{tmp_path}/mlruns"
+    for name, value in {
+        "MLFLOW_TRACKING_URI": uri,
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return uri
+
+
+@pytest.fixture(name="folder")
+def with_results(tmp_path: Path) -> Path:
+    """A run folder with a report and checkpoints."""
+    from PIL import Image
+
+    folder = tmp_path / "digits-1"
+    (folder / "checkpoints").mkdir(parents=True)
+    Image.new("RGB", (4, 6), "red").save(folder / "report.png")
+    (folder / "report.html").write_text("<p>98 %</p>")
+    for step in (1, 2):
+        (folder / f"checkpoints/step-{step:08}.safetensors").write_bytes(b"w" * step)
+    return folder
+
+
+def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noqa: ANN401 -- makes any tracker
+    """Let a tracker, a new one for each part, follow a run that is interrupted."""
+    for place, events in enumerate(parts):
+        new = tracker()
+        log = JsonLines(folder / "log.jsonl", resume=place > 0)
+        for event in events:
+            record([log, new], event)
+        log.close()
+
+
+def in_two_parts() -> list[list[Event]]:
+    """A part that was killed after its second update, and one that goes on after the first."""
+    first, second = MONITORED
+    between = replace(EVALUATION, stage="train", step=1)
+    return [
+        [BEGUN, first, between, second],
+        [replace(BEGUN, resume_step=1), replace(second, lr=9.0), LAST, EVALUATION, FINISH],
+    ]
+
+
+def test_the_names_and_numbers_that_all_trackers_get() -> None:
+    scalars = Scalars()
+    found: dict[str, float] = {}
+    for event in (BEGUN, *EVENTS_OF_A_RUN):
+        found |= scalars.take(event)
+    assert found["train/loss"] == 1.5
+    assert (found["train/gradient_norm"], found["val/top1"]) == (4.0, 0.975)
+    assert found["trust_ratio/layer1.0.conv1"] == 0.5
+    assert found["trust_ratio/fc"] == 0.25
+    assert found["system/cpu_percent/worker0"] == 1.0
+    assert "system/cpu_percent/worker1" not in found  # not measured
+    assert "train/noise_scale" not in found
+    assert found["drift/bn1/mean_shift"] == 0.5
+    assert (found["held_out/top1"], found["held_out/kept"]) == (0.94, 0.0)
+    overflowed = scalars.take(replace(LAST, loss=math.inf))
+    assert overflowed["train/loss"] == math.inf
+
+
+def test_of_many_workers_trackers_get_the_extremes_and_the_mean() -> None:
+    columns: dict[str, Any] = dict.fromkeys(SYSTEM, tuple(map(float, range(101))))
+    many = replace(USED, **columns)
+    found = Scalars().take(many)
+    assert len(found) == 3 * len(SYSTEM)
+    assert [found[f"system/memory_bytes/{key}"] for key in ("least", "mean", "most")] == [
+        0,
+        50,
+        100,
+    ]
+
+
+def test_what_was_given_before_is_not_given_again(tmp_path: Path) -> None:
+    """After a resumption by the log, after a roll-back by what was given; by stage and kind."""
+    log = JsonLines(tmp_path / "log.jsonl", resume=False)
+    before: list[Event] = [BEGUN, *MONITORED, EVALUATION]
+    for event in before:
+        log.record(event)
+    log.close()
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"event": "ste')  # killed while writing
+    scalars = Scalars(tmp_path / "log.jsonl")
+    assert scalars.count == 4
+    assert scalars.take(replace(BEGUN, resume_step=0)) == {}
+    found = [bool(scalars.take(event)) for event in [*before[1:], LAST]]
+    assert found == [False, False, False, True]
+    assert scalars.take(replace(EVALUATION, stage="statistics"))
+    scalars.take(replace(BEGUN, resume_step=1))
+    assert not scalars.take(LAST)
+    assert scalars.take(replace(LAST, step=3))
+    assert scalars.count == 4 + 1 + 1 + 1 + 1 + 1
+
+
+def test_tensorboard_has_every_step_of_a_resumed_run_once(folder: Path) -> None:
+    pytest.importorskip(
+        "tensorboard", reason="tensorboard is not installed: pip install tensorboard"
+    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    follow(folder, in_two_parts(), lambda: TensorBoard(folder, CONFIG))
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    assert [(each.step, each.value) for each in read.Scalars("train/loss")] == [
+        (0, 2.5), (1, 1.5), (2, 1.5),
+    ]  # fmt: skip
+    assert [each.value for each in read.Scalars("trust_ratio/fc")] == [0.25] * 3
+    assert [each.step for each in read.Scalars("val/top1")] == [1, 2]
+    assert read.Scalars("val/top1")[0].value == pytest.approx(0.975)
+    assert [each.value for each in read.Scalars("train/lr")] == [0.125] * 3
+    assert read.Tags()["images"] == ["report"]
+    (image,) = read.Images("report")
+    assert (image.width, image.height) == (4, 6)
+    recipe = read.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
+    assert b'"seed": 1' in recipe
+
+
+@pytest.mark.parametrize(
+    ("wait", "second"), [pytest.param(-1.0, 0.125, id="sent"), pytest.param(1e9, 9.0, id="lost")]
+)
+def test_mlflow_has_every_step_of_a_resumed_run_once(
+    wait: float, second: float, folder: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first part was killed before it had sent its second update."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr("largebatch.tracking.mlflow.FLUSH_SECONDS", wait)
+    config = {**CONFIG, "optimizer": {"eta": 0.001, "kind": "lars"}, "long": "x" * 9000}
+    follow(folder, in_two_parts(), lambda: MLflow(folder, config, checkpoint=True))
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("largebatch")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    identity = found.info.run_id
+    assert (folder / "mlflow-id").read_text() == identity
+    assert (found.info.run_name, found.info.status) == ("digits-1", "FINISHED")
+    assert found.data.params["optimizer.eta"] == "0.001"
+    assert found.data.params["long"].endswith("(9,000 characters)")
+    history = client.get_metric_history(identity, "train/loss")
+    assert [(each.step, each.value) for each in history] == [(0, 2.5), (1, 1.5), (2, 1.5)]
+    rates = client.get_metric_history(identity, "train/lr")
+    assert [(each.step, each.value) for each in rates] == [(0, 0.125), (1, second), (2, 0.125)]
+    assert [each.step for each in client.get_metric_history(identity, "val/top1")] == [1, 2]
+    assert found.data.metrics["val/top1"] == 0.975
+    assert found.data.metrics["trust_ratio/layer1.0.conv1"] == 0.5
+    artifacts = {each.path: each.file_size for each in client.list_artifacts(identity)}
+    assert artifacts.keys() == {"report.html", "report.png", "step-00000002.safetensors"}
+    assert artifacts["step-00000002.safetensors"] == 2
+
+
+def test_a_resumed_run_keeps_one_run_in_wandb(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows rise over the parts, for W&B drops one whose number it has; no step is there twice."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    follow(folder, in_two_parts()[1:], lambda: Wandb(folder, CONFIG, note=print))
+    (only,) = folder.glob("wandb/offline-run-*")
+    (folder / "log.jsonl").unlink()
+    first = JsonLines(folder / "log.jsonl", resume=False)
+    for event in in_two_parts()[0]:
+        first.record(event)
+    first.close()
+    resumed = Wandb(folder, CONFIG, note=print, checkpoint=True)
+    for event in in_two_parts()[1]:
+        resumed.record(event)
+    both = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.parent.name)
+    assert len({path.name for path in both}) == 1  # one id
+    (second,) = (path for path in both if path.parent != only)
+    history, summary, _ = read_wandb(second)
+    rows = [row for row in history if "step" in row]
+    assert [row["step"] for row in rows] == [2, 2, 2]  # the image too
+    numbers = [row["_step"] for row in history if "_step" in row]
+    assert numbers == [6, 7, 8]  # after two starts, two updates and an evaluation
+    assert rows[0]["trust_ratio/fc"] == 0.25
+    assert rows[1]["val/top1"] == 0.975
+    assert summary["report/_type"] == "image-file"
+    kept = [each.artifact for each in read_records(second) if each.HasField("artifact")]
+    identity = second.stem.removeprefix("run-")
+    assert [(each.name, each.type) for each in kept] == [
+        (f"{identity}-report", "report"),
+        (f"{identity}-checkpoint", "model"),
+    ]
+    files = [[(file.path, file.size) for file in each.manifest.contents] for each in kept]
+    assert files == [[("report.html", 11)], [("step-00000002.safetensors", 2)]]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "module", "message"),
+    [
+        (
+            "tensorboard",
+            "tensorboard",
+            "needs tensorboard, which is not installed; install it with",
+        ),
+        (
+            "mlflow",
+            "mlflow",
+            "needs mlflow, which is not installed; install it with: pip install 'l",
+        ),
+    ],
+)
+def test_a_missing_package_is_one_line(
+    tracker: str,
+    module: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    words = ["train", str(DIGITS), "--set", f"tracking=[{tracker}]", "--out", str(tmp_path / "run")]
+    assert main(words) == USER
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_mlflow_server_that_does_not_answer_is_one_line(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    words = ["train", str(DIGITS), "--set", "tracking=[mlflow]", "--out", str(tmp_path / "run")]
+    assert main(words) == USER
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"largebatch: tracking: [mlflow]: http://127.0.0.1:{port} cannot be used"
+    )
+    assert line.endswith("or leave mlflow out")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_id_mlflow_does_not_know_begins_another(folder: Path, uri: str) -> None:
+    from mlflow import MlflowClient
+
+    (folder / "mlflow-id").write_text("0" * 32)
+    follow(folder, [in_two_parts()[0]], lambda: MLflow(folder, CONFIG))
+    identity = (folder / "mlflow-id").read_text()
+    assert identity != "0" * 32
+    assert MlflowClient(uri).get_run(identity).info.status == "RUNNING"  # killed
+
+
+def test_a_run_that_is_resumed_from_an_older_checkpoint_is_followed_as_one(
+    tmp_path: Path, uri: str
+) -> None:
+    """The whole way, with updates that are made twice; and with the weights of a run alone."""
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes = (
+        *("duration={steps: 4}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL),
+        "execution.checkpoints={every_steps: 1, keep_last: 4, upload: true}",
+    )
+    followed = load_recipe(
+        DIGITS, [*changes, "tracking=[tensorboard, mlflow]", "monitor=[trust_ratios, system]"]
+    )
+    out = tmp_path / "run"
+    assert run(followed, out=out, max_steps=3).status == "paused"
+    max((out / "checkpoints").iterdir()).unlink()
+    assert run(followed, out=out, resume=True).status == "finished"
+    run(load_recipe(DIGITS, [*changes]), out=tmp_path / "alone")
+    torch.testing.assert_close(weights(out), weights(tmp_path / "alone"), rtol=0, atol=0)
+    client, identity = MlflowClient(uri), (out / "mlflow-id").read_text()
+    read = EventAccumulator(str(out / "tensorboard"))
+    read.Reload()
+    for name in ("train/loss", "trust_ratio/conv1", "system/memory_bytes/worker0"):
+        found = client.get_metric_history(identity, name)
+        assert [each.step for each in found] == [0, 1, 2, 3]
+        assert [each.step for each in read.Scalars(name)] == [0, 1, 2, 3]
+    kept = [each.path for each in client.list_artifacts(identity) if "safetensors" in each.path]
+    assert kept == [max((out / "checkpoints").iterdir()).name]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
+def test_mlflows_database_takes_a_run(
+    folder: Path, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.chdir(tmp_path)
+    bad: list[Event] = [BEGUN, replace(MONITORED[0], loss=math.nan), MONITORED[1], FINISH]
+    follow(folder, [bad], lambda: MLflow(folder, CONFIG))
+    client, identity = MlflowClient(uri), (folder / "mlflow-id").read_text()
+    history = client.get_metric_history(identity, "train/loss")
+    assert [each.step for each in history] == [0, 1]
+    assert math.isnan(history[0].value)
+    assert {each.path for each in client.list_artifacts(identity)} == {"report.html", "report.png"}
