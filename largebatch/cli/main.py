@@ -306,13 +306,10 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--onnx", action="store_true", help="model.onnx besides")
     add_imports(exported)
 
-    cli_polish.add_commands(command)
-    cli_recipe.add_commands(command)
-    cli_init.add_commands(command)
-    cli_suggest.add_commands(command)
-    cli_noise.add_commands(command)
-    cli_referee.add_commands(command)
-    cli_sweep.add_commands(command)
+    for module in (
+        *(cli_polish, cli_recipe, cli_init, cli_suggest, cli_noise, cli_referee, cli_sweep),
+    ):
+        module.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)
