@@ -151,7 +151,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
     """Validate the text of a recipe; `source` begins every message."""
     if sum(map(len, overrides)) > MAX_LENGTH:
         raise RecipeError(f"--set: more than {MAX_LENGTH:,} characters; write them into a recipe")
-    tree = _parse_yaml(text, source=source)
+    tree = parse_yaml(text, source=source)
     if not isinstance(tree, dict):
         raise RecipeError(
             f"{source}: a recipe is a mapping of sections, found {type(tree).__name__}"
@@ -204,7 +204,7 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
+def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
     """Return the values of a text, each a copy of its own where the text has aliases."""
     try:
         return json.loads(_as_json(_yaml().load(text), source=source))
@@ -261,7 +261,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     keys, shown = dotted.strip().split("."), f"--set {clip(override, LONGEST_NAME)}"
     if not equals or not all(keys):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")
-    value = _parse_yaml(text, source=shown)
+    value = parse_yaml(text, source=shown)
     section = tree
     for key in keys[:-1]:
         below = section.setdefault(key, {})
