@@ -22,6 +22,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--calibrate", action="store_true", help="measure this machine and write a cluster file"
     )
+    plan.add_argument("--data", type=Path, metavar="DIR", help="images that --calibrate reads")
     plan.add_argument(
         "--out", type=Path, metavar="FILE", help="picture (PNG) of --cluster, file of --calibrate"
     )
@@ -98,7 +99,7 @@ def _rows(found: "Prediction") -> dict[str, str]:
 
 def _input(found: "Prediction") -> str:
     if not found.read_bytes_per_second:
-        return "cached or synthetic: nothing is read or decoded on the way"
+        return "no image files are decoded on the way"
     return (
         f"{found.read_bytes_per_second / 1e9:,.3g} GB/s of JPEG files in all; decoding on CPUs "
         f"takes {found.cores_per_worker:.1f} cores a worker, which has {found.cores_available:g}"

@@ -56,6 +56,13 @@ class Measured(Section):
     """Of each device batch, however small."""
 
     seconds_per_update: Annotated[float, Field(ge=0)]
+    gradient_bytes: PositiveFloat
+    """That each worker sends in an update."""
+
+    messages: PositiveInt
+    """All-reduces of an update: groups of gradients."""
+
+    norm_layers: Annotated[int, Field(ge=0)]
     exchange_seconds: Annotated[float, Field(ge=0)]
     """Of an all-reduce between two workers, however small."""
 
@@ -71,6 +78,8 @@ class Cluster(Section):
     """Nodes with equal GPUs, or with measured workers, and the network between them."""
 
     name: str = ""
+    """That of its file."""
+
     gpu: Gpu | None = None
     measured: Measured | None = None
     gpus_per_node: PositiveInt

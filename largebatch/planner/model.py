@@ -86,7 +86,10 @@ class Machine:
 
     workers_per_node: int
     latency: float = 0.0
-    """Of an all-reduce inside a node."""
+    """Of the all-reduces of an update inside a node, for each doubling of its workers."""
+
+    statistics: float = 2 * BATCHNORM_LAYERS * STATISTICS_SECONDS
+    """Of exchanging BatchNorm statistics once in all layers, between two workers."""
 
     level: float = 0.0
     sharp: bool = False
@@ -95,8 +98,9 @@ class Machine:
     read: float = math.inf
     """Images a second that a worker can be given."""
 
-    turns: bool = False
-    """Workers beyond workers_per_node share its cores and take turns."""
+    cores: bool = False
+    """Workers are CPU cores: reading takes the time of computing, and more workers than cores take
+    turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +158,10 @@ def machine(cluster: Cluster, constants: Constants, *, software: Software | None
             link=found.exchange_gigabytes_per_second * 1e9,
             network=(cluster.network_gigabytes_per_second or math.inf) * 1e9,
             workers_per_node=cluster.gpus_per_node,
-            latency=found.exchange_seconds,
+            latency=found.exchange_seconds * found.messages,
+            statistics=2 * found.norm_layers * found.exchange_seconds,
             read=found.images_per_second_read,
-            turns=True,
+            cores=found.device == "cpu",
         )
     assert cluster.gpu is not None
     return Machine(
@@ -177,33 +182,40 @@ def exchange_seconds(on: Machine, *, workers: int, num_bytes: float) -> float:
 
     A ring of n sends 2 (n - 1) / n of the bytes; switches that add up, half of that.
     """
-    inside = min(workers, on.workers_per_node)
-    nodes = 1 if on.turns else -(-workers // on.workers_per_node)
-    inside = workers if on.turns else inside
+    nodes = _nodes(on, workers)
+    inside = workers if on.cores else min(workers, on.workers_per_node)
     seconds = 2 * num_bytes * (inside - 1) / inside / on.link
     seconds += on.latency * math.log2(inside)
     if nodes > 1:
         sent = num_bytes if on.sharp else 2 * num_bytes * (nodes - 1) / nodes
         seconds += sent / on.network
-    return seconds
+    return seconds * _turns(on, workers)
+
+
+def _nodes(on: Machine, workers: int) -> int:
+    return 1 if on.cores else -(-workers // on.workers_per_node)
+
+
+def _turns(on: Machine, workers: int) -> float:
+    """Return how many workers share a core."""
+    return max(1.0, workers / on.workers_per_node) if on.cores else 1.0
 
 
 def step_seconds(on: Machine, load: Load) -> Step:
     """Return where the seconds of one optimizer step go."""
-    nodes = 1 if on.turns else -(-load.workers // on.workers_per_node)
-    slower = max(1.0, load.workers / on.workers_per_node) if on.turns else 1.0
-    image = on.seconds_per_image * load.pixels * slower
-    compute = load.accumulation * load.device_batch * image + on.update * slower
-    launch = load.accumulation * on.launch * slower
-    whole = exchange_seconds(on, workers=load.workers, num_bytes=load.gradient_bytes)
-    hidden = BACKWARD * image * max(0, load.device_batch - OVERLAP_FROM)
-    can_hide = load.overlap and not on.turns
-    exchange = max(0.0, whole - hidden) if can_hide else whole
-    exchange += 0.0 if on.sharp else on.level * math.log2(nodes)
-    sharing = math.log2(load.sync_workers) * load.accumulation
-    statistics = 2 * BATCHNORM_LAYERS * STATISTICS_SECONDS * sharing
-    busy = compute + launch + exchange + statistics
-    reading = load.accumulation * load.device_batch * slower / on.read
+    turns = _turns(on, load.workers)
+    image = on.seconds_per_image * load.pixels * turns
+    compute = load.accumulation * load.device_batch * image + on.update * turns
+    launch = load.accumulation * on.launch * turns
+    exchange = exchange_seconds(on, workers=load.workers, num_bytes=load.gradient_bytes)
+    if load.overlap and not on.cores:
+        hidden = BACKWARD * image * max(0, load.device_batch - OVERLAP_FROM)
+        exchange = max(0.0, exchange - hidden)
+    if not on.sharp:
+        exchange += on.level * math.log2(_nodes(on, load.workers))
+    statistics = on.statistics * math.log2(load.sync_workers) * load.accumulation * turns
+    reading = load.accumulation * load.device_batch * turns / on.read
+    busy = 0.0 if on.cores else compute + launch + exchange + statistics
     return Step(
         compute=compute,
         launch=launch,

@@ -21,7 +21,8 @@ from largebatch.recipe.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 
 PUBLISHED_MODEL, PUBLISHED_SIZE = "resnet50", 224
-CLASSES = 1000
+CLASSES, HEAD_INPUTS = 1000, 2049
+"""Of ResNet-50's classifier, with its bias."""
 
 JPEG_BYTES = 110_000
 """Of an ImageNet image."""
@@ -100,7 +101,8 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     Raises ClusterError where the cluster has fewer or knows nothing about the model, PlanError
     where no division over the workers gives the batch.
     """
-    require_workers(cluster, workers)
+    if cluster.measured is None or cluster.measured.device != "cpu":
+        require_workers(cluster, workers)
     _require_known(recipe, cluster)
     plan = make_plan(recipe, workers=workers)
     found = installed_fit()
@@ -112,7 +114,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     seconds, spread = sum(parts.values()), _spread(cluster, total)
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
     on = _machine(recipe, cluster, found.constants)
-    step = step_seconds(on, _load(recipe, plan, plan.accumulation))
+    step = step_seconds(on, _load(recipe, plan, cluster, plan.accumulation))
     largest = sorted(parts, key=lambda name: -parts[name])
     waits = [name for name in largest if name != "compute"]
     rate = samples / seconds
@@ -134,8 +136,8 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
         efficiency=parts["compute"] / seconds,
         limit=largest[0],
         help=f"against {waits[0]}, {parts[waits[0]] / seconds:.0%}: {HELP[waits[0]]}",
-        read_bytes_per_second=0.0 if _cached(recipe) else rate * JPEG_BYTES,
-        cores_per_worker=0.0 if _cached(recipe) else rate / workers / IMAGES_PER_CORE,
+        read_bytes_per_second=rate * JPEG_BYTES if _decodes(recipe) else 0.0,
+        cores_per_worker=rate / workers / IMAGES_PER_CORE if _decodes(recipe) else 0.0,
         cores_available=cluster.cpu_cores / cluster.gpus_per_node,
         memory_bytes=_memory(recipe, plan, cluster),
         memory_available=cluster.gpu.memory_gigabytes * 1e9 if cluster.gpu else None,
@@ -153,7 +155,7 @@ def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -
     sized.append((range(plan.train_steps, plan.updates), usual))
     for part, size in sized:
         for steps, _, accumulation in plan.within(part):
-            step = step_seconds(on, _load(recipe, plan, accumulation, size=size))
+            step = step_seconds(on, _load(recipe, plan, cluster, accumulation, size=size))
             for name in parts:
                 parts[name] += len(steps) * getattr(step, name)
     pixels = _pixels(cluster, usual)
@@ -174,25 +176,31 @@ def _statistics_samples(recipe: Recipe) -> int:
 def _machine(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
     """Describe the cluster to a recipe, whose decoder decides how fast images come."""
     on = machine(cluster, constants)
-    if _cached(recipe) or cluster.measured or recipe.execution.decoder == "dali":
+    if not _decodes(recipe) or cluster.measured or recipe.execution.decoder == "dali":
         return on
     return replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
 
 
-def _cached(recipe: Recipe) -> bool:
-    return recipe.execution.cache is not None or recipe.data.source == "synthetic"
+def _decodes(recipe: Recipe) -> bool:
+    """Return whether image files are read and decoded throughout the run."""
+    return recipe.data.source == "folder" and recipe.execution.cache is None
 
 
-def _load(recipe: Recipe, plan: Plan, accumulation: int, *, size: int | None = None) -> Load:
-    half = recipe.reduction.dtype == "fp16"
-    numbers = GRADIENTS + (recipe.data.classes - CLASSES) * 2049
+def _load(
+    recipe: Recipe, plan: Plan, cluster: Cluster, accumulation: int, *, size: int | None = None
+) -> Load:
+    if cluster.measured is not None:
+        num_bytes = cluster.measured.gradient_bytes
+    else:
+        numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
+        num_bytes = numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
     return Load(
         workers=plan.workers,
         device_batch=plan.device_batch,
         accumulation=accumulation,
-        gradient_bytes=numbers * (2.0 if half else 4.0),
+        gradient_bytes=num_bytes,
         sync_workers=plan.sync_workers,
-        pixels=((size or recipe.data.image_size) / PUBLISHED_SIZE) ** 2,
+        pixels=_pixels(cluster, size or recipe.data.image_size),
     )
 
 

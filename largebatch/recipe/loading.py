@@ -169,8 +169,13 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every default written out; parse_recipe reads it back."""
+    return dump_yaml(recipe)
+
+
+def dump_yaml(section: Section) -> str:
+    """Return any section as YAML."""
     text = io.StringIO()
-    _yaml().dump(recipe.model_dump(mode="json"), text)
+    _yaml().dump(section.model_dump(mode="json"), text)
     return text.getvalue()
 
 
@@ -205,7 +210,10 @@ def _yaml() -> YAML:
 
 
 def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
-    """Return the values of a text, each a copy of its own where the text has aliases."""
+    """Return the values of a text, each a copy of its own where the text has aliases.
+
+    Raises RecipeError, with the line, where it is not YAML.
+    """
     try:
         return json.loads(_as_json(_yaml().load(text), source=source))
     except MarkedYAMLError as error:

@@ -73,7 +73,7 @@ def test_input_counts_where_reading_is_slower_than_the_rest() -> None:
 
 
 def test_workers_beyond_the_cores_take_turns_on_a_measured_machine() -> None:
-    cores = replace(NODE, workers_per_node=2, turns=True)
+    cores = replace(NODE, workers_per_node=2, cores=True)
     two, four = (
         step_seconds(cores, Load(workers=workers, device_batch=32, gradient_bytes=0.0))
         for workers in (2, 4)
