@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from largebatch.planner.model import USUAL_WATTS, Constants
+from largebatch.planner.model import USUAL, Constants
 from largebatch.planner.published import Published, predicted_seconds, published_runs
 
 COVERAGE = 0.9
@@ -28,7 +28,7 @@ NOISE = 0.05
 
 _PRIOR: dict[str, tuple[float, float]] = {
     "scale": (4.0, 0.5),
-    **{f"deviation {name}": (1.0, 0.12) for name in USUAL_WATTS},
+    **{f"deviation {name}": (1.0, 0.12) for name in USUAL},
     "launch launched": (0.006, 0.7),
     "launch graphs": (0.002, 0.7),
     "level": (0.0003, 0.7),
@@ -174,7 +174,7 @@ def _constants(logs: Vector) -> Constants:
     values = dict(zip(_PRIOR, map(math.exp, logs), strict=True))
     return Constants(
         scale=values["scale"],
-        deviations={name: values[f"deviation {name}"] for name in USUAL_WATTS},
+        deviations={name: values[f"deviation {name}"] for name in USUAL},
         launch={"launched": values["launch launched"], "graphs": values["launch graphs"]},
         level=values["level"],
         start=values["start"],

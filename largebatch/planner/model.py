@@ -3,11 +3,12 @@
 A step is the sum of what it waits for, because each part was found to add up in published runs:
 
     step = accumulation (b c + launch) + exposed exchange + shared statistics
-    c = 1 / (scale deviation sqrt(memory bandwidth x tensor peak) (watts / usual watts)^(1/3))
+    c = 1 / (scale deviation clock sqrt(memory bandwidth x tensor peak))
 
 with b images on a device. The layers of ResNet-50 are bound partly by memory and partly by the
-tensor cores, so their rate is taken to grow as the geometric mean of the two peaks; GPUs of one
-generation that differ in power alone differ in clock, whose cube the power follows. The exchange is
+tensor cores, so their rate is taken to grow as the geometric mean of the two peaks. A peak assumes
+a clock that the power of a GPU may not allow, or exceed: power follows the cube of the clock, so
+GPUs of one generation differ by clock = (watts ratio)^(1/3) / (peak ratio). The exchange is
 a hierarchical all-reduce (Fujitsu's in MLPerf v0.6; Rabenseifner 2004): reduce-scatter in the node,
 all-reduce between nodes, all-gather in the node, with `level` seconds for each doubling of the
 nodes, which holds the latencies of its tree and the wait for the slowest of more and more workers.
@@ -18,13 +19,13 @@ from dataclasses import dataclass
 
 from largebatch.planner.cluster import Cluster, Generation, Gpu, Software
 
-USUAL_WATTS: dict[Generation, float] = {
-    "volta": 300,
-    "ampere": 400,
-    "hopper": 700,
-    "blackwell": 1000,
+USUAL: dict[Generation, tuple[float, float]] = {
+    "volta": (300, 125),
+    "ampere": (400, 312),
+    "hopper": (700, 989),
+    "blackwell": (1000, 2250),
 }
-"""Of the GPU with which the deviation of a generation from the law is measured."""
+"""Watts, and tensor TFLOP/s, of the GPU by which the deviation of a generation is measured."""
 
 WIRE_EFFICIENCY = 0.8
 """Of a link's bandwidth that all-reduces reach. An assumption: NCCL's own tests show 0.75 to 0.9;
@@ -143,8 +144,9 @@ class Step:
 def images_per_second(gpu: Gpu, constants: Constants) -> float:
     """Return the rate of one GPU with a device batch so large that nothing else counts."""
     law = math.sqrt(gpu.memory_gigabytes_per_second * gpu.tensor_teraflops)
-    power = (gpu.watts / USUAL_WATTS[gpu.generation]) ** (1 / 3)
-    return constants.scale * constants.deviations[gpu.generation] * law * power
+    watts, teraflops = USUAL[gpu.generation]
+    clock = (gpu.watts / watts) ** (1 / 3) / (gpu.tensor_teraflops / teraflops)
+    return constants.scale * constants.deviations[gpu.generation] * law * clock
 
 
 def machine(cluster: Cluster, constants: Constants, *, software: Software | None = None) -> Machine:

@@ -146,6 +146,7 @@ def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
     """
     named = re.sub(r"^\d+x|[^a-z0-9]", "", row["system"].lower())
     found = re.sub(r"NVIDIA|TESLA|[^A-Z0-9]", "", row["accelerator"].upper())
+    found = found.replace("A100SXM80", "A100SXM480").replace("A100SXM40", "A100SXM440")
     if row["round"] in _BEFORE_80GB:
         found = found.replace("A100SXM480GB", "A100SXM440GB")
 

@@ -1,9 +1,10 @@
 """Measure what a machine gives a recipe, and write it as a cluster file for the planner.
 
 One worker alone measures forward and backward at three device batches, the update, and how fast it
-is given images; two workers measure all-reduces of four sizes. A worker has one CPU core, as in a
-run that has as many workers as cores. Times are medians of rounds in which all take turns, so a
-machine that is slower for a while slows all alike.
+is given images; two workers measure all-reduces of four sizes. All take turns, round by round, so a
+machine that is slower for a while slows all alike. A worker has one CPU core, as in a run with as
+many workers as cores, and its time there is what the core worked for it, not what it waited for
+other programs; an all-reduce waits by nature, so that its shortest time counts.
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import nn
 
 from largebatch.data.pipeline import open_pipeline
@@ -119,14 +121,20 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
 def fit_line(times: dict[int, float]) -> tuple[float, float]:
     """Return the seconds of one more, and of none, by least squares of the relative errors.
 
-    >>> fit_line({10: 0.12, 20: 0.22, 40: 0.42})
+    Neither is below 0. Raises LargebatchError where more took no longer.
+
+    >>> tuple(round(each, 9) for each in fit_line({10: 0.12, 20: 0.22, 40: 0.42}))
     (0.01, 0.02)
     """
     sizes, seconds = (np.array(list(each), dtype=float) for each in (times, times.values()))
-    slope, start = np.polyfit(sizes, seconds, 1, w=1 / seconds)
-    if start < 0:  # a line through the origin
-        return float(np.average(seconds / sizes)), 0.0
-    return round(float(slope), 15), round(float(start), 15)
+    (slope, start), _ = nnls(np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones(len(sizes)))
+    if slope == 0:
+        shown = ", ".join(f"{size:,}: {1000 * time:.3g} ms" for size, time in times.items())
+        raise LargebatchError(
+            f"--calibrate: more took no longer ({shown}), so nothing can be told from it; measure "
+            "again when less else runs on this machine, or with a larger batch"
+        )
+    return float(slope), float(start)
 
 
 def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
@@ -169,7 +177,8 @@ def _computing(
         images = torch.randn(size, 3, side, side, device=backend.device)
         labels = torch.randint(recipe.data.classes, (size,), device=backend.device)
         rivals[size] = partial(forward_and_backward, images, labels)
-    times = _take_turns({**rivals, 0: step}, backend)
+    found = _take_turns({**rivals, 0: step}, backend, _clock(backend))
+    times = {size: median(each) for size, each in found.items()}
     return {size: times[size] for size in rivals}, times[0]
 
 
@@ -187,32 +196,39 @@ def _device_batches(plan: Plan) -> list[int]:
     return sorted(sizes)
 
 
-def _take_turns(rivals: dict[int, Callable[[], object]], backend: Backend) -> dict[int, float]:
-    """Return the median seconds of each after a first round that does not count."""
+def _take_turns(
+    rivals: dict[int, Callable[[], object]], backend: Backend, clock: Callable[[], float]
+) -> dict[int, list[float]]:
+    """Return the seconds of each, round by round; a first round does not count."""
     times: dict[int, list[float]] = {name: [] for name in rivals}
     for _ in range(ROUNDS + 1):
         for name, rival in rivals.items():
             backend.barrier()
-            begun = time.perf_counter()
+            begun = clock()
             rival()
             if backend.device.type == "cuda":
                 torch.cuda.synchronize()  # sync: this is a measurement
-            times[name].append(time.perf_counter() - begun)
-    return {name: median(each[1:]) for name, each in times.items()}
+            times[name].append(clock() - begun)
+    return {name: each[1:] for name, each in times.items()}
+
+
+def _clock(backend: Backend) -> Callable[[], float]:
+    """Return what times a worker alone: on a CPU, the seconds that it worked for this process."""
+    return time.process_time if backend.device.type == "cpu" else time.perf_counter
 
 
 def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) -> float:
     """Return the images a second that the pipeline gives one worker that does nothing else."""
-    pipeline, seen = open_pipeline(recipe, plan, backend, folder=data), 0
+    pipeline, seen, clock = open_pipeline(recipe, plan, backend, folder=data), 0, _clock(backend)
     with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass
-        begun = time.perf_counter()
+        begun = clock()
         for images, _ in batches:
             seen += len(images)
-            if time.perf_counter() - begun > READ_SECONDS:
+            if clock() - begun > READ_SECONDS:
                 break
-    return seen / (time.perf_counter() - begun)
+    return seen / (clock() - begun)
 
 
 def _exchanging() -> dict[int, float]:
@@ -233,9 +249,10 @@ def exchange(file: Path) -> None:
     rivals: dict[int, Callable[[], object]] = {
         size: partial(_all_reduce, backend, tensor) for size, tensor in tensors.items()
     }
-    times = _take_turns(rivals, backend)
+    found = _take_turns(rivals, backend, time.perf_counter)
     if backend.rank == 0:
-        file.write_text(json.dumps(times), encoding="utf-8")
+        shortest = {size: min(times) for size, times in found.items()}
+        file.write_text(json.dumps(shortest), encoding="utf-8")
     backend.close()
 
 

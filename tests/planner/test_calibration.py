@@ -162,7 +162,7 @@ def test_rows_of_other_submitters_find_the_most_similar_cluster(tmp_path: Path) 
         ("abci-v100", 4, "launched"),
         ("dgx1-v100", 8, "launched"),
         ("dgx-a100-40gb", 4, "graphs"),
-        ("pcie-a100", 8, "graphs"),
+        ("r750xa-a100", 8, "graphs"),
     ]
 
 
