@@ -18,19 +18,20 @@ besides; the load average is recorded.
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from measuring import write
 from planner_baseline import baseline_errors
 
 from largebatch import load_recipe, run
-from largebatch.distributed.environment import available_cores
+from largebatch.distributed.environment import available_cores, launched_rank
 from largebatch.planner.calibration import (
     LeftOut,
     covered,
@@ -44,10 +45,14 @@ from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import predict
 from largebatch.planner.published import Published, predicted_seconds, published_runs, read_runs
 from largebatch.runs.calibrate import measure
+from largebatch.runs.launch import start_workers
+from largebatch.tracking.events import StageName
+from largebatch.training.loop import Update
+from largebatch.training.step_log import StepLog
 
 RECIPE = Path(__file__).parent / "recipes" / "planner_digits.yaml"
-SHORT, LONG = 10, 60
-"""Updates of the runs here."""
+STEPS, WARM_UP = 40, 10
+"""Updates of a run here, and how many of them do not count."""
 
 
 def main() -> None:
@@ -57,7 +62,11 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="measure this machine")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker is not None:
+        be_worker(args.worker)
+        return
     command = " ".join(["python", *sys.argv])
     if args.here:
         print(write("planner_here", command, here(args.rounds, args.workers)))
@@ -170,31 +179,34 @@ def here(rounds: int, numbers: list[int]) -> dict[str, Any]:
 def _step_seconds(workers: int, cores: int) -> dict[str, float]:
     """Return the seconds of a step when the recipe really trains, in two ways.
 
-    `waited` is the median of what a step took, other programs included; `worked` what the cores
-    worked for a step, shared by the cores that the workers have: what it takes where nothing else
-    runs. It is the difference between a longer run and a shorter one, so without their starts.
+    `waited` is what a step took, other programs included; `worked` what a core worked for it, as
+    often as workers share a core: what it takes where nothing else runs and nobody waits.
     """
-    short, _ = _train(workers, SHORT)
-    long, waited = _train(workers, LONG)
-    worked = (long - short) / (LONG - SHORT) / min(workers, cores)
-    return {"worked": worked, "waited": waited}
-
-
-def _train(workers: int, steps: int) -> tuple[float, float]:
-    """Return the CPU seconds of a run of so many steps, and the median time of its steps."""
-    before = _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "run")
-        run(load_recipe(RECIPE), workers=workers, out=out, max_steps=steps)
-        lines = (out / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    events = map(json.loads, lines)
-    times = [event["step_seconds"] for event in events if event["event"] == "step"]
-    return _cpu_seconds() - before, statistics.median(times[SHORT // 2 :])
+        start_workers([__file__, "--worker", folder], workers=workers)
+        files = Path(folder).glob("*.json")
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    turns = max(1.0, workers / cores)
+    return {
+        "worked": turns * statistics.mean(each["worked"] for each in found),
+        "waited": statistics.mean(each["waited"] for each in found),
+    }
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def be_worker(folder: Path) -> None:
+    """Train as one of the workers; write the median seconds between its steps by two clocks."""
+    times: dict[str, list[float]] = {"worked": [], "waited": []}
+    add = StepLog.add
+
+    def noting(log: StepLog, stage: StageName, update: Update) -> None:
+        add(log, stage, update)
+        times["worked"].append(time.process_time())
+        times["waited"].append(time.perf_counter())
+
+    StepLog.add = noting  # type: ignore[method-assign]  # the clocks of a step, and nothing else
+    run(load_recipe(RECIPE), out=folder / "run", max_steps=STEPS)
+    found = {name: statistics.median(np.diff(each[WARM_UP:])) for name, each in times.items()}
+    (folder / f"{launched_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

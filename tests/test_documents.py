@@ -12,7 +12,11 @@ from largebatch.recipe.sections import SWA, SWAP, Affine, Duration, Polish, Stat
 
 ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"
-DOCUMENTS = [ROOT / "README.md", POLISHING, ROOT / "docs" / "which-batch.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    POLISHING,
+    *(ROOT / "docs" / name for name in ("which-batch.md", "planner.md")),
+]
 PARTS = ROOT / "docs" / "parts.md"  # its code runs in test_parts.py
 
 

@@ -145,7 +145,7 @@ def images_per_second(gpu: Gpu, constants: Constants) -> float:
     """Return the rate of one GPU with a device batch so large that nothing else counts."""
     law = math.sqrt(gpu.memory_gigabytes_per_second * gpu.tensor_teraflops)
     watts, teraflops = USUAL[gpu.generation]
-    clock = (gpu.watts / watts) ** (1 / 3) / (gpu.tensor_teraflops / teraflops)
+    clock = math.cbrt(gpu.watts / watts) / (gpu.tensor_teraflops / teraflops)
     return constants.scale * constants.deviations[gpu.generation] * law * clock
 
 

@@ -150,12 +150,11 @@ def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
     if row["round"] in _BEFORE_80GB:
         found = found.replace("A100SXM480GB", "A100SXM440GB")
 
-    def likeness(one: Cluster) -> tuple[bool, bool, int, bool]:
+    def likeness(one: Cluster) -> tuple[bool, int, bool]:
         assert one.gpu is not None
-        own = one.gpu.name.upper().replace("-", "")
+        alike = _common(one.gpu.name.upper().replace("-", ""), found)
         place = named.startswith(one.name.partition("-")[0])
-        alike = _common(own, found)
-        return alike >= len("V100"), place, alike, one.gpus_per_node == gpus_per_node
+        return alike >= len("V100"), alike + 3 * place, one.gpus_per_node == gpus_per_node
 
     best = max(clusters().values(), key=likeness)
     if not likeness(best)[0]:

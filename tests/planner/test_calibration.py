@@ -42,6 +42,19 @@ def test_systems_that_were_left_out_are_predicted_within_the_promised_errors() -
     assert errors["largest"] <= 0.15
 
 
+def test_the_document_states_the_errors_that_the_fit_has() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    left_out = [one for one in installed_left_out() if one.run.generation != "hopper"]
+    errors = summary([one.error for one in left_out])
+    row = f"| **{errors['median']:.1%}** | {errors['90th percentile']:.1%} | "
+    assert f"{row}{errors['largest']:.1%} |".replace("%", " %") in page
+    inside = covered(installed_left_out())
+    assert f"covers {sum(inside)} of the {len(inside)} systems" in page
+    constants = installed_fit().constants
+    assert f"{1000 * constants.launch['launched']:.1f} ms; " in page
+    assert f"| scale | {constants.scale:.2f} images/s" in page
+
+
 def test_the_five_constants_known_before_leave_larger_errors() -> None:
     """As they were published: 1,539 and 3,179 images/s, 12.7 and 1.6 ms, 0.66 ms a level."""
     runs = [run for run in published_runs() if run.generation != "hopper"]
