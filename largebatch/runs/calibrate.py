@@ -78,10 +78,10 @@ def describe(found: Measured) -> list[str]:
     """Return what was measured, in words."""
     passes, images = 1000 * found.seconds_per_pass, 1000 * found.seconds_per_image
     update, latency = 1000 * found.seconds_per_update, 1e6 * found.exchange_seconds
-    rate = found.exchange_gigabytes_per_second
+    rate, number = found.exchange_gigabytes_per_second, found.messages
     return [
         f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s; {found.messages} each",
+        f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s; an update has {number}",
         f"a worker reads {found.images_per_second_read:,.0f} images/s",
     ]
 
