@@ -203,7 +203,7 @@ def be_worker(folder: Path) -> None:
         times["worked"].append(time.process_time())
         times["waited"].append(time.perf_counter())
 
-    StepLog.add = noting  # type: ignore[method-assign]  # the clocks of a step, and nothing else
+    StepLog.add = noting  # type: ignore[assignment,method-assign]  # two clocks
     run(load_recipe(RECIPE), out=folder / "run", max_steps=STEPS)
     found = {name: statistics.median(np.diff(each[WARM_UP:])) for name, each in times.items()}
     (folder / f"{launched_rank()}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -60,7 +60,7 @@ class Measured(Section):
     """That each worker sends in an update."""
 
     messages: PositiveInt
-    """All-reduces of an update: groups of gradients."""
+    """All-reduces of an update: the groups of gradients, and the loss."""
 
     norm_layers: Annotated[int, Field(ge=0)]
     exchange_seconds: Annotated[float, Field(ge=0)]
