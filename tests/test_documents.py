@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"
 DOCUMENTS = [
     *(ROOT / "README.md", POLISHING),
-    *(ROOT / "docs" / "which-batch.md", ROOT / "docs" / "mlperf.md"),
+    *(ROOT / "docs" / name for name in ("which-batch.md", "planner.md", "mlperf.md")),
 ]
 PARTS = ROOT / "docs" / "parts.md"  # its code runs in test_parts.py
 

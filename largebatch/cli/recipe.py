@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from largebatch.cli import planning
 from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
@@ -37,6 +38,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     plan.add_argument("--workers", type=count, default=1, metavar="N")
     add_execution(plan)
     add_imports(plan)
+    planning.add_options(plan)
 
     check = command("check", _check, "validate recipes without running them")
     check.add_argument("recipes", type=Path, nargs="+", metavar="recipe")
@@ -61,6 +63,8 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if planning.wanted(args):
+        return planning.plan_elsewhere(args)
     recipe = load_recipe(args.recipe, args.set)
     plan = make_plan(recipe, workers=args.workers)
     course = follow(recipe)

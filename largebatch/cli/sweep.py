@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from largebatch.cli.arguments import Call, add_set
 from largebatch.errors import LargebatchError, RecipeError
-from largebatch.recipe.loading import load_recipe, parse_value
+from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.recipe import Recipe
 
 Load = Callable[[str], Recipe]
@@ -77,8 +77,8 @@ def _parameter(text: str, load: Load) -> tuple[str, dict[str, Any]]:
     if not dots:
         for value in values.split(","):
             load(f"{key}={value}")
-        return key, {"values": parse_value(f"[{values}]", source=shown)}
-    ends = [parse_value(end, source=shown) for end in (low, high)]
+        return key, {"values": parse_yaml(f"[{values}]", source=shown)}
+    ends = [parse_yaml(end, source=shown) for end in (low, high)]
     if not all(isinstance(end, int | float) for end in ends) or not 0 < ends[0] < ends[1]:
         raise RecipeError(
             f"{shown}: a range is LOW..HIGH with numbers above 0, the low one first; list other "

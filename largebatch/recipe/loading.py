@@ -151,7 +151,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
     """Validate the text of a recipe; `source` begins every message."""
     if sum(map(len, overrides)) > MAX_LENGTH:
         raise RecipeError(f"--set: more than {MAX_LENGTH:,} characters; write them into a recipe")
-    tree = _parse_yaml(text, source=source)
+    tree = parse_yaml(text, source=source)
     if not isinstance(tree, dict):
         raise RecipeError(
             f"{source}: a recipe is a mapping of sections, found {type(tree).__name__}"
@@ -169,8 +169,13 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every default written out; parse_recipe reads it back."""
+    return dump_yaml(recipe)
+
+
+def dump_yaml(section: Section) -> str:
+    """Return any section as YAML."""
     text = io.StringIO()
-    _yaml().dump(recipe.model_dump(mode="json"), text)
+    _yaml().dump(section.model_dump(mode="json"), text)
     return text.getvalue()
 
 
@@ -204,8 +209,11 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
-    """Return the values of a text, each a copy of its own where the text has aliases."""
+def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
+    """Return the values of a text, each a copy of its own where the text has aliases.
+
+    Raises RecipeError, with the line, where it is not YAML.
+    """
     try:
         return json.loads(_as_json(_yaml().load(text), source=source))
     except MarkedYAMLError as error:
@@ -260,17 +268,12 @@ def _override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     shown = f"--set {clip(override, LONGEST_NAME)}"
     if override.startswith("{"):
-        for dotted, value in _parse_yaml(override, source=shown).items():
+        for dotted, value in parse_yaml(override, source=shown).items():
             _set(tree, dotted.split("."), value, shown=shown)
         return
     if not equals or not all(dotted.strip().split(".")):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")
-    _set(tree, dotted.strip().split("."), parse_value(text, source=shown), shown=shown)
-
-
-def parse_value(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
-    """Read one value as a recipe has it. Raises RecipeError, which begins with `source`."""
-    return _parse_yaml(text, source=source)
+    _set(tree, dotted.strip().split("."), parse_yaml(text, source=shown), shown=shown)
 
 
 def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str) -> None:

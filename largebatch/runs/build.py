@@ -161,7 +161,7 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
 
     Raises RecipeError where the backend cannot send the type.
     """
-    section, grouping = recipe.reduction, _grouping(recipe.execution.groups)
+    section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
@@ -175,7 +175,7 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
         grouping=grouping,
         dtype=_SENT_AS[section.dtype],
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
-        exact=_kept_exact(recipe, model),
+        exact=kept_exact(recipe, model),
         measure="noise_scale" in recipe.monitor,
     )
 
@@ -205,7 +205,7 @@ def describe_groups(recipe: Recipe) -> str:
             arguments=recipe.model.arguments,
             head_std=recipe.model.head_std,
         )
-    exact, grouping = _kept_exact(recipe, model), _grouping(recipe.execution.groups)
+    exact, grouping = kept_exact(recipe, model), grouping_of(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
     width = 4 if section.dtype == "fp32" else 2
     sizes = []
@@ -225,17 +225,18 @@ def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
     return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
 
 
-def _kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
+def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients are never sent in a shorter type."""
     return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
 
 
-def _grouping(
+def grouping_of(
     section: sections.CubicGroups
     | sections.QuadraticGroups
     | sections.ConstantGroups
     | sections.GroupsByBytes,
 ) -> Grouping:
+    """Return how gradients are divided into groups."""
     match section:
         case sections.CubicGroups():
             return cubic

@@ -11,7 +11,7 @@ from fake_wandb import FakeWandb
 from short_runs import DIGITS, SMALL
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.recipe.loading import dump_recipe, load_recipe, parse_value
+from largebatch.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from largebatch.tracking.identity import read_id
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "support/sweeps_schema.json").read_text())
@@ -20,7 +20,7 @@ RATE = "schedule.peak_lr=0.25..4"
 
 def sweep_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["sweep", *words]) == DONE
-    found: dict[str, Any] = parse_value(capsys.readouterr().out, source="sweep")
+    found: dict[str, Any] = parse_yaml(capsys.readouterr().out, source="sweep")
     jsonschema.Draft7Validator(SCHEMA).validate(found)
     return found
 

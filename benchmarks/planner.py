@@ -1,0 +1,213 @@
+"""The planner against published runs that it was not fitted to, and against this machine.
+
+    python benchmarks/planner.py [--rows FILE.csv]
+    python benchmarks/planner.py --here [--rounds 5] [--workers 2 4]
+
+Published: every system of MLPerf's ResNet-50 results is left out once and predicted from the
+others; beside it stands the model of five constants (planner_baseline.py), left out in its own way:
+a generation's runs with equal nodes and batch at once. Then each generation of GPUs is left out
+whole and predicted from its data sheet and one run on a single node, for every such run. `--rows`
+predicts more runs, of which the planner knows nothing, in the columns of the installed file.
+
+Here: in every round the machine is measured as `largebatch plan --calibrate` does it, and then the
+recipe planner_digits.yaml trains on several workers. Predicted and measured seconds of a step are
+compared as pairs, with what the cores worked for a step and with what it waited for other programs
+besides; the load average is recorded.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measuring import write
+from planner_baseline import baseline_errors
+
+from largebatch import load_recipe, run
+from largebatch.distributed.environment import available_cores, launched_rank
+from largebatch.planner.calibration import (
+    LeftOut,
+    covered,
+    installed_fit,
+    installed_left_out,
+    leave_generation_out,
+    quantile,
+    summary,
+)
+from largebatch.planner.cluster import Cluster
+from largebatch.planner.prediction import predict
+from largebatch.planner.published import Published, predicted_seconds, published_runs, read_runs
+from largebatch.runs.calibrate import measure
+from largebatch.runs.launch import start_workers
+from largebatch.tracking.events import StageName
+from largebatch.training.loop import Update
+from largebatch.training.step_log import StepLog
+
+RECIPE = Path(__file__).parent / "recipes" / "planner_digits.yaml"
+STEPS, WARM_UP = 40, 10
+"""Updates of a run here, and how many of them do not count."""
+
+
+def main() -> None:
+    """Measure one of the two, print it and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, help="more runs, in the columns of the installed CSV")
+    parser.add_argument("--here", action="store_true", help="measure this machine")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        be_worker(args.worker)
+        return
+    command = " ".join(["python", *sys.argv])
+    if args.here:
+        print(write("planner_here", command, here(args.rounds, args.workers)))
+        return
+    result = published()
+    if args.rows is not None:
+        result["more runs"] = more(args.rows)
+    print(write("planner", command, result))
+
+
+def published() -> dict[str, Any]:
+    """Leave out systems and generations, and print the table."""
+    left_out = installed_left_out()
+    old = [one for one in left_out if one.run.generation != "hopper"]
+    before = dict(zip(old, baseline_errors([one.run for one in old]), strict=True))
+    inside = dict(zip(left_out, covered(left_out), strict=True))
+    print(f"{'round':6}{'system':32}{'GPUs':>6}{'batch':>8}{'seconds':>10}{'ours':>8}"
+          f"{'in 90 %':>9}{'five constants':>16}")  # fmt: skip
+    for one in left_out:
+        five = f"{before[one]:+15.1%}" if one in before else ""
+        left = one.run
+        print(f"{left.round:6}{left.system[:30]:32}{left.workers:6,}{left.global_batch:8,}"
+              f"{left.seconds:10,.1f}{one.error:+8.1%}{'yes' if inside[one] else 'no':>9}"
+              f"{five:>16}")  # fmt: skip
+    summaries = {
+        "ours, 24 systems on V100 and A100": summary([one.error for one in old]),
+        "five constants": summary(list(before.values())),
+    }
+    generations = [_generation(each) for each in published_runs() if _is_single(each)]
+    largest = max(each["largest"] for each in generations)
+    summaries["a generation left out whole, worst of all single nodes"] = {"largest": largest}
+    for name, found in summaries.items():
+        print(name, {key: f"{value:.1%}" for key, value in found.items()})
+    share = sum(inside.values()) / len(inside)
+    print(f"covered by 90 % intervals: {share:.1%}")
+    constants = installed_fit().constants
+    return {
+        "left out": [_row(one, covered=inside[one], five=before.get(one)) for one in left_out],
+        "summaries": summaries,
+        "generations": generations,
+        "covered": share,
+        "quantile": quantile(left_out),
+        "constants": {name: getattr(constants, name) for name in constants.__slots__},
+    }
+
+
+def more(file: Path) -> dict[str, Any]:
+    """Predict runs of a file, which were not fitted to."""
+    factor, rows, errors = quantile(installed_left_out()), [], []
+    known = installed_fit()
+    for new in read_runs(file):
+        deviation = known.deviation(partial(predicted_seconds, new))
+        one = LeftOut(run=new, predicted=known.seconds(new), deviation=deviation)
+        rows.append(_row(one, covered=one.score <= factor, five=None))
+        errors.append(one.error)
+        print(f"{new.round:6}{new.system[:30]:32}{new.workers:6,}{new.seconds:10,.1f}"
+              f"{one.error:+8.1%}")  # fmt: skip
+    return {"rows": rows, "summary": summary(errors)}
+
+
+def _row(one: LeftOut, *, covered: bool, five: float | None) -> dict[str, Any]:
+    return {
+        "round": one.run.round,
+        "system": one.run.system,
+        "gpus": one.run.workers,
+        "batch": one.run.global_batch,
+        "seconds": one.run.seconds,
+        "predicted": one.predicted,
+        "error": one.error,
+        "covered": covered,
+        "five constants": five,
+    }
+
+
+def _is_single(run: Published) -> bool:
+    return run.workers == run.cluster.gpus_per_node and run.generation != "hopper"
+
+
+def _generation(single: Published) -> dict[str, Any]:
+    errors = [one.error for one in leave_generation_out(published_runs(), single)]
+    return {"single node": f"{single.round} {single.system}", "n": len(errors), **summary(errors)}
+
+
+def here(rounds: int, numbers: list[int]) -> dict[str, Any]:
+    """Compare predicted with measured seconds of a step on this machine."""
+    recipe, cores = load_recipe(RECIPE), available_cores()
+    pairs: dict[int, list[dict[str, float]]] = {workers: [] for workers in numbers}
+    for _ in range(rounds):
+        found = measure(recipe)
+        cluster = Cluster(
+            name="here", measured=found, gpus_per_node=cores, nodes=1, cpu_cores=cores
+        )
+        for workers in numbers:
+            predicted = sum(predict(recipe, cluster, workers=workers).step.values())
+            pair = {"predicted": predicted, **_step_seconds(workers, cores)}
+            pair["load average"] = os.getloadavg()[0]
+            pairs[workers].append(pair)
+            print(workers, {name: round(value, 4) for name, value in pair.items()}, flush=True)
+    errors = {
+        str(workers): {
+            name: statistics.median(one["predicted"] / one[name] - 1 for one in each)
+            for name in ("worked", "waited")
+        }
+        for workers, each in pairs.items()
+    }
+    print(json.dumps(errors, indent=1))
+    return {"rounds": rounds, "median errors": errors, "pairs": pairs}
+
+
+def _step_seconds(workers: int, cores: int) -> dict[str, float]:
+    """Return the seconds of a step when the recipe really trains, in two ways.
+
+    `waited` is what a step took, other programs included; `worked` what a core worked for it, as
+    often as workers share a core: what it takes where nothing else runs and nobody waits.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start_workers([__file__, "--worker", folder], workers=workers)
+        files = Path(folder).glob("*.json")
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    turns = max(1.0, workers / cores)
+    return {
+        "worked": turns * statistics.mean(each["worked"] for each in found),
+        "waited": statistics.mean(each["waited"] for each in found),
+    }
+
+
+def be_worker(folder: Path) -> None:
+    """Train as one of the workers; write the median seconds between its steps by two clocks."""
+    times: dict[str, list[float]] = {"worked": [], "waited": []}
+    add = StepLog.add
+
+    def noting(log: StepLog, stage: StageName, update: Update) -> None:
+        add(log, stage, update)
+        times["worked"].append(time.process_time())
+        times["waited"].append(time.perf_counter())
+
+    StepLog.add = noting  # type: ignore[assignment,method-assign]  # two clocks
+    run(load_recipe(RECIPE), out=folder / "run", max_steps=STEPS)
+    found = {name: statistics.median(np.diff(each[WARM_UP:])) for name, each in times.items()}
+    (folder / f"{launched_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The constants of the model from published runs, and how far off it then is.
+
+Few constants, each a time or a rate that exists: they are found in logarithms, so that all stay
+positive and errors count as ratios, by least squares towards the runs and towards a prior. A prior
+is what is known without the runs (a constant that no run tells about keeps it), and its width
+becomes part of the interval. The interval is conformal (Lei et al. 2018, arXiv:1604.04173, section
+5.2): the errors of systems that were left out, in units of the error that the fit expects of each,
+give the factor for the next one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from largebatch.planner.model import USUAL, Constants
+from largebatch.planner.published import Published, predicted_seconds, published_runs
+
+COVERAGE = 0.9
+"""Of the intervals."""
+
+NOISE = 0.05
+"""Expected deviation of a run from the model, as a ratio, against which the priors are weighed."""
+
+_PRIOR: dict[str, tuple[float, float]] = {
+    "scale": (4.0, 0.5),
+    **{f"deviation {name}": (1.0, 0.12) for name in USUAL},
+    "launch launched": (0.006, 0.7),
+    "launch graphs": (0.002, 0.7),
+    "level": (0.0003, 0.7),
+    "start": (1.0, 0.5),
+    "evaluation": (0.03, 0.5),
+}
+"""Each constant without the runs, and the standard deviation of its logarithm.
+
+scale: PyTorch on one A100 makes 2,470 images a second (NVIDIA DeepLearningExamples), 3.1 in these
+units, and MXNet's entries are known to be faster. deviation: data sheets of neighbouring
+generations differ by so much from what is measured. launch: about 1,000 kernels at 6 microseconds
+from the CPU, at 2 in a graph. level: a few switch hops, and stragglers. start, evaluation: a
+second, and the latencies of an emptied pipeline.
+"""
+
+Vector = NDArray[np.float64]
+Seconds = Callable[[Constants], float]
+"""The time of a run as the constants have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants, and how uncertain their logarithms are together."""
+
+    logs: Vector
+    covariance: Vector
+
+    @property
+    def constants(self) -> Constants:
+        """The constants themselves."""
+        return _constants(self.logs)
+
+    def seconds(self, run: Published) -> float:
+        """Return the predicted time of a run."""
+        return predicted_seconds(run, self.constants)
+
+    def deviation(self, seconds: Seconds) -> float:
+        """Return the standard deviation of the logarithm of a time."""
+        slope = _slope(seconds, self.logs)
+        return math.sqrt(NOISE**2 + float(slope @ self.covariance @ slope))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A system that was predicted from all others."""
+
+    run: Published
+    predicted: float
+    deviation: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published time, less one."""
+        return self.predicted / self.run.seconds - 1
+
+    @property
+    def score(self) -> float:
+        """Distance of the logarithms in expected deviations."""
+        return abs(math.log(self.predicted / self.run.seconds)) / self.deviation
+
+
+def fit(runs: Sequence[Published], *, near: Fit | None = None) -> Fit:
+    """Return the constants that explain the runs best; the search begins at another fit's."""
+    from scipy.optimize import least_squares
+
+    centre, width = _prior()
+    found = least_squares(
+        lambda logs: np.concatenate([_residuals(runs, logs), (logs - centre) / width]),
+        centre if near is None else near.logs,
+        method="lm",
+        ftol=1e-6,
+        xtol=1e-6,
+    )
+    return Fit(found.x, np.linalg.inv(found.jac.T @ found.jac))
+
+
+@cache
+def installed_fit() -> Fit:
+    """Return the fit to the runs that come with the package."""
+    return fit(published_runs())
+
+
+def leave_one_out(runs: Sequence[Published]) -> list[LeftOut]:
+    """Predict each system from all others."""
+    near = fit(runs)
+    return [
+        _predict(fit([one for one in runs if one.system != run.system], near=near), run)
+        for run in runs
+    ]
+
+
+def leave_generation_out(runs: Sequence[Published], single: Published) -> list[LeftOut]:
+    """Predict a generation of GPUs from all others, its data sheets and one run on a single node.
+
+    That run is `single`; it is not among those returned.
+    """
+    found = fit([run for run in runs if run.generation != single.generation] + [single])
+    left = [run for run in runs if run.generation == single.generation and run is not single]
+    return [_predict(found, run) for run in left]
+
+
+@cache
+def installed_left_out() -> tuple[LeftOut, ...]:
+    """Return what leaving one system out gives for the runs that come with the package."""
+    return tuple(leave_one_out(published_runs()))
+
+
+def quantile(left_out: Sequence[LeftOut]) -> float:
+    """Return how many expected deviations the next run stays within, with probability COVERAGE."""
+    scores = sorted(one.score for one in left_out)
+    rank = math.ceil(COVERAGE * (len(scores) + 1))
+    return scores[min(rank, len(scores)) - 1]
+
+
+def covered(left_out: Sequence[LeftOut]) -> list[bool]:
+    """Return whether each system lies in the interval that all others' errors give."""
+    return [
+        one.score <= quantile([other for other in left_out if other is not one]) for one in left_out
+    ]
+
+
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    """Return the median, the 90th percentile and the largest of absolute errors."""
+    sizes = sorted(map(abs, errors))
+    return {
+        "median": median(sizes),
+        "90th percentile": float(np.quantile(sizes, 0.9)),
+        "largest": sizes[-1],
+    }
+
+
+def _predict(found: Fit, run: Published) -> LeftOut:
+    deviation = found.deviation(partial(predicted_seconds, run))
+    return LeftOut(run=run, predicted=found.seconds(run), deviation=deviation)
+
+
+def _prior() -> tuple[Vector, Vector]:
+    centre = np.array([math.log(value) for value, _ in _PRIOR.values()])
+    return centre, np.array([width for _, width in _PRIOR.values()])
+
+
+def _constants(logs: Vector) -> Constants:
+    values = dict(zip(_PRIOR, map(math.exp, logs), strict=True))
+    return Constants(
+        scale=values["scale"],
+        deviations={name: values[f"deviation {name}"] for name in USUAL},
+        launch={"launched": values["launch launched"], "graphs": values["launch graphs"]},
+        level=values["level"],
+        start=values["start"],
+        evaluation=values["evaluation"],
+    )
+
+
+def _residuals(runs: Sequence[Published], logs: Vector) -> Vector:
+    constants = _constants(logs)
+    ratios = [predicted_seconds(run, constants) / run.seconds for run in runs]
+    return np.log(ratios) / NOISE
+
+
+def _slope(seconds: Seconds, logs: Vector) -> Vector:
+    """Return the derivative of the logarithm of a time by that of each constant."""
+
+    def log_at(place: Vector) -> float:
+        return math.log(seconds(_constants(place)))
+
+    steps = 1e-4 * np.eye(len(logs))
+    return np.array([log_at(logs + step) - log_at(logs - step) for step in steps]) / 2e-4

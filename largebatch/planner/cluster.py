@@ -1,0 +1,178 @@
+"""What a machine is: a cluster file, from data sheets or measured, and those that are installed.
+
+Every figure of an installed file names its source in a comment. Bandwidths are in gigabytes (1e9
+bytes) a second in one direction, as an all-reduce uses them; data sheets of links give the sum of
+both directions, in bits or in bytes.
+"""
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from largebatch.errors import LargebatchError, nearest
+from largebatch.recipe.loading import parse_yaml
+from largebatch.recipe.sections import Section
+
+Generation = Literal["volta", "ampere", "hopper", "blackwell"]
+Software = Literal["launched", "graphs"]
+
+LARGEST_FILE = 2**16
+"""Of a cluster file, in bytes."""
+
+
+class ClusterError(LargebatchError):
+    """A cluster is not known, too small, or its file cannot be used."""
+
+
+class Gpu(Section):
+    """One accelerator, by its data sheet."""
+
+    name: str
+    generation: Generation
+    memory_gigabytes: PositiveFloat
+    tensor_teraflops: PositiveFloat
+    """Peak of dense fp16 matrix products."""
+
+    memory_gigabytes_per_second: PositiveFloat
+    watts: PositiveFloat
+    link_gigabytes_per_second: PositiveFloat
+    """To the other GPUs of its node, in one direction."""
+
+
+class Measured(Section):
+    """What `largebatch plan --calibrate` found on a machine, for one model."""
+
+    model: str
+    image_size: PositiveInt
+    precision: str
+    device: str
+    seconds_per_image: PositiveFloat
+    """Forward and backward, a further image of a device batch."""
+
+    seconds_per_pass: Annotated[float, Field(ge=0)]
+    """Of each device batch, however small."""
+
+    seconds_per_update: Annotated[float, Field(ge=0)]
+    gradient_bytes: PositiveFloat
+    """That each worker sends in an update."""
+
+    messages: PositiveInt
+    """All-reduces of an update: the groups of gradients, and the loss."""
+
+    norm_layers: Annotated[int, Field(ge=0)]
+    exchange_seconds: Annotated[float, Field(ge=0)]
+    """Of an all-reduce between two workers, however small."""
+
+    exchange_gigabytes_per_second: PositiveFloat
+    images_per_second_read: PositiveFloat
+    """That one worker reads and augments."""
+
+    error: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Half the width of the interval of predictions, as a ratio."""
+
+
+class Cluster(Section):
+    """Nodes with equal GPUs, or with measured workers, and the network between them."""
+
+    name: str = ""
+    """That of its file."""
+
+    gpu: Gpu | None = None
+    measured: Measured | None = None
+    gpus_per_node: PositiveInt
+    """Workers that share a node; on CPUs, its cores."""
+
+    nodes: PositiveInt
+    network_gigabytes_per_second: PositiveFloat | None = None
+    """Of a node, in one direction; null where there is one node."""
+
+    sharp: bool = False
+    """Switches add up what passes through them, so half the bytes cross the network."""
+
+    cpu_cores: PositiveInt
+    """Of a node."""
+
+    software: Software = "graphs"
+    """launched: the CPU starts every kernel, as until MLPerf v0.7. graphs: CUDA graphs."""
+
+    node_watts: PositiveFloat | None = None
+    price_per_gpu_hour: PositiveFloat | None = None
+    """In any currency."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.gpu is None) == (self.measured is None):
+            raise ValueError("give either gpu (from a data sheet) or measured (by --calibrate)")
+        if self.nodes > 1 and self.network_gigabytes_per_second is None:
+            raise ValueError("network_gigabytes_per_second: missing, and there are several nodes")
+        return self
+
+    @property
+    def workers(self) -> int:
+        """How many workers it has room for."""
+        return self.nodes * self.gpus_per_node
+
+
+@cache
+def installed_clusters() -> dict[str, Cluster]:
+    """Return the clusters that come with the package, by name."""
+    folder = files("largebatch") / "planner" / "clusters"
+    texts = {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in folder.iterdir()
+        if file.name.endswith(".yaml")
+    }
+    return {name: parse_cluster(texts[name], source=name) for name in sorted(texts)}
+
+
+def load_cluster(name: str) -> Cluster:
+    """Return the cluster in a YAML file, or the installed one of this name.
+
+    Raises ClusterError where there is neither, or the file says what a cluster cannot be.
+    """
+    path = Path(name)
+    if path.suffix in {".yaml", ".yml"} or path.is_file():
+        try:
+            if path.stat().st_size > LARGEST_FILE:
+                raise ClusterError(f"{name}: longer than a cluster file, {LARGEST_FILE:,} bytes")
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"{name}: cannot read this cluster file: {error}") from None
+        return parse_cluster(text, source=name)
+    known = installed_clusters()
+    if name not in known:
+        hint = nearest(name, known, otherwise=f"known: {', '.join(known)}; or a YAML file")
+        raise ClusterError(f"--cluster {name}: not known; {hint}")
+    return known[name]
+
+
+def parse_cluster(text: str, *, source: str) -> Cluster:
+    """Validate the text of a cluster file; its name is that of the file."""
+    tree: Any = parse_yaml(text, source=source)
+    if not isinstance(tree, dict):
+        raise ClusterError(f"{source}: expected the keys of a cluster, such as nodes: 2")
+    try:
+        return Cluster.model_validate({**tree, "name": Path(source).stem})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "cluster"
+    raise ClusterError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}")
+
+
+def require_workers(cluster: Cluster, workers: int) -> None:
+    """Raise ClusterError where a cluster has fewer workers, or not whole nodes of them."""
+    each = cluster.gpus_per_node
+    if workers > cluster.workers:
+        raise ClusterError(
+            f"--workers {workers:,}: {cluster.name} has {cluster.workers:,} "
+            f"({cluster.nodes:,} nodes of {each}); give at most that, or a larger cluster"
+        )
+    if workers > each and workers % each:
+        below = workers - workers % each
+        raise ClusterError(
+            f"--workers {workers:,}: {cluster.name} has {each} workers in a node, and several "
+            f"nodes are used whole; give {below:,} or {below + each:,}"
+        )

@@ -1,0 +1,168 @@
+"""Published MLPerf runs of ResNet-50: read from CSV, and as a load on a cluster."""
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from largebatch.planner.cluster import Cluster, ClusterError, Generation, Software
+from largebatch.planner.cluster import installed_clusters as clusters
+from largebatch.planner.model import (
+    Constants,
+    Load,
+    evaluation_seconds,
+    machine,
+    step_seconds,
+)
+
+IMAGES, VALIDATION = 1_281_167, 50_000
+EVALUATE_EVERY = 4
+"""Epochs, by MLPerf's rules."""
+
+_BEFORE_80GB = {"v0.6", "v0.7"}
+"""Rounds before the A100 with 80 GB was announced (November 2020)."""
+
+_GRAPHS_SINCE = 1.0
+"""The round from which NVIDIA's entries capture their steps as CUDA graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The result of one system, and what a step of it had to do."""
+
+    round: str
+    submitter: str
+    system: str
+    cluster: Cluster
+    workers: int
+    global_batch: int
+    epochs: float
+    seconds: float
+    bn_span: int
+    overlap: bool
+
+    @property
+    def device_batch(self) -> int:
+        """Images on each GPU."""
+        return self.global_batch // self.workers
+
+    @property
+    def generation(self) -> Generation:
+        """Of its GPUs."""
+        assert self.cluster.gpu is not None
+        return self.cluster.gpu.generation
+
+    @property
+    def software(self) -> Software:
+        """How its steps were started."""
+        return "graphs" if float(self.round.lstrip("v")) >= _GRAPHS_SINCE else "launched"
+
+    @property
+    def load(self) -> Load:
+        """A step."""
+        return Load(
+            workers=self.workers,
+            device_batch=self.device_batch,
+            overlap=self.overlap,
+            sync_workers=max(1, self.bn_span // self.device_batch),
+        )
+
+
+def predicted_seconds(run: Published, constants: Constants) -> float:
+    """Return the time of a run: its start, whole steps of every epoch, and its evaluations.
+
+    The entries begin each epoch with a batch of its own, so an epoch has ceil(images / batch)
+    steps; their learning-rate schedules, which count steps, say so.
+    """
+    on = machine(run.cluster, constants, software=run.software)
+    steps = run.epochs * math.ceil(IMAGES / run.global_batch)
+    one = evaluation_seconds(on, workers=run.workers, samples=VALIDATION)
+    evaluations = run.epochs / EVALUATE_EVERY * one
+    return on.start + steps * step_seconds(on, run.load).seconds + evaluations
+
+
+@cache
+def published_runs() -> tuple[Published, ...]:
+    """Return the runs that come with the package, each system once."""
+    file = files("largebatch") / "planner" / "mlperf_resnet50_runs.csv"
+    return tuple(one_a_system(_parse(file.read_text(encoding="utf-8").splitlines())))
+
+
+def read_runs(path: Path) -> list[Published]:
+    """Return the runs of a CSV file with the columns of the installed one, or fewer of the last.
+
+    `overlap` and `sharp` may be missing: gradients are then taken to overlap backward in v0.6, and
+    switches to add up where the cluster's do. Raises ClusterError for rows that cannot be used.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"{path}: cannot read these runs: {error}") from None
+    try:
+        return _parse(text.splitlines())
+    except (KeyError, ValueError) as error:
+        raise ClusterError(f"{path}: no published runs: {error!r}") from None
+
+
+def one_a_system(runs: Iterable[Published]) -> list[Published]:
+    """Leave out results that were submitted again in a later round."""
+    return list({(run.submitter, run.system, run.seconds): run for run in runs}.values())
+
+
+def _parse(lines: Sequence[str]) -> list[Published]:
+    return [_run(row) for row in csv.DictReader(line for line in lines if line[:1] != "#")]
+
+
+def _run(row: dict[str, str]) -> Published:
+    workers, nodes = int(row["accelerators"]), int(row["nodes"])
+    overlap = row.get("overlap") or ("yes" if row["round"] == "v0.6" else "no")
+    cluster = _cluster(row, workers // nodes)
+    if row.get("sharp"):
+        cluster = cluster.model_copy(update={"sharp": row["sharp"] == "yes"})
+    return Published(
+        round=row["round"],
+        submitter=row["submitter"],
+        system=row["system"],
+        cluster=cluster,
+        workers=workers,
+        global_batch=int(row["global_batch"]),
+        epochs=(float(row["epochs_min"]) + float(row["epochs_max"])) / 2,
+        seconds=float(row["seconds"]),
+        bn_span=int(row["bn_span"]),
+        overlap=overlap == "yes",
+    )
+
+
+def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
+    """Return the installed cluster with these GPUs whose nodes hold as many, or that is most like.
+
+    >>> row = {"round": "v0.7", "system": "2xC4140", "accelerator": "V100-SXM2"}
+    >>> _cluster(row, 4).name
+    'c4140-v100'
+    """
+    named = re.sub(r"^\d+x|[^a-z0-9]", "", row["system"].lower())
+    found = re.sub(r"NVIDIA|TESLA|[^A-Z0-9]", "", row["accelerator"].upper())
+    found = found.replace("A100SXM80", "A100SXM480").replace("A100SXM40", "A100SXM440")
+    if row["round"] in _BEFORE_80GB:
+        found = found.replace("A100SXM480GB", "A100SXM440GB")
+
+    def likeness(one: Cluster) -> tuple[bool, int, bool]:
+        assert one.gpu is not None
+        alike = _common(one.gpu.name.upper().replace("-", ""), found)
+        place = named.startswith(one.name.partition("-")[0])
+        return alike >= len("V100"), alike + 3 * place, one.gpus_per_node == gpus_per_node
+
+    best = max(clusters().values(), key=likeness)
+    if not likeness(best)[0]:
+        raise ClusterError(f"{row['system']}: no installed cluster has {row['accelerator']}")
+    return best.model_copy(update={"gpus_per_node": gpus_per_node})
+
+
+def _common(first: str, second: str) -> int:
+    """Return how many characters two words begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

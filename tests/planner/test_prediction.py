@@ -1,0 +1,197 @@
+"""A recipe on a cluster: its parts by hand, what limits it, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from largebatch import load_recipe
+from largebatch.errors import LargebatchError, PlanError
+from largebatch.planner.calibration import installed_fit
+from largebatch.planner.cluster import (
+    Cluster,
+    ClusterError,
+    Measured,
+    installed_clusters,
+    load_cluster,
+    parse_cluster,
+)
+from largebatch.planner.prediction import predict
+from largebatch.planner.scan import batches, best_batches
+from largebatch.recipe.loading import dump_yaml
+
+FUJITSU = "resnet50_86016_fujitsu"
+FILES = Path(__file__).parents[2] / "largebatch" / "planner" / "clusters"
+
+PLANTED = Measured(
+    model="resnet18",
+    image_size=32,
+    precision="fp32",
+    device="cpu",
+    seconds_per_image=1e-3,
+    seconds_per_pass=2e-3,
+    seconds_per_update=3e-3,
+    gradient_bytes=1e6,
+    messages=3,
+    norm_layers=13,
+    exchange_seconds=1e-4,
+    exchange_gigabytes_per_second=1.0,
+    images_per_second_read=2000.0,
+)
+HERE = Cluster(name="here", measured=PLANTED, gpus_per_node=2, nodes=1, cpu_cores=2)
+
+
+def test_fujitsus_entry_took_the_time_that_is_predicted() -> None:
+    """70.4 s on ABCI, MLPerf v0.6; and 90 % of such runs should lie in the interval."""
+    found = predict(load_recipe(FUJITSU), load_cluster("abci-v100"), workers=2048)
+    assert found.steps == 1350
+    assert found.low < 70.42 < found.high
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.images_per_second == pytest.approx(1350 * 86016 / found.seconds)
+    assert not found.extrapolates
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        pytest.param(1, 96e-3 + 2e-3 + 3e-3 + 96 / 2000, id="one"),
+        pytest.param(2, 48e-3 + 2e-3 + 3e-3 + 48 / 2000 + 3e-4 + 1e-3, id="two"),
+        pytest.param(
+            4,
+            # two on a core; rings of four send 3/2 of the bytes, in twice as many rounds; two
+            # workers share the statistics of 13 layers, forward and backward
+            2 * (24e-3 + 2e-3 + 3e-3 + 24 / 2000 + 2 * 3e-4 + 1.5e-3 + 26 * 1e-4),
+            id="four, two on a core",
+        ),
+    ],
+)
+def test_a_measured_machine_is_predicted_from_its_measurements(
+    workers: int, expected: float
+) -> None:
+    found = predict(load_recipe("digits_96"), HERE, workers=workers)
+    assert sum(found.step.values()) == pytest.approx(expected)
+
+
+def test_measured_clusters_survive_their_file() -> None:
+    assert parse_cluster(dump_yaml(HERE), source="here.yaml") == HERE
+
+
+def test_too_few_cores_for_torchvision_limit_the_input_and_dali_does_not() -> None:
+    cluster = load_cluster("dgx-h100").model_copy(update={"cpu_cores": 16})
+    on_cpu, on_gpu, cached = (
+        predict(load_recipe(FUJITSU, overrides), cluster, workers=64)
+        for overrides in (
+            ["execution.decoder=torchvision"],
+            [],
+            ["execution.decoder=null", "execution.cache=memory"],
+        )
+    )
+    assert on_cpu.help.startswith("against input")
+    assert on_cpu.images_per_second == pytest.approx(64 * 2 * 300, rel=0.05)
+    assert on_gpu.parts["input"] == cached.parts["input"] == 0
+    assert cached.read_bytes_per_second == 0
+    assert on_gpu.read_bytes_per_second == pytest.approx(on_gpu.images_per_second * 110_000)
+
+
+def test_a_generation_without_published_runs_is_named_and_less_certain() -> None:
+    recipe = load_recipe(FUJITSU)
+    known = predict(recipe, load_cluster("dgx-a100"), workers=512)
+    unknown = predict(recipe, load_cluster("dgx-b200"), workers=512)
+    assert "blackwell" in unknown.extrapolates[0]
+    assert unknown.high / unknown.low > 1.15 * known.high / known.low
+
+
+def test_energy_and_cost_are_of_whole_nodes() -> None:
+    cluster = load_cluster("dgx-a100").model_copy(update={"price_per_gpu_hour": 2.0})
+    found = predict(load_recipe(FUJITSU), cluster, workers=2048)
+    hours = found.seconds / 3600
+    assert found.kilowatt_hours == pytest.approx(256 * 6.5 * hours)  # DGX A100: 6.5 kW
+    assert found.cost == pytest.approx(2048 * 2.0 * hours)
+
+
+def test_the_best_batch_is_no_worse_than_any_other_and_grows_with_the_gpus() -> None:
+    cluster = load_cluster("dgx-a100")
+    best = best_batches(cluster)
+    assert [point.workers for point in best][:5] == [1, 2, 4, 8, 16]
+    assert best[-1].workers == cluster.workers
+    assert best[0].global_batch < 3000
+    assert best[-1].global_batch > 30_000
+    for point in best:
+        assert point.seconds == min(
+            other.seconds for other in batches(cluster, workers=point.workers)
+        )
+
+
+def test_the_entry_on_4320_a100_is_near_the_best_batch() -> None:
+    """NVIDIA chose 64,800 in MLPerf v1.1, and took 20.82 s."""
+    points = batches(load_cluster("dgx-a100"), workers=4320)
+    best = min(points, key=lambda point: point.seconds)
+    entry = min(points, key=lambda point: abs(point.global_batch - 64_800))
+    assert entry.seconds == pytest.approx(best.seconds, rel=0.02)
+    assert entry.seconds == pytest.approx(20.82, rel=0.15)
+
+
+def test_every_figure_of_an_installed_cluster_names_its_source() -> None:
+    assert len(installed_clusters()) == len(list(FILES.iterdir())) == 14
+    for file in FILES.iterdir():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if value.strip() and key.strip() not in {"name", "generation"} and key[0] != "#":
+                assert "  # " in value, f"{file.name}: {line}"
+
+
+def test_the_constants_have_the_sizes_that_their_causes_have() -> None:
+    constants = installed_fit().constants
+    assert 5e-3 < constants.launch["launched"] < 15e-3  # 1,000 kernels, 5 to 15 us each
+    assert 1e-3 < constants.launch["graphs"] < 4e-3
+    assert all(0.9 < value < 1.1 for value in constants.deviations.values())
+    assert 0.1e-3 < constants.level < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workers", "overrides", "message"),
+    [
+        pytest.param("abci-v10", 8, [], "did you mean 'abci-v100'", id="unknown"),
+        pytest.param("abci-v100", 8192, [], "has 4,352", id="too many"),
+        pytest.param("dgx-a100", 12, [], "give 8 or 16", id="no whole nodes"),
+        pytest.param("dgx-a100", 2000, [], "cannot be divided over 2000 workers", id="no division"),
+        pytest.param("dgx-a100", 8, ["precision=fp32", "reduction.dtype=fp32"], "fp16", id="fp32"),
+        pytest.param("dgx-a100", 8, ["model.name=vgg16"], "--calibrate", id="another model"),
+        pytest.param("/nowhere/a.yaml", 8, [], "cannot read", id="no file"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(
+    cluster: str, workers: int, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(LargebatchError, match=message):
+        predict(load_recipe(FUJITSU, overrides), load_cluster(cluster), workers=workers)
+
+
+def test_replicas_are_refused() -> None:
+    swap = ["polish.swap={replicas: 8, epochs: 1, batch: 504, lr: 0.1}"]
+    with pytest.raises(PlanError, match="polish.swap"):
+        predict(load_recipe(FUJITSU, swap), load_cluster("dgx-a100"), workers=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("nodes: 2", "gpus_per_node: Field required", id="missing"),
+        pytest.param(
+            "gpus_per_node: 8\nnodes: 1\ncpu_cores: 4", "gpu .* or measured", id="neither"
+        ),
+        pytest.param("- 1", "expected the keys", id="a list"),
+        pytest.param(
+            (FILES / "dgx-a100.yaml").read_text(encoding="utf-8") + "colour: blue\n",
+            "colour: Extra inputs",
+            id="unknown key",
+        ),
+        pytest.param(
+            (FILES / "dgx-a100.yaml").read_text(encoding="utf-8").replace(": 560", ": many"),
+            "nodes: .*integer",
+            id="no number",
+        ),
+    ],
+)
+def test_a_cluster_file_with_a_mistake_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        parse_cluster(text, source="mine.yaml")
