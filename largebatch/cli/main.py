@@ -21,6 +21,7 @@ from typing import NoReturn
 from largebatch import __version__
 from largebatch.cli import data as cli_data
 from largebatch.cli import init as cli_init
+from largebatch.cli import launch as cli_launch
 from largebatch.cli import noise as cli_noise
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
@@ -309,6 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_init.add_commands(command)
     cli_suggest.add_commands(command)
     cli_noise.add_commands(command)
+    cli_launch.add_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)
