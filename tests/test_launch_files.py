@@ -255,7 +255,7 @@ def interruptible(answers: str, code: int) -> str:
 @pytest.mark.parametrize(
     ("name", "program", "answers", "again"),
     [
-        pytest.param("slurm.sh", "srun", "TERM", "scontrol requeue 7", id="srun"),
+        pytest.param("slurm.sh", "srun", "USR1", "scontrol requeue 7", id="srun"),
         pytest.param("pbs.sh", "mpirun", "USR1", "qrerun 7.head", id="PBS"),
     ],
 )
