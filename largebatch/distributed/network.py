@@ -20,7 +20,7 @@ SIZES = (2**12, 2**20, 2**26)
 
 REPEATS = 5
 SLOW = 0.5
-"""A pair is slow below this part of the median bandwidth."""
+"""A pair is slow below this part of the bandwidth that most hosts have."""
 
 _LONGEST_NAME = 64
 
@@ -46,11 +46,17 @@ class Network:
 
     @property
     def slow_pairs(self) -> tuple[Pair, ...]:
-        """Those far below the median; of a single pair there is nothing to say."""
+        """Those far below what most hosts have in the better one of their pairs.
+
+        The median of all pairs will not do: of three hosts a slow one is in two pairs.
+        """
         if not self.pairs:
             return ()
-        median = statistics.median(pair.bandwidth for pair in self.pairs)
-        return tuple(pair for pair in self.pairs if pair.bandwidth < SLOW * median)
+        best = [
+            max(pair.bandwidth for pair in self.pairs if host in pair.hosts) for host in self.hosts
+        ]
+        least = SLOW * statistics.median(best)
+        return tuple(pair for pair in self.pairs if pair.bandwidth < least)
 
     @property
     def slow_hosts(self) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ def test_bandwidth_is_that_of_a_ring() -> None:
     [
         pytest.param([10, 11, 12, 10], (), id="none"),
         pytest.param([10, 10, 2, 2, 10], ("d",), id="both pairs of d"),
+        pytest.param([10, 2, 2], ("c",), id="two pairs of three"),
         pytest.param([10, 2, 10, 10, 10], (), id="a link between two that are fine"),
     ],
 )
