@@ -281,6 +281,7 @@ def test_horovods_job_is_queued_again_by_what_the_run_wrote(cluster: Path, saves
     os.utime(folder / "summary.json", (0, 0))
     add_program(cluster / "bin", "worker", interruptible("TERM", 75))
     worker = f"(exec -a 'python3 -m largebatch ' bash {cluster / 'bin' / 'worker'}) & wait $!"
+    other = subprocess.Popen(["bash", "-c", "exec -a 'python3 -m largebatch ' sleep 600"])
     start = worker if saves else "touch running"
     add_program(cluster / "bin", "horovodrun", f"{start}; exit 1")
     job = subprocess.Popen(
@@ -292,6 +293,9 @@ def test_horovods_job_is_queued_again_by_what_the_run_wrote(cluster: Path, saves
     assert job.wait(timeout=120) == 1
     calls = (cluster / "calls").read_text().splitlines()
     assert ("scontrol requeue 7" in calls) == saves
+    assert other.poll() is None  # a run of another job is left alone
+    other.kill()
+    other.wait()
 
 
 def wait_for(path: Path) -> None:
