@@ -11,14 +11,12 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    PrefixStore,  # type: ignore[attr-defined]  # torch's stubs
-    TCPStore,  # type: ignore[attr-defined]
-)
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # its stubs
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -196,7 +194,7 @@ class TorchDistributed(RunningTorch):
             dist.destroy_process_group()
 
 
-def _meet(limit: timedelta, *, alone: bool) -> tuple[Store, int, int]:
+def _meet(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
     """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and number of workers.
 
     Worker 0 serves it on that address only, unless torchrun does so already, or the address is not
@@ -207,9 +205,7 @@ def _meet(limit: timedelta, *, alone: bool) -> tuple[Store, int, int]:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
     if listener is None:
-        store: Store
-        store, rank, world_size = next(rendezvous("env://", timeout=limit))
-        return store, rank, world_size
+        return next(rendezvous("env://", timeout=limit))
     address, port = listener.getsockname()[:2]
     file = listener.detach()
     store = TCPStore(
