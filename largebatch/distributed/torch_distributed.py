@@ -205,7 +205,8 @@ def _meet(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
     if listener is None:
-        return next(rendezvous("env://", timeout=limit))
+        met: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
+        return met
     address, port = listener.getsockname()[:2]
     file = listener.detach()
     store = TCPStore(
