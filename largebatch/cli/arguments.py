@@ -86,14 +86,19 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add what the machine decides about a run."""
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Let the command choose what connects its workers."""
     parser.add_argument(
         "--backend",
         choices=get_args(BackendName),
         default="auto",
         help="library that sums gradients (auto: the launcher's)",
     )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add what the machine decides about a run."""
+    add_backend(parser)
     parser.add_argument(
         "--timeout",
         type=seconds,

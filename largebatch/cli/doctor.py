@@ -15,6 +15,8 @@ from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index import index
 from largebatch.data.types import Request, View
 from largebatch.distributed import horovod
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.network import bandwidth, measure_network
 from largebatch.errors import LargebatchError
 from largebatch.optional import (
     require_mlflow,
@@ -47,6 +49,30 @@ def examine() -> Iterator[str]:
     }
     for name, (package, use) in checks.items():
         yield f"{name:>12}  {_outcome(package, use)}"
+
+
+def examine_network(backend: Backend) -> Iterator[str]:
+    """Yield what sums over the workers take, all of them and those of two hosts at a time.
+
+    Raises LargebatchError where there is one worker only.
+    """
+    workers = backend.world_size
+    if workers < 2:
+        raise LargebatchError(
+            "doctor --network measures between workers, and this one is alone; start it as a run "
+            "is started, by launch/*.sh, torchrun, horovodrun, srun or with --workers N"
+        )
+    found = measure_network(backend)
+    hosts = f"{len(found.hosts)} host{'s' * (len(found.hosts) > 1)}"
+    yield f"{hosts}, {workers} workers of {backend.name} on {backend.device.type}"
+    for size, seconds in found.seconds.items():
+        rate = bandwidth(size, workers=workers, seconds=seconds)
+        yield f"{size // 1024:>12,} KiB over all  {1e3 * seconds:,.2f} ms  {rate / 1e6:,.0f} MB/s"
+    for pair in found.pairs:
+        remark = "  slow" if pair in found.slow_pairs else ""
+        yield f"{' - '.join(pair.hosts):>24}  {pair.bandwidth / 1e6:,.0f} MB/s{remark}"
+    for host in found.slow_hosts:
+        yield f"{host} is slow with both of its neighbours: look at its network, or leave it out"
 
 
 def _outcome(package: str, use: Callable[[], object]) -> str:

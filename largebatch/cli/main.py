@@ -13,7 +13,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,7 @@ from typing import NoReturn
 from largebatch import __version__
 from largebatch.cli import data as cli_data
 from largebatch.cli import init as cli_init
+from largebatch.cli import launch as cli_launch
 from largebatch.cli import noise as cli_noise
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
@@ -30,6 +31,7 @@ from largebatch.cli import sweep as cli_sweep
 from largebatch.cli.arguments import (
     INTERRUPTED,
     Call,
+    add_backend,
     add_command,
     add_execution,
     add_imports,
@@ -238,11 +240,20 @@ def _report(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from largebatch.cli.doctor import examine
+def _doctor(args: argparse.Namespace) -> int:
+    from largebatch.cli.doctor import examine, examine_network
 
-    for finding in examine():
-        print(finding)
+    if not args.network:
+        for finding in examine():
+            print(finding)
+        return DONE
+    from largebatch.distributed.connection import connect
+
+    backend = connect(args.backend)
+    for finding in examine_network(backend):
+        if backend.rank == 0:
+            print(printable(finding), flush=True)
+    backend.close()
     return DONE
 
 
@@ -250,6 +261,15 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the program with what is wrong about its arguments, which it may quote."""
         super().error(_cut(printable(message)))
+
+
+def _add_doctor(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    doctor = command("doctor", _doctor, "show what is installed and works, or how fast hosts meet")
+    doctor.add_argument(
+        "--network", action="store_true", help="measure sums between the workers and their hosts"
+    )
+    add_backend(doctor)
+    add_processes(doctor)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -308,6 +328,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for module in (
         *(cli_polish, cli_recipe, cli_init, cli_suggest, cli_noise, cli_referee, cli_sweep),
+        cli_launch,
     ):
         module.add_commands(command)
 
@@ -318,5 +339,5 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", type=Path, nargs="+", metavar="run")
     report.add_argument("--out", type=Path, metavar="DIR", help="write elsewhere (the run folder)")
 
-    command("doctor", _doctor, "show what is installed and works, and how to install the rest")
+    _add_doctor(command)
     return parser

@@ -4,16 +4,19 @@ The workers are already there, started by `--workers`, torchrun or a scheduler, 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # its stubs
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -164,12 +167,13 @@ class TorchDistributed(RunningTorch):
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         device = pick_device(local_rank, local_size)
-        if local_size == int(os.environ["WORLD_SIZE"]):
+        alone = local_size == int(os.environ["WORLD_SIZE"])
+        if alone:
             use_loopback()
         kind = "nccl" if device.type == "cuda" else "gloo"
         self._limit = timedelta(seconds=timeout) + _LATER
         with _lost_peers_named(int(os.environ["RANK"])):
-            store, rank, world_size = next(rendezvous("env://", timeout=self._limit))
+            store, rank, world_size = _meet(self._limit, alone=alone)
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = _StoreNotes(PrefixStore(attempt, store.clone()))
@@ -188,6 +192,40 @@ class TorchDistributed(RunningTorch):
         self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
+    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and number of workers.
+
+    Worker 0 serves it on that address only, unless torchrun does so already, or the address is not
+    this host's own. `alone`: all workers are on this host.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener = None
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
+    if listener is None:
+        met: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
+        return met
+    address, port = listener.getsockname()[:2]
+    file = listener.detach()
+    store = TCPStore(
+        address, port, world_size, is_master=True, timeout=limit, master_listen_fd=file
+    )
+    return store, rank, world_size
+
+
+def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
+    """Return a socket that listens on one address of this host, or nothing where it cannot.
+
+    An address may be another machine's that passes connections on, and the name of a host among
+    several may mean the loopback interface to that host itself (Debian's 127.0.1.1).
+    """
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if alone or not ipaddress.ip_address(place[0]).is_loopback:
+            return socket.create_server((str(place[0]), int(place[1])), family=family)
+    return None
 
 
 def _require_one_type(store: Store, own: str, *, rank: int, world_size: int) -> None:

@@ -304,6 +304,7 @@ def test_light_commands_never_import_torch() -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
         f"main(['check', {DIGITS!r}]); main(['explain', 'optimizer']); "
+        f"main(['launch', 'slurm', {DIGITS!r}, '--nodes', '2']); "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

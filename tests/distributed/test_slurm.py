@@ -1,14 +1,19 @@
 """Processes that srun starts are workers of one run; scripts and shells of SLURM are none."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from listening import listeners
+from on_forked_workers import on_forked_workers
 from short_runs import DIGITS
 
+from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import join_slurm, launched_rank, launched_size
+from largebatch.distributed.torch_distributed import listen_on
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
 
@@ -75,3 +80,44 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert "= 2 workers x 1 x 48" in printed[0]
     assert not printed[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "alone", "expected"),
+    [
+        pytest.param("127.0.0.1", True, "127.0.0.1", id="one host"),
+        pytest.param("localhost", False, None, id="loopback for several hosts"),
+        pytest.param("192.0.2.1", False, None, id="another machine's"),
+        pytest.param("no.such.host.invalid", False, None, id="unknown"),
+    ],
+)
+def test_the_store_listens_on_its_own_address_only(
+    address: str, alone: bool, expected: str | None
+) -> None:
+    """On none of these: torch then serves on all interfaces, or says what is wrong."""
+    listener = listen_on(address, 0, alone=alone)
+    if listener is None:
+        assert expected is None
+    else:
+        with listener:
+            assert listener.getsockname()[0] == expected
+
+
+@pytest.mark.usefixtures("ends")
+def test_tasks_of_srun_on_one_host_meet_on_the_loopback_interface() -> None:
+    assert on_forked_workers(be_task, str(os.getpid()), workers=2) == ["127.0.0.1"]
+
+
+def be_task(job: str) -> list[str]:
+    """Be a task of srun; return the addresses at which something listens to the store's port."""
+    rank = os.environ["RANK"]
+    for name in [name for name in os.environ if re.match("RANK|WORLD|LOCAL_|MASTER|TORCHE", name)]:
+        del os.environ[name]
+    os.environ.update(STEP | {"SLURM_JOB_ID": job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+    backend = connect("auto")
+    assert (backend.rank, backend.world_size) == (int(rank), 2)
+    port = int(os.environ["MASTER_PORT"])
+    found = [address for address, number in listeners() if number == port]
+    backend.barrier()
+    backend.close()
+    return found

@@ -1,0 +1,127 @@
+"""The command `launch`: print the file that starts a run on a cluster, filled in. It prints.
+
+The files are those of the folder launch/, each a program or a manifest by itself, whose settings
+stand on lines of their own. The plan is made first: what cannot be divided is never submitted.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from largebatch.cli.arguments import Call, add_set, count
+from largebatch.errors import LargebatchError, PlanError, nearest
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+
+KINDS = {
+    "slurm": "slurm.sh",
+    "slurm-horovod": "slurm_horovod.sh",
+    "pbs": "pbs.sh",
+    "mpijob": "mpijob.yaml",
+    "pytorchjob": "pytorchjob.yaml",
+    "torchrun": "torchrun.sh",
+    "horovodrun": "horovodrun.sh",
+    "mpirun": "mpirun.sh",
+}
+"""The files of launch/ that are filled in, by what takes them."""
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    launch = command("launch", _launch, "print the job that trains a recipe on a cluster")
+    launch.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    launch.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
+    add_set(launch)
+    launch.add_argument("--nodes", type=count, required=True, metavar="N")
+    launch.add_argument(
+        "--gpus-per-node", type=count, default=8, metavar="N", help="workers of each (8)"
+    )
+    launch.add_argument("--data", type=Path, metavar="DIR", help="passed on to `train`")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if args.kind not in KINDS:
+        known = f"expected one of {', '.join(KINDS)}"
+        raise LargebatchError(
+            f"launch {args.kind}: no such kind of job; {nearest(args.kind, KINDS, otherwise=known)}"
+        )
+    recipe = load_recipe(args.recipe, args.set)
+    workers = args.nodes * args.gpus_per_node
+    try:
+        make_plan(recipe, workers=workers)
+    except PlanError as error:
+        raise PlanError(
+            f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each: {error}"
+        ) from None
+    options = ["--resume", "auto", *(word for each in args.set for word in ("--set", each))]
+    if args.data is not None:
+        options += ["--data", str(args.data)]
+    text = (files("largebatch") / "launch" / KINDS[args.kind]).read_text(encoding="utf-8")
+    fill = fill_manifest if KINDS[args.kind].endswith(".yaml") else fill_script
+    sys.stdout.write(
+        fill(
+            text,
+            name=recipe.name,
+            recipe=str(args.recipe),
+            options=options,
+            nodes=args.nodes,
+            gpus=args.gpus_per_node,
+        )
+    )
+    return 0
+
+
+def fill_script(
+    text: str, *, name: str, recipe: str, options: Sequence[str], nodes: int, gpus: int
+) -> str:
+    """Return a script with its settings; each is a line that begins in one of these ways."""
+    settings = {
+        "RECIPE=": f"${{RECIPE:-{shlex.quote(recipe)}}}",
+        "OUT=": f"${{OUT:-runs/{name}}}",
+        "OPTIONS=": f"({shlex.join(options)})",
+        "WORKERS=": f"${{WORKERS:-{nodes * gpus}}}",
+        "NODES=": f"${{NODES:-{nodes}}}",
+        "GPUS=": f"${{GPUS:-{gpus}}}",
+        "#SBATCH --job-name=": name,
+        "#SBATCH --nodes=": str(nodes),
+        "#SBATCH --gpus-per-node=": str(gpus),
+        "#SBATCH --ntasks-per-node=": str(gpus),
+        "#PBS -N ": name,
+        "#PBS -l select=": f"{nodes}:ncpus={8 * gpus}:ngpus={gpus}:mpiprocs={gpus}",
+    }
+    starts = "|".join(map(re.escape, settings))
+    return re.sub(
+        rf"^({starts}).*$", lambda line: line[1] + settings[line[1]], text, flags=re.MULTILINE
+    )
+
+
+def fill_manifest(
+    text: str, *, name: str, recipe: str, options: Sequence[str], nodes: int, gpus: int
+) -> str:
+    """Return a Kubernetes manifest with its variables; its volume of runs is mounted at /runs."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
+    return Template(text).substitute(
+        NAME=label,
+        RECIPE=_quoted(recipe),
+        OUT=_quoted(f"/runs/{name}"),
+        OPTIONS=", ".join(map(_quoted, options)),
+        NODES=nodes,
+        GPUS=gpus,
+        WORKERS=nodes * gpus,
+        IMAGE="largebatch",
+    )
+
+
+def _quoted(word: str) -> str:
+    """Return a word as YAML takes it, without what Kubernetes would take for a variable.
+
+    >>> _quoted("$(HOME)")
+    '"$$(HOME)"'
+    """
+    return json.dumps(word.replace("$(", "$$("), ensure_ascii=False)

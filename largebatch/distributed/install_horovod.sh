@@ -1,1 +1,0 @@
-../../launch/install_horovod.sh

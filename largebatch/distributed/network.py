@@ -1,0 +1,141 @@
+"""How fast the workers' hosts reach each other: sums over all of them, and between two hosts.
+
+Each host is measured with the next one, the last one with the first, and pairs that share no host
+at the same time. So a slow host shows in both of its pairs, and the time does not grow with the
+number of hosts.
+"""
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from largebatch.distributed.backend import Backend, Group
+
+SIZES = (2**12, 2**20, 2**26)
+"""Bytes of a sum: one that waits, one of a layer, one of ResNet-50's gradients in fp16 and more."""
+
+REPEATS = 5
+SLOW = 0.5
+"""A pair is slow below this part of the bandwidth that most hosts have."""
+
+_LONGEST_NAME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two hosts, and the bandwidth of a sum between their workers in bytes a second."""
+
+    hosts: tuple[str, str]
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What was measured; the same on every worker."""
+
+    hosts: tuple[str, ...]
+    seconds: dict[int, float]
+    """Of a sum over all workers, by its bytes: the median of REPEATS on the slowest worker."""
+
+    pairs: tuple[Pair, ...]
+    """Empty where all workers are on one host."""
+
+    @property
+    def slow_pairs(self) -> tuple[Pair, ...]:
+        """Those far below what most hosts have in the better one of their pairs.
+
+        The median of all pairs will not do: of three hosts a slow one is in two pairs.
+        """
+        if not self.pairs:
+            return ()
+        best = [
+            max(pair.bandwidth for pair in self.pairs if host in pair.hosts) for host in self.hosts
+        ]
+        least = SLOW * statistics.median(best)
+        return tuple(pair for pair in self.pairs if pair.bandwidth < least)
+
+    @property
+    def slow_hosts(self) -> tuple[str, ...]:
+        """Hosts all of whose pairs are slow beside one that is not."""
+        slow = self.slow_pairs
+        fine = {host for pair in self.pairs if pair not in slow for host in pair.hosts}
+        return tuple(host for host in self.hosts if slow and host not in fine)
+
+
+def measure_network(backend: Backend, *, sizes: Sequence[int] = SIZES) -> Network:
+    """Time sums of `sizes` bytes over all workers, and of the last size between pairs of hosts."""
+    ranks = _ranks_by_host(backend)
+    seconds = {size: max(_times(backend, backend, size)) for size in sizes}
+    pairs = [pair for some in rounds(list(ranks)) for pair in _pairs(some, ranks, backend, sizes)]
+    return Network(hosts=tuple(ranks), seconds=seconds, pairs=tuple(pairs))
+
+
+def bandwidth(size: int, *, workers: int, seconds: float) -> float:
+    """Return the bytes a second that each worker sends, in a ring: 2 (n - 1) / n of the sum's."""
+    return size * 2 * (workers - 1) / workers / seconds
+
+
+def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return each host with the next, in rounds in which every host occurs at most once.
+
+    >>> rounds(["a", "b", "c"])
+    [[('a', 'b')], [('b', 'c')], [('c', 'a')]]
+    >>> rounds(["a", "b", "c", "d"])
+    [[('a', 'b'), ('c', 'd')], [('b', 'c'), ('d', 'a')]]
+    """
+    if len(hosts) < 3:
+        return [[(hosts[0], hosts[1])]] if len(hosts) == 2 else []
+    pairs = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    last = [pairs.pop()] if len(hosts) % 2 else []
+    return [part for part in (pairs[::2], pairs[1::2], last) if part]
+
+
+def _pairs(
+    some: Sequence[tuple[str, str]],
+    ranks: dict[str, list[int]],
+    backend: Backend,
+    sizes: Sequence[int],
+) -> Iterator[Pair]:
+    """Measure pairs at the same time; the hosts in none of them wait."""
+    parts = [sorted(ranks[one] + ranks[other]) for one, other in some]
+    paired = {rank for part in parts for rank in part}
+    rest = [rank for rank in range(backend.world_size) if rank not in paired]
+    group = backend.split([*parts, rest] if rest else parts)
+    times = _times(group, backend, sizes[-1])
+    for hosts, part in zip(some, parts, strict=True):
+        slowest = max(times[rank] for rank in part)
+        yield Pair(hosts, bandwidth(sizes[-1], workers=len(part), seconds=slowest))
+
+
+def _times(group: Group, backend: Backend, size: int) -> list[float]:
+    """Return the median time that a sum over its group took each worker, in seconds."""
+    tensor = torch.ones(size // 4, device=backend.device)
+    found = []
+    for number in range(REPEATS + 2):  # the first ones connect
+        backend.barrier()
+        begun = time.perf_counter()
+        group.all_reduce(tensor).wait()
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        if number >= 2:
+            found.append(time.perf_counter() - begun)
+        tensor.fill_(1)
+    own = torch.tensor([statistics.median(found)], dtype=torch.float64, device=backend.device)
+    times: list[float] = backend.all_gather(own).flatten().tolist()
+    return times
+
+
+def _ranks_by_host(backend: Backend) -> dict[str, list[int]]:
+    """Return the workers of each host by its name, in the order of their ranks."""
+    name = socket.gethostname().encode()[:_LONGEST_NAME]
+    own = torch.zeros(_LONGEST_NAME, dtype=torch.uint8)
+    own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    names = backend.all_gather(own.to(backend.device)).cpu().numpy()
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(names):
+        found.setdefault(each.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    return found

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train on several hosts with Horovod, whose workers horovodrun starts over ssh.
+#
+#   HOSTS=node1:8,node2:8 launch/horovodrun.sh                    Gloo connects the workers
+#   HOSTS=node1:8,node2:8 CONTROLLER=mpi launch/horovodrun.sh     MPI, where Horovod has it
+#   HOSTS=node1:8,node2:8 launch/horovodrun.sh doctor --network   measure the network instead
+#   DRY_RUN=1 HOSTS=... launch/horovodrun.sh                      print the command only
+#
+# The hosts have the same files at the same paths and let each other in without a password. The same
+# command goes on after an interruption.
+set -euo pipefail
+RECIPE=${RECIPE:-digits_96}
+OUT=${OUT:-runs/digits_96}
+OPTIONS=(--resume auto)
+read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+WORKERS=${WORKERS:-16}
+HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
+
+(($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
+command=(horovodrun "--${CONTROLLER:-gloo}" -np "$WORKERS" -H "$HOSTS"
+    "${python[@]}" -m largebatch "$@")
+echo "+$(printf ' %q' "${command[@]}")"
+[[ ${DRY_RUN:-} == 1 ]] || exec "${command[@]}"

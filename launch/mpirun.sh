@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train on several hosts with a Horovod that was built with MPI, whose workers mpirun starts.
+#
+#   HOSTS=node1:8,node2:8 launch/mpirun.sh                    Open MPI
+#   HOSTS=node1:8,node2:8 launch/mpirun.sh doctor --network   measure the network instead
+#   DRY_RUN=1 HOSTS=... launch/mpirun.sh                      print the command only
+#
+# SIGUSR1 lets the run save and end with exit code 75; mpirun answers SIGTERM by killing it. The same
+# command goes on after an interruption.
+set -euo pipefail
+RECIPE=${RECIPE:-digits_96}
+OUT=${OUT:-runs/digits_96}
+OPTIONS=(--resume auto)
+read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+WORKERS=${WORKERS:-16}
+HOSTS=${HOSTS:?name the hosts and their slots, such as HOSTS=node1:8,node2:8}
+
+(($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
+# Not bound to a core: a worker's threads decode images on all those of its host.
+command=(mpirun -np "$WORKERS" -H "$HOSTS" --bind-to none --map-by slot -x PATH
+    "${python[@]}" -m largebatch "$@")
+echo "+$(printf ' %q' "${command[@]}")"
+[[ ${DRY_RUN:-} == 1 ]] || exec "${command[@]}"

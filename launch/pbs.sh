@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train under PBS with a Horovod that was built with MPI: mpirun starts a worker for each GPU.
+#
+#   qsub launch/pbs.sh          from the folder that OUT is relative to
+#   DRY_RUN=1 launch/pbs.sh     print the command only
+#
+# Before LIMIT is over the run saves, ends with exit code 75 and is put back into the queue; where
+# that takes an operator's rights, submit it again: it goes on.
+#PBS -N largebatch
+#PBS -l select=2:ncpus=64:ngpus=8:mpiprocs=8
+#PBS -l walltime=08:00:00
+#PBS -r y
+#PBS -j oe
+set -euo pipefail
+cd "${PBS_O_WORKDIR:-.}"
+RECIPE=${RECIPE:-digits_96}
+OUT=${OUT:-runs/digits_96}
+OPTIONS=(--resume auto)
+read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+LIMIT=${LIMIT:-470m} # ten minutes less than the walltime
+NODEFILE=${PBS_NODEFILE:-/dev/null}
+
+(($#)) || set -- train "$RECIPE" --out "$OUT" --time-limit "$LIMIT" "${OPTIONS[@]}"
+command=(mpirun -np "$(wc -l <"$NODEFILE")" --hostfile "$NODEFILE" --bind-to none --map-by slot
+    -x PATH "${python[@]}" -m largebatch "$@")
+echo "+$(printf ' %q' "${command[@]}")"
+[[ ${DRY_RUN:-} != 1 ]] || exit 0
+"${command[@]}" &
+run=$! stopped='' code=0
+trap 'stopped=1; kill -USR1 "$run"' TERM # which mpirun passes on; it would answer SIGTERM itself
+wait "$run" || code=$?
+[[ ! $stopped ]] || { code=0 && wait "$run"; } || code=$? # the signal ended the wait before
+if ((code == 75)); then qrerun "$PBS_JOBID"; fi
+exit "$code"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train under SLURM: srun starts a worker for each GPU; torch.distributed connects them.
+#
+#   sbatch --nodes=4 launch/slurm.sh          what stands below is overridden so
+#   sbatch launch/slurm.sh doctor --network   measure the network instead
+#   DRY_RUN=1 launch/slurm.sh                 print the command only
+#
+# Two minutes before its time is over the run saves, ends with exit code 75 and waits for its next
+# turn, when it goes on.
+#SBATCH --job-name=largebatch
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=08:00:00
+#SBATCH --signal=B:TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.txt
+set -euo pipefail
+RECIPE=${RECIPE:-digits_96}
+OUT=${OUT:-runs/digits_96}
+OPTIONS=(--resume auto)
+read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+
+(($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
+# The workers end each other when one fails, and worker 0 may be saving when the others have ended.
+command=(srun --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}"
+    "${python[@]}" -m largebatch "$@")
+echo "+$(printf ' %q' "${command[@]}")"
+[[ ${DRY_RUN:-} != 1 ]] || exit 0
+"${command[@]}" &
+step=$! stopped='' code=0
+trap 'stopped=1; kill -USR1 "$step"' TERM # srun passes that on; at SIGTERM it kills the workers
+wait "$step" || code=$?
+[[ ! $stopped ]] || { code=0 && wait "$step"; } || code=$? # the signal ended the wait before
+if ((code == 75)); then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"

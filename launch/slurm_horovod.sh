@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Train under SLURM with Horovod: horovodrun starts a worker for each GPU, over ssh.
+#
+#   sbatch --nodes=4 launch/slurm_horovod.sh          what stands below is overridden so
+#   sbatch launch/slurm_horovod.sh doctor --network   measure the network instead
+#   DRY_RUN=1 launch/slurm_horovod.sh                 print the command only
+# Two minutes before its time is over the run saves and waits for its next turn, when it goes on.
+#SBATCH --job-name=largebatch
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=08:00:00
+#SBATCH --signal=B:TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# shellcheck disable=SC2329 # functions that a trap calls
+set -euo pipefail
+RECIPE=${RECIPE:-digits_96}
+OUT=${OUT:-runs/digits_96}
+OPTIONS=(--resume auto)
+read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+(($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
+mapfile -t hosts < <(scontrol show hostnames)
+slots=("${hosts[@]/%/:${SLURM_GPUS_ON_NODE:-8}}")
+command=(horovodrun --gloo -np $((${#hosts[@]} * ${SLURM_GPUS_ON_NODE:-8}))
+    -H "$(IFS=, && echo "${slots[*]}")" "${python[@]}" -m largebatch "$@")
+echo "+$(printf ' %q' "${command[@]}")"
+[[ ${DRY_RUN:-} != 1 ]] || exit 0
+begun=$(mktemp) stopped='' code=0
+"${command[@]}" & run=$!
+# To its workers on this host, which tell the others: horovodrun would kill all of them after 5 s.
+tree() { echo "$1" && pgrep -P "$1" | while read -r id; do tree "$id"; done; }
+warn() { stopped=1 && pkill -P "$(tree "$run" | paste -sd,)" -f '^[^ ]*python[^ ]* -m largebatch '; }
+trap warn TERM
+wait "$run" || code=$?
+[[ ! $stopped ]] || { code=0 && wait "$run"; } || code=$?
+# horovodrun makes a 1 of the workers' 75; what they wrote tells.
+[[ $OUT/summary.json -nt $begun ]] && grep -q '"interrupted"' "$OUT/summary.json" &&
+    scontrol requeue "$SLURM_JOB_ID"
+exit "$code"

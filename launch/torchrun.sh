@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train on several hosts with torch.distributed: to be started on each of them.
+#
+#   FIRST=node1 NODE=0 launch/torchrun.sh                    on node1; NODE=1 on the next, ...
+#   FIRST=node1 NODE=0 launch/torchrun.sh doctor --network   measure the network instead
+#   DRY_RUN=1 FIRST=node1 NODE=0 launch/torchrun.sh          print the command only
+#
+# One node alone needs neither FIRST nor NODE, and its workers listen on the loopback interface only;
+# with several, FIRST listens on its PORT, on all interfaces. The same command goes on after an
+# interruption.
+set -euo pipefail
+RECIPE=${RECIPE:-digits_96}
+OUT=${OUT:-runs/digits_96}
+OPTIONS=(--resume auto)
+read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
+NODES=${NODES:-2}
+GPUS=${GPUS:-8}
+
+(($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
+command=("${python[@]}" -m)
+if ((NODES == 1)); then
+    command+=(largebatch "$@" --workers "$GPUS")
+else
+    command+=(torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS"
+        --node-rank "${NODE:?number this host: NODE=0, 1, ...}"
+        --master-addr "${FIRST:?name the host with NODE=0}" --master-port "${PORT:-29500}"
+        -m largebatch "$@")
+fi
+echo "+$(printf ' %q' "${command[@]}")"
+[[ ${DRY_RUN:-} == 1 ]] || exec "${command[@]}"

@@ -1,0 +1,322 @@
+"""The files of launch/: each parses, prints what it would do, and does it with other programs."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from ruamel.yaml import YAML
+
+from largebatch.cli.launch import KINDS
+from largebatch.cli.main import DONE, USER, main
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "launch").iterdir())
+SCRIPTS = [path for path in FILES if path.suffix == ".sh"]
+SCHEMAS = {
+    kind: json.loads((ROOT / "tests" / "support" / "kubeflow" / name).read_text())
+    for kind, name in (("mpijob", "mpijob_v2beta1.json"), ("pytorchjob", "pytorchjob_v1.json"))
+}
+SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
+TRAIN = "-m largebatch train digits_96 --out runs/digits_96 --resume auto"
+COMMANDS = {
+    "horovodrun.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
+    "mpirun.sh": f"mpirun -np 16 -H n1:8,n2:8 --bind-to none --map-by slot -x PATH python3 {TRAIN}",
+    "torchrun.sh": "python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --node-rank 1 "
+    f"--master-addr n1 --master-port 29500 {TRAIN}",
+    "slurm.sh": f"srun --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
+    "slurm_horovod.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
+    "pbs.sh": "mpirun -np 3 --hostfile {nodefile} --bind-to none --map-by slot -x PATH python3 "
+    "-m largebatch train digits_96 --out runs/digits_96 --time-limit 470m --resume auto",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs that a cluster has, which note in `calls` how they are called."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    add_program(programs, "scontrol", 'if [[ $1 == show ]]; then printf "n1\\nn2\\n"; fi')
+    add_program(programs, "qrerun", "true")
+    (tmp_path / "nodefile").write_text("n1\nn1\nn2\n")
+    for name, value in {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "HOSTS": "n1:8,n2:8",
+        "FIRST": "n1",
+        "NODE": "1",
+        "PBS_NODEFILE": str(tmp_path / "nodefile"),
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PBS_JOBID": "7.head",
+        "SLURM_JOB_ID": "7",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def add_program(programs: Path, name: str, does: str) -> None:
+    path = programs / name
+    calls = programs.parent / "calls"
+    path.write_text(f'#!{shutil.which("bash")}\necho "{name} $*" >>{calls}\n{does}\n')
+    path.chmod(0o755)
+
+
+def dry_run(path: Path, *words: str, **variables: str) -> str:
+    done = subprocess.run(
+        ["bash", path, *words],
+        env=os.environ | {"DRY_RUN": "1"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def filled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["launch", *words]) == DONE
+    return capsys.readouterr().out
+
+
+def test_every_file_is_tested_here_and_short() -> None:
+    other = {"Dockerfile", "apptainer.def", "install_horovod.sh"}
+    assert {path.name for path in FILES} == {*KINDS.values(), *other}
+    assert {path.name for path in SCRIPTS} == {*COMMANDS, "install_horovod.sh"}
+    for path in FILES:
+        if path.name != "install_horovod.sh":  # whose header has the reason
+            assert len(path.read_text().splitlines()) <= 40, path
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_parses_and_shellcheck_finds_nothing(path: Path) -> None:
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", path], check=True)
+    done = subprocess.run([SHELLCHECK, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_is_one_that_finds_something() -> None:
+    done = subprocess.run([SHELLCHECK, "-s", "bash", "-"], input="rm $1\n", text=True, check=False)
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_dry_run_prints_the_command(cluster: Path, name: str) -> None:
+    printed = dry_run(ROOT / "launch" / name)
+    expected = COMMANDS[name].format(nodefile=cluster / "nodefile")
+    assert shlex.split(printed) == ["+", *expected.split()]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_another_command_and_program_take_their_place(cluster: Path, name: str) -> None:
+    printed = dry_run(
+        ROOT / "launch" / name, "doctor", "--network", PYTHON="apptainer exec --nv x.sif python3"
+    )
+    assert printed.endswith("-m largebatch doctor --network\n")
+    assert " apptainer exec --nv x.sif python3 -m " in printed
+
+
+@pytest.mark.parametrize("name", ["horovodrun.sh", "mpirun.sh", "torchrun.sh"])
+def test_hosts_that_are_not_named_are_asked_for(
+    cluster: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HOSTS", "FIRST"):
+        monkeypatch.delenv(variable)
+    done = subprocess.run(
+        ["bash", ROOT / "launch" / name], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert re.search(r"name the hosts? ", done.stderr)
+
+
+def test_workers_of_one_host_are_started_on_the_loopback_interface(cluster: Path) -> None:
+    """By largebatch itself: torchrun's store would take all interfaces."""
+    printed = dry_run(ROOT / "launch" / "torchrun.sh", NODES="1", GPUS="4")
+    assert printed == f"+ python3 {TRAIN} --workers 4\n"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].endswith(".sh")])
+def test_a_job_is_filled_in_for_the_plan(
+    cluster: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = cluster / "it's a {recipe}.yaml"
+    recipe.write_text((ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_text())
+    words = ["--nodes", "3", "--gpus-per-node", "4", "--set", "batch.bn_span=24"]
+    job = cluster / "job.sh"
+    job.write_text(filled(capsys, kind, str(recipe), *words, "--data", "my data"))
+    subprocess.run([SHELLCHECK, job], check=True)
+    printed = shlex.split(dry_run(job, SLURM_GPUS_ON_NODE="4"))
+    train = printed[printed.index("train") :]
+    train = train[: train.index("--time-limit")] + train[-6:] if kind == "pbs" else train
+    options = ["--resume", "auto", "--set", "batch.bn_span=24", "--data", "my data"]
+    assert train == ["train", str(recipe), "--out", "runs/digits-96", *options]
+    template = (ROOT / "launch" / KINDS[kind]).read_text().splitlines()
+    changed = set(job.read_text().splitlines()) - set(template)
+    directives = {
+        "slurm": {
+            *("#SBATCH --job-name=digits-96", "#SBATCH --nodes=3"),
+            *("#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"),
+        },
+        "slurm-horovod": {
+            *("#SBATCH --job-name=digits-96", "#SBATCH --nodes=3", "#SBATCH --gpus-per-node=4"),
+        },
+        "pbs": {"#PBS -N digits-96", "#PBS -l select=3:ncpus=32:ngpus=4:mpiprocs=4"},
+        "torchrun": {"NODES=${NODES:-3}", "GPUS=${GPUS:-4}"},
+        "horovodrun": {"WORKERS=${WORKERS:-12}"},
+        "mpirun": {"WORKERS=${WORKERS:-12}"},
+    }[kind]
+    assert directives <= changed
+    assert len(changed) == len(directives) + 3  # recipe, folder and options
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_manifest_is_what_its_operator_takes(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = YAML(typ="safe").load(filled(capsys, kind, "digits_96", "--nodes", "3", "--data", "$(A)"))
+    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
+    replicas = job["spec"]["mpiReplicaSpecs" if kind == "mpijob" else "pytorchReplicaSpecs"]
+    assert replicas["Worker"]["replicas"] == 3
+    first = replicas["Launcher" if kind == "mpijob" else "Worker"]
+    (container,) = first["template"]["spec"]["containers"]
+    words = container["command"] + container.get("args", [])
+    train = ["train", "digits_96", "--out", "/runs/digits-96", "--resume", "auto"]
+    assert words[words.index("train") :] == [*train, "--data", "$$(A)"]
+    (worker,) = replicas["Worker"]["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    if kind == "mpijob":
+        assert job["spec"]["slotsPerWorker"] == 8
+        assert words[words.index("-np") + 1] == "24"
+    else:
+        assert job["spec"]["nprocPerNode"] == "8"
+        assert job["spec"]["elasticPolicy"]["minReplicas"] == 3
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_the_schema_refuses_what_an_operator_would(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = filled(capsys, kind, "digits_96", "--nodes", "3")
+    for right, wrong in (
+        ("replicas: 3", 'replicas: "3"'),
+        ("containers:", "container:"),
+        ("claimName: runs", "claim: runs"),
+        ("runPolicy:", "runpolicy:"),
+        ("cleanPodPolicy: Running", "cleanPodPolicy: 1"),
+    ):
+        assert right in text
+        job: Any = YAML(typ="safe").load(text.replace(right, wrong))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["slrm", "digits_96", "--nodes", "2"], "launch slrm: no such kind of job; did you mean "),
+        (["k8s", "digits_96", "--nodes", "2"], "launch k8s: no such kind of job; expected one of "),
+        (["pbs", "digits_96", "--nodes", "5"], "--nodes 5 with 8 GPUs each: the global batch of "),
+        (["pbs", "digit_96", "--nodes", "2"], "digit_96: neither a file nor an installed recipe;"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *words]) == USER
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith(f"largebatch: {message}")
+    assert found.err.count("\n") == 1
+
+
+WORKER = """
+save() { sleep 0.2; mkdir -p runs/digits_96; echo '"interrupted"' >runs/digits_96/summary.json; }
+trap 'save; exit CODE' SIGNAL
+touch running
+for _ in {1..600}; do sleep 0.1; done
+"""
+"""Waits to be interrupted, then takes a moment to save."""
+
+
+def interruptible(answers: str, code: int) -> str:
+    return WORKER.replace("SIGNAL", answers).replace("CODE", str(code))
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "answers", "again"),
+    [
+        pytest.param("slurm.sh", "srun", "USR1", "scontrol requeue 7", id="srun"),
+        pytest.param("pbs.sh", "mpirun", "USR1", "qrerun 7.head", id="PBS"),
+    ],
+)
+@pytest.mark.parametrize("code", [75, 1, 0])
+def test_a_job_that_was_interrupted_is_queued_again(
+    cluster: Path, name: str, program: str, answers: str, again: str, code: int
+) -> None:
+    """The warning reaches the run, and only its exit code 75 asks for another turn."""
+    add_program(cluster / "bin", program, interruptible(answers, code))
+    job = subprocess.Popen(["bash", ROOT / "launch" / name], stdout=subprocess.DEVNULL)
+    wait_for(cluster / "running")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=120) == code
+    assert ((cluster / "calls").read_text().splitlines()[-1] == again) == (code == 75)
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "saved long ago"])
+def test_horovods_job_is_queued_again_by_what_the_run_wrote(cluster: Path, saves: bool) -> None:
+    """horovodrun makes a 1 of 75; a summary that is older than this start proves nothing."""
+    folder = cluster / "runs" / "digits_96"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text('{"status": "interrupted"}')
+    os.utime(folder / "summary.json", (0, 0))
+    add_program(cluster / "bin", "worker", interruptible("TERM", 75))
+    worker = f"(exec -a 'python3 -m largebatch ' bash {cluster / 'bin' / 'worker'}) & wait $!"
+    other = subprocess.Popen(["bash", "-c", "exec -a 'python3 -m largebatch ' sleep 600"])
+    start = worker if saves else "touch running"
+    add_program(cluster / "bin", "horovodrun", f"{start}; exit 1")
+    job = subprocess.Popen(
+        ["bash", ROOT / "launch" / "slurm_horovod.sh"], stdout=subprocess.DEVNULL
+    )
+    wait_for(cluster / "running")
+    if saves:
+        job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=120) == 1
+    calls = (cluster / "calls").read_text().splitlines()
+    assert ("scontrol requeue 7" in calls) == saves
+    assert other.poll() is None  # a run of another job is left alone
+    other.kill()
+    other.wait()
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(1200):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise TimeoutError(path)
+
+
+def test_images_copy_what_is_there_and_their_commands_pass_shellcheck() -> None:
+    docker = (ROOT / "launch" / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(" ", 1) for line in docker.splitlines() if line and line[0] != "#"]
+    copied = [word for step, rest in steps if step == "COPY" for word in rest.split()[:-1]]
+    commands = [rest for step, rest in steps if step == "RUN"]
+    definition = (ROOT / "launch" / "apptainer.def").read_text()
+    parts = dict(re.findall(r"^%(\w+)\n((?:(?:    .*)?\n)+)", definition, flags=re.MULTILINE))
+    copied += [line.split()[0] for line in parts["files"].splitlines() if line]
+    assert len(copied) == 14
+    for name in copied:
+        assert (ROOT / name).exists(), name
+    assert steps[0][1] == re.findall(r"^From: (.*)", definition, flags=re.MULTILINE)[0]
+    for script in (*commands, *(parts[part] for part in ("post", "environment", "runscript"))):
+        subprocess.run([SHELLCHECK, "-s", "sh", "-"], input=script, text=True, check=True)
