@@ -15,7 +15,6 @@ from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
 from largebatch.recipe.plan import Plan, replica_plan
 from largebatch.recipe.sections import Statistics
-from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
@@ -254,9 +253,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
             evaluates = done < steps.stop and done in plan.evaluate_after
             if evaluates:
                 step_log.flush()
-                metrics = trainer.evaluate(name)
-                state.progress.note_accuracy(metrics.top1)
-                state.progress.readings.append(Reading(done, metrics.loss, metrics.top1))
+                state.progress.note_accuracy(trainer.evaluate(name).top1)
             if evaluates or trainer.save_is_due():
                 step_log.flush()
                 trainer.save()

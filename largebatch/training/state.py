@@ -60,7 +60,7 @@ class Progress:
     """What the run has taken, over all its parts, up to the last checkpoint."""
 
     readings: list[Reading] = field(default_factory=list)
-    """The evaluations between two updates, from which `schedule.plateau` takes the rate."""
+    """The evaluations of train and clean, from which `schedule.plateau` takes the rate."""
 
     best_top1: float | None = None
     best_step: Count | None = None

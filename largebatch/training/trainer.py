@@ -25,6 +25,7 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.plateau import Reading
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import (
     Accuracy,
@@ -183,7 +184,10 @@ class Trainer:
         """Measure the model as it is and emit the event; `each` is as in evaluate."""
         begun = time.perf_counter()
         metrics = self.measure(each)
-        step = self.state.progress.step
+        progress = self.state.progress
+        step = progress.step
+        if stage in {"train", "clean"}:  # whose updates follow the schedule
+            progress.readings.append(Reading(step, metrics.loss, metrics.top1))
         self.emit(
             Evaluation(
                 stage=stage,
