@@ -76,11 +76,12 @@ def test_a_loss_that_is_no_number_is_no_improvement() -> None:
     assert level(section, [1.0, float("nan"), float("nan")]) == 0.1
 
 
+LEVELS = [0.5**power for power in range(9)]
 CHANGES = [
     *("duration.epochs=4", "polish={clean: {epochs: 2}}", "schedule.warmup=null"),
     "evaluation.every_epochs=0.5",
     *("schedule.decay={kind: constant}", "schedule.peak_lr=4.0", *SMALL),
-    "schedule.plateau={levels: [1.0, 0.5, 0.25, 0.125], patience: 0, threshold: 0.05}",
+    f"schedule.plateau={{levels: {LEVELS}, patience: 0, threshold: 10.0}}",  # all are plateaus
 ]
 
 
@@ -97,7 +98,7 @@ def torchs_rates(folder: Path, steps: Iterable[int]) -> dict[int, float]:
     """The rates that torch's ReduceLROnPlateau has at these steps after the run's evaluations."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=4.0)
     theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        optimizer, factor=0.5, patience=0, threshold=0.05, threshold_mode="abs", min_lr=0.5
+        optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs", eps=0.0
     )
     left, found = events(folder, "evaluation"), {}
     for step in sorted(steps):
@@ -144,7 +145,7 @@ def test_every_worker_leaves_a_level_in_the_same_step(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["evaluation={}"], "schedule.plateau reads the evaluations on the way"),
-        (["schedule.plateau.first=4"], r"first \(4\) must be one of the 4 levels"),
+        (["schedule.plateau.first=9"], r"first \(9\) must be one of the 9 levels"),
         (["schedule.plateau.levels=[1.0]"], "schedule.plateau.levels"),
         (
             ["optimizer={kind: schedule-free, weight_decay: 5e-5}"],
