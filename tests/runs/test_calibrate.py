@@ -8,6 +8,7 @@ import torch
 
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.models import build
@@ -106,10 +107,10 @@ def test_a_machine_with_one_gpu_is_measured_without_an_exchange(
 
 
 def test_reading_has_the_cores_of_one_worker_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen: list[Backend] = []
 
-    def opened(*arguments: object, **_: object) -> object:
-        seen.append(arguments[2])
+    def opened(_: object, __: object, backend: Backend, **___: object) -> None:
+        seen.append(backend)
         raise LargebatchError("enough")
 
     monkeypatch.setattr(calibrate, "open_pipeline", opened)
