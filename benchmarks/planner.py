@@ -6,7 +6,8 @@
 Published: every system of MLPerf's ResNet-50 results is left out once and predicted from the
 others; beside it stands the model of five constants (planner_baseline.py), left out in its own way:
 a generation's runs with equal nodes and batch at once. Then each generation of GPUs is left out
-whole and predicted from its data sheet and one run on a single node, for every such run. `--rows`
+whole and predicted from its data sheet and one run on a single node, for every such run, and from
+its data sheet alone. `--rows`
 predicts more runs, of which the planner knows nothing, in the columns of the installed file.
 
 Here: in every round the machine is measured as `largebatch plan --calibrate` does it, and then the
@@ -98,6 +99,10 @@ def published() -> dict[str, Any]:
     generations = [_generation(each) for each in published_runs() if _is_single(each)]
     largest = max(each["largest"] for each in generations)
     summaries["a generation left out whole, worst of all single nodes"] = {"largest": largest}
+    for generation in ("volta", "ampere"):
+        alone = leave_generation_out(published_runs(), generation)
+        errors = summary([one.error for one in alone])
+        summaries[f"{generation} left out whole, with no node kept"] = errors
     for name, found in summaries.items():
         print(name, {key: f"{value:.1%}" for key, value in found.items()})
     share = sum(inside.values()) / len(inside)
@@ -123,7 +128,8 @@ def more(file: Path) -> dict[str, Any]:
         rows.append(_row(one, covered=one.score <= factor, five=None))
         errors.append(one.error)
         print(f"{new.round:6}{new.system[:30]:32}{new.workers:6,}{new.seconds:10,.1f}"
-              f"{one.error:+8.1%}")  # fmt: skip
+              f"{one.error:+8.1%}{'yes' if rows[-1]['covered'] else 'no':>9}"
+              f"  {', '.join(new.guessed)}")  # fmt: skip
     return {"rows": rows, "summary": summary(errors)}
 
 
@@ -146,7 +152,8 @@ def _is_single(run: Published) -> bool:
 
 
 def _generation(single: Published) -> dict[str, Any]:
-    errors = [one.error for one in leave_generation_out(published_runs(), single)]
+    left_out = leave_generation_out(published_runs(), single.generation, keep=[single])
+    errors = [one.error for one in left_out]
     return {"single node": f"{single.round} {single.system}", "n": len(errors), **summary(errors)}
 
 

@@ -24,7 +24,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--data", type=Path, metavar="DIR", help="images that --calibrate reads")
     plan.add_argument(
-        "--out", type=Path, metavar="FILE", help="picture (PNG) of --cluster, file of --calibrate"
+        "--out", type=Path, metavar="FILE", help="chart (PNG) of --cluster, file of --calibrate"
     )
 
 
@@ -36,6 +36,14 @@ def wanted(args: argparse.Namespace) -> bool:
         for option, given in (("--json", args.json), ("--out", args.out)):
             if given:
                 raise LargebatchError(f"{option} is for a prediction: give --cluster NAME too")
+    if args.data is not None and not args.calibrate:
+        raise LargebatchError("--data is for a measurement: give --calibrate too, or leave it out")
+    if args.calibrate and (args.json or args.workers != 1):
+        option = "--json" if args.json else "--workers"
+        raise LargebatchError(
+            f"{option} is for a prediction; --calibrate measures one worker, and --cluster with "
+            "its file predicts more"
+        )
     return bool(args.cluster or args.calibrate)
 
 
@@ -87,10 +95,12 @@ def _rows(found: "Prediction") -> dict[str, str]:
             f"{found.memory_bytes / 1e9:.0f} of {found.memory_available / 1e9:.0f} GB a GPU"
         )
     if found.kilowatt_hours is not None:
-        rows["energy"] = f"at most {found.kilowatt_hours:,.3g} kWh"
+        alone = ", GPUs alone" if found.energy_of == "GPUs" else ""
+        rows["energy"] = f"at most {_number(found.kilowatt_hours)} kWh{alone}"
     if found.cost is not None:
         rows["cost"] = f"{found.cost:,.2f}"
-    rows["limited by"] = found.limit
+    unfit = ": a device batch does not fit, so there is no such run"
+    rows["limited by"] = found.limit + unfit * (found.limit == "memory")
     rows["what helps"] = found.help
     if found.extrapolates:
         rows["extrapolates"] = "; ".join(found.extrapolates)
@@ -101,9 +111,18 @@ def _input(found: "Prediction") -> str:
     if not found.read_bytes_per_second:
         return "no image files are decoded on the way"
     return (
-        f"{found.read_bytes_per_second / 1e9:,.3g} GB/s of JPEG files in all; decoding on CPUs "
+        f"{_number(found.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; decoding on CPUs "
         f"takes {found.cores_per_worker:.1f} cores a worker, which has {found.cores_available:g}"
     )
+
+
+def _number(value: float) -> str:
+    """Return a number with three digits at least, and none after them from 100 on.
+
+    >>> [_number(value) for value in (0.0123, 11.44, 1117.2)]
+    ['0.0123', '11.4', '1,117']
+    """
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:
@@ -127,8 +146,12 @@ def time(seconds: float) -> str:
 
     >>> [time(seconds) for seconds in (20.83, 1721.4, 400_000)]
     ['20.8 s', '0:28:41', '4 days, 15:06:40']
+    >>> time(1e30)
+    '1e+30 s'
     """
-    return f"{seconds:.3g} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+    if seconds < 100 or seconds > timedelta.max.total_seconds():
+        return f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -2,8 +2,8 @@
 
 Few constants, each a time or a rate that exists: they are found in logarithms, so that all stay
 positive and errors count as ratios, by least squares towards the runs and towards a prior. A prior
-is what is known without the runs (a constant that no run tells about keeps it), and its width
-becomes part of the interval. The interval is conformal (Lei et al. 2018, arXiv:1604.04173, section
+says of which size a constant is (one that no run tells about keeps it), and its width becomes part
+of the interval. The interval is conformal (Lei et al. 2018, arXiv:1604.04173, section
 5.2): the errors of systems that were left out, in units of the error that the fit expects of each,
 give the factor for the next one.
 """
@@ -17,7 +17,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from largebatch.planner.model import USUAL, Constants
+from largebatch.planner.cluster import GENERATIONS, Generation
+from largebatch.planner.model import Constants
 from largebatch.planner.published import Published, predicted_seconds, published_runs
 
 COVERAGE = 0.9
@@ -27,21 +28,20 @@ NOISE = 0.05
 """Expected deviation of a run from the model, as a ratio, against which the priors are weighed."""
 
 _PRIOR: dict[str, tuple[float, float]] = {
-    "scale": (4.0, 0.5),
-    **{f"deviation {name}": (1.0, 0.12) for name in USUAL},
+    "scale": (3.1, 1.0),
+    **{f"deviation {name}": (1.0, 0.15) for name in GENERATIONS},
     "launch launched": (0.006, 0.7),
     "launch graphs": (0.002, 0.7),
     "level": (0.0003, 0.7),
-    "start": (1.0, 0.5),
-    "evaluation": (0.03, 0.5),
+    "start": (1.0, 0.7),
+    "evaluation": (0.03, 0.7),
 }
-"""Each constant without the runs, and the standard deviation of its logarithm.
+"""The size of each constant, and the standard deviation of its logarithm.
 
 scale: PyTorch on one A100 makes 2,470 images a second (NVIDIA DeepLearningExamples), 3.1 in these
-units, and MXNet's entries are known to be faster. deviation: data sheets of neighbouring
-generations differ by so much from what is measured. launch: about 1,000 kernels at 6 microseconds
-from the CPU, at 2 in a graph. level: a few switch hops, and stragglers. start, evaluation: a
-second, and the latencies of an emptied pipeline.
+units. launch: about 1,000 kernels at 6 microseconds from the CPU, at 2 in a graph. The others are
+assumptions, chosen when the runs had been seen: runs decide the level only with A100s among them,
+and leave start and evaluation where they are put, which are at most a tenth of a run each.
 """
 
 Vector = NDArray[np.float64]
@@ -120,13 +120,15 @@ def leave_one_out(runs: Sequence[Published]) -> list[LeftOut]:
     ]
 
 
-def leave_generation_out(runs: Sequence[Published], single: Published) -> list[LeftOut]:
-    """Predict a generation of GPUs from all others, its data sheets and one run on a single node.
+def leave_generation_out(
+    runs: Sequence[Published], generation: Generation, *, keep: Sequence[Published] = ()
+) -> list[LeftOut]:
+    """Predict a generation of GPUs from all others, its data sheets and the runs in `keep`.
 
-    That run is `single`; it is not among those returned.
+    Those are not among the ones returned.
     """
-    found = fit([run for run in runs if run.generation != single.generation] + [single])
-    left = [run for run in runs if run.generation == single.generation and run is not single]
+    found = fit([run for run in runs if run.generation != generation] + list(keep))
+    left = [run for run in runs if run.generation == generation and run not in keep]
     return [_predict(found, run) for run in left]
 
 
@@ -174,7 +176,7 @@ def _constants(logs: Vector) -> Constants:
     values = dict(zip(_PRIOR, map(math.exp, logs), strict=True))
     return Constants(
         scale=values["scale"],
-        deviations={name: values[f"deviation {name}"] for name in USUAL},
+        deviations={name: values[f"deviation {name}"] for name in GENERATIONS},
         launch={"launched": values["launch launched"], "graphs": values["launch graphs"]},
         level=values["level"],
         start=values["start"],

@@ -8,15 +8,16 @@ both directions, in bits or in bytes.
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from largebatch.errors import LargebatchError, nearest
 from largebatch.recipe.loading import parse_yaml
 from largebatch.recipe.sections import Section
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
+GENERATIONS: tuple[Generation, ...] = get_args(Generation)
 Software = Literal["launched", "graphs"]
 
 LARGEST_FILE = 2**16
@@ -38,6 +39,9 @@ class Gpu(Section):
 
     memory_gigabytes_per_second: PositiveFloat
     watts: PositiveFloat
+    peak_watts: PositiveFloat | None = None
+    """Of the variant of the same chip whose tensor peak is given; null: its own."""
+
     link_gigabytes_per_second: PositiveFloat
     """To the other GPUs of its node, in one direction."""
 
@@ -46,6 +50,10 @@ class Measured(Section):
     """What `largebatch plan --calibrate` found on a machine, for one model."""
 
     model: str
+    arguments: dict[str, JsonValue]
+    """Of the model."""
+
+    classes: PositiveInt
     image_size: PositiveInt
     precision: str
     device: str
@@ -59,6 +67,12 @@ class Measured(Section):
     gradient_bytes: PositiveFloat
     """That each worker sends in an update."""
 
+    reduction: str
+    """Type of what is sent."""
+
+    groups: dict[str, JsonValue]
+    """How gradients are put into groups, as execution.groups."""
+
     messages: PositiveInt
     """All-reduces of an update: the groups of gradients, and the loss."""
 
@@ -66,7 +80,9 @@ class Measured(Section):
     exchange_seconds: Annotated[float, Field(ge=0)]
     """Of an all-reduce between two workers, however small."""
 
-    exchange_gigabytes_per_second: PositiveFloat
+    exchange_gigabytes_per_second: PositiveFloat | None
+    """Null where there was one device, and so nothing to measure."""
+
     images_per_second_read: PositiveFloat
     """That one worker reads and augments."""
 
@@ -108,7 +124,20 @@ class Cluster(Section):
             raise ValueError("give either gpu (from a data sheet) or measured (by --calibrate)")
         if self.nodes > 1 and self.network_gigabytes_per_second is None:
             raise ValueError("network_gigabytes_per_second: missing, and there are several nodes")
+        if self.measured is not None:
+            self._check_measured(self.measured)
         return self
+
+    def _check_measured(self, found: Measured) -> None:
+        if found.device == "cpu" and self.nodes > 1:
+            raise ValueError(
+                f"nodes: {self.nodes}: measured on CPUs, which says nothing of other nodes; give 1"
+            )
+        if found.exchange_gigabytes_per_second is None and self.gpus_per_node > 1:
+            raise ValueError(
+                f"gpus_per_node: {self.gpus_per_node}: measured with one, so "
+                "measured.exchange_gigabytes_per_second is null; give 1, or measure again"
+            )
 
     @property
     def workers(self) -> int:

@@ -6,9 +6,9 @@ A step is the sum of what it waits for, because each part was found to add up in
     c = 1 / (scale deviation clock sqrt(memory bandwidth x tensor peak))
 
 with b images on a device. The layers of ResNet-50 are bound partly by memory and partly by the
-tensor cores, so their rate is taken to grow as the geometric mean of the two peaks. A peak assumes
-a clock that the power of a GPU may not allow, or exceed: power follows the cube of the clock, so
-GPUs of one generation differ by clock = (watts ratio)^(1/3) / (peak ratio). The exchange is
+tensor cores, so their rate is taken to grow as the geometric mean of the two peaks. A data sheet
+may give one tensor peak for variants of a chip that draw unlike power: power follows the cube of
+the clock, so these differ by clock = (watts / watts of the peak)^(1/3). The exchange is
 a hierarchical all-reduce (Fujitsu's in MLPerf v0.6; Rabenseifner 2004): reduce-scatter in the node,
 all-reduce between nodes, all-gather in the node, with `level` seconds for each doubling of the
 nodes, which holds the latencies of its tree and the wait for the slowest of more and more workers.
@@ -18,14 +18,6 @@ import math
 from dataclasses import dataclass
 
 from largebatch.planner.cluster import Cluster, Generation, Gpu, Software
-
-USUAL: dict[Generation, tuple[float, float]] = {
-    "volta": (300, 125),
-    "ampere": (400, 312),
-    "hopper": (700, 989),
-    "blackwell": (1000, 2250),
-}
-"""Watts, and tensor TFLOP/s, of the GPU by which the deviation of a generation is measured."""
 
 WIRE_EFFICIENCY = 0.8
 """Of a link's bandwidth that all-reduces reach. An assumption: NCCL's own tests show 0.75 to 0.9;
@@ -144,8 +136,7 @@ class Step:
 def images_per_second(gpu: Gpu, constants: Constants) -> float:
     """Return the rate of one GPU with a device batch so large that nothing else counts."""
     law = math.sqrt(gpu.memory_gigabytes_per_second * gpu.tensor_teraflops)
-    watts, teraflops = USUAL[gpu.generation]
-    clock = math.cbrt(gpu.watts / watts) / (gpu.tensor_teraflops / teraflops)
+    clock = math.cbrt(gpu.watts / (gpu.peak_watts or gpu.watts))
     return constants.scale * constants.deviations[gpu.generation] * law * clock
 
 
@@ -157,7 +148,7 @@ def machine(cluster: Cluster, constants: Constants, *, software: Software | None
             seconds_per_image=found.seconds_per_image,
             launch=found.seconds_per_pass,
             update=found.seconds_per_update,
-            link=found.exchange_gigabytes_per_second * 1e9,
+            link=(found.exchange_gigabytes_per_second or math.inf) * 1e9,
             network=(cluster.network_gigabytes_per_second or math.inf) * 1e9,
             workers_per_node=cluster.gpus_per_node,
             latency=found.exchange_seconds * found.messages,
@@ -230,4 +221,4 @@ def step_seconds(on: Machine, load: Load) -> Step:
 def evaluation_seconds(on: Machine, *, workers: int, samples: int, pixels: float = 1.0) -> float:
     """Return the seconds of one evaluation: forward passes, and starting and ending them."""
     forward = (1 - BACKWARD) * on.seconds_per_image * pixels
-    return on.evaluation + math.ceil(samples / workers) * forward
+    return (on.evaluation + math.ceil(samples / workers) * forward) * _turns(on, workers)

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from largebatch.errors import PlanError
 from largebatch.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
-from largebatch.planner.cluster import Cluster, ClusterError, require_workers
+from largebatch.planner.cluster import Cluster, ClusterError, Measured, require_workers
 from largebatch.planner.model import (
     GRADIENTS,
     Constants,
@@ -19,6 +20,7 @@ from largebatch.planner.model import (
 from largebatch.planner.published import published_runs
 from largebatch.recipe.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Polish
 
 PUBLISHED_MODEL, PUBLISHED_SIZE = "resnet50", 224
 CLASSES, HEAD_INPUTS = 1000, 2049
@@ -37,7 +39,11 @@ fp32 86 MB (measured)."""
 FIXED_BYTES = 2e9
 """Libraries, kernels' workspaces and communication buffers of a GPU. An assumption."""
 
+COSTLESS_ARGUMENTS = {"zero_init_last"}
+"""Of ResNet-50, that change no shape."""
+
 HELP = {
+    "memory": "a smaller execution.device_batch, or GPUs with more memory",
     "launch": "a larger device batch or fewer micro-batches: each costs as much",
     "exchange": "device batches above 100, whose backward hides it; SHARP; gradients in fp16",
     "statistics": "a batch.bn_span that one device batch holds",
@@ -76,13 +82,13 @@ class Prediction:
     """Share of the time in which GPUs compute at the rate of a large device batch."""
 
     limit: str
-    """The largest part of the time."""
+    """The largest part of the time; memory where a device batch does not fit."""
 
     help: str
     """What makes the largest part less that is not computing."""
 
     read_bytes_per_second: float
-    """By all workers, while images are decoded each time."""
+    """By all workers, while images are decoded each time and are there when they are needed."""
 
     cores_per_worker: float
     """That decoding on CPUs needs."""
@@ -91,6 +97,9 @@ class Prediction:
     memory_bytes: float | None
     memory_available: float | None
     kilowatt_hours: float | None
+    """At most: that of whole nodes, or of the GPUs alone where `node_watts` is not known."""
+
+    energy_of: Literal["nodes", "GPUs"]
     cost: float | None
     extrapolates: tuple[str, ...]
 
@@ -115,9 +124,10 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
     on = _machine(recipe, cluster, found.constants)
     step = step_seconds(on, _load(recipe, plan, cluster, plan.accumulation))
-    largest = sorted(parts, key=lambda name: -parts[name])
-    waits = [name for name in largest if name != "compute"]
-    rate = samples / seconds
+    wanted = samples / (seconds - parts["input"])
+    memory = _memory(recipe, plan, cluster)
+    available = cluster.gpu.memory_gigabytes * 1e9 if cluster.gpu else None
+    fits = memory is None or available is None or memory <= available
     return Prediction(
         recipe=recipe.name,
         cluster=cluster.name,
@@ -132,17 +142,16 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
         low=seconds / spread,
         high=seconds * spread,
         coverage=COVERAGE,
-        images_per_second=rate,
+        images_per_second=samples / seconds,
         efficiency=parts["compute"] / seconds,
-        limit=largest[0],
-        help=f"against {waits[0]}, {parts[waits[0]] / seconds:.0%}: {HELP[waits[0]]}",
-        read_bytes_per_second=rate * JPEG_BYTES if _decodes(recipe) else 0.0,
-        cores_per_worker=rate / workers / IMAGES_PER_CORE if _decodes(recipe) else 0.0,
+        **_limit(parts, fits=fits),
+        read_bytes_per_second=wanted * JPEG_BYTES if _decodes(recipe) else 0.0,
+        cores_per_worker=wanted / workers / IMAGES_PER_CORE if _decodes(recipe) else 0.0,
         cores_available=cluster.cpu_cores / cluster.gpus_per_node,
-        memory_bytes=_memory(recipe, plan, cluster),
-        memory_available=cluster.gpu.memory_gigabytes * 1e9 if cluster.gpu else None,
+        memory_bytes=memory,
+        memory_available=available,
         **_bill(cluster, workers=workers, seconds=seconds),
-        extrapolates=_beyond(cluster, plan),
+        extrapolates=_beyond(recipe, plan, cluster),
     )
 
 
@@ -158,19 +167,46 @@ def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -
             step = step_seconds(on, _load(recipe, plan, cluster, accumulation, size=size))
             for name in parts:
                 parts[name] += len(steps) * getattr(step, name)
-    pixels = _pixels(cluster, usual)
-    stages = 1 + (plan.clean_steps > 0) + (plan.affine_steps > 0)
-    count, statistics = len(plan.evaluate_after) + stages, _statistics_samples(recipe)
-    one = evaluation_seconds(on, workers=plan.workers, samples=plan.val_samples, pixels=pixels)
-    more = evaluation_seconds(on, workers=plan.workers, samples=statistics, pixels=pixels)
-    parts["evaluation"] = count * one + (more + one if statistics else 0.0)
+    parts["evaluation"] = _forward_seconds(recipe, plan, on, pixels=_pixels(cluster, usual))
     parts["start"] = on.start
     return parts
 
 
-def _statistics_samples(recipe: Recipe) -> int:
+def count_evaluations(recipe: Recipe, plan: Plan) -> int:
+    """Return how often the validation images are shown: on the way, and as each stage ends.
+
+    A point on the way that is the end of a stage is no second one.
+    """
+    on_the_way = set(plan.evaluate_after) - {0, plan.train_steps, plan.steps}
+    return len(on_the_way) + _count_stages(recipe, plan)
+
+
+def _count_stages(recipe: Recipe, plan: Plan) -> int:
     polish = recipe.polish
-    return polish.statistics.samples if polish is not None and polish.statistics else 0
+    if polish is None:
+        return 1
+    optional = (plan.clean_steps, polish.ema, polish.swa, plan.affine_steps)
+    return 1 + sum(map(bool, optional)) + _measures_last(polish)
+
+
+def _measures_last(polish: Polish) -> bool:
+    """Return whether there is a stage of statistics, if the stages before it are kept."""
+    measured = polish.keep == "better" and polish.swa is not None and polish.affine is None
+    return polish.statistics is not None and not measured
+
+
+def _forward_seconds(recipe: Recipe, plan: Plan, on: Machine, *, pixels: float) -> float:
+    """Return the seconds of evaluations, statistics, and decisions on images held out."""
+    polish, passes = recipe.polish, [(plan.val_samples, count_evaluations(recipe, plan))]
+    if polish is not None and polish.statistics is not None:
+        judged = polish.keep == "better" and polish.swa is not None
+        passes.append((polish.statistics.samples, _measures_last(polish) + judged))
+    if polish is not None and polish.held_out is not None:
+        passes.append((polish.held_out, _count_stages(recipe, plan)))
+    return sum(
+        number * evaluation_seconds(on, workers=plan.workers, samples=samples, pixels=pixels)
+        for samples, number in passes
+    )
 
 
 def _machine(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
@@ -229,8 +265,18 @@ def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
     return (3 + averaged) * 4 * GRADIENTS + kept + FIXED_BYTES
 
 
-def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, float | None]:
-    """Return energy, at the most that the nodes draw, and cost where there is a price."""
+def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
+    """Return what limits a run, and what makes its largest part but computing shorter."""
+    if not fits:
+        return {"limit": "memory", "help": f"against memory: {HELP['memory']}"}
+    largest = sorted(parts, key=lambda name: -parts[name])
+    wait = next(name for name in largest if name != "compute")
+    share = parts[wait] / sum(parts.values())
+    return {"limit": largest[0], "help": f"against {wait}, {share:.0%}: {HELP[wait]}"}
+
+
+def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
+    """Return energy, at the most that nodes or GPUs draw, and cost where there is a price."""
     nodes, hours = math.ceil(workers / cluster.gpus_per_node), seconds / 3600
     watts = None
     if cluster.node_watts is not None:
@@ -239,27 +285,36 @@ def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, float 
         watts = workers * cluster.gpu.watts
     price = cluster.price_per_gpu_hour
     return {
+        "energy_of": "GPUs" if cluster.node_watts is None else "nodes",
         "kilowatt_hours": None if watts is None else watts * hours / 1000,
         "cost": None if price is None else price * nodes * cluster.gpus_per_node * hours,
     }
 
 
-def _beyond(cluster: Cluster, plan: Plan) -> tuple[str, ...]:
+def _beyond(recipe: Recipe, plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     """Name in what the run lies beyond the published ones."""
     if cluster.gpu is None:
         return ()
     own = [run for run in published_runs() if run.generation == cluster.gpu.generation]
     if not own:
         return (f"no published run on {cluster.gpu.generation} GPUs: its data sheet alone",)
-    beyond = []
-    most, least = max(run.workers for run in own), min(run.device_batch for run in own)
-    if plan.workers > most:
-        beyond.append(f"published runs on {cluster.gpu.generation} GPUs have at most {most:,}")
-    if plan.device_batch < least:
-        beyond.append(f"their device batches are at least {least}")
-    if cluster.gpu.name not in {run.cluster.gpu.name for run in own if run.cluster.gpu}:
-        beyond.append(f"none of them is on {cluster.gpu.name}")
-    return tuple(beyond)
+    most, batches = max(run.workers for run in own), [run.device_batch for run in own]
+    names = {run.cluster.gpu.name for run in own if run.cluster.gpu}
+    sizes = {recipe.data.image_size, *(piece.image_size for piece in plan.sizes)}
+    beyond = {
+        f"published runs on {cluster.gpu.generation} GPUs have at most {most:,}": (
+            plan.workers > most
+        ),
+        f"device batches are at least {min(batches)} there": plan.device_batch < min(batches),
+        f"device batches are at most {max(batches)} there": plan.device_batch > max(batches),
+        "published runs have one micro-batch": plan.accumulation > 1 or bool(plan.batch_changes),
+        "published runs compute in fp16": recipe.precision != "fp16",
+        f"published runs have images of {PUBLISHED_SIZE} x {PUBLISHED_SIZE}": (
+            sizes != {PUBLISHED_SIZE}
+        ),
+        f"no published run is on {cluster.gpu.name}": cluster.gpu.name not in names,
+    }
+    return tuple(text for text, holds in beyond.items() if holds)
 
 
 def _require_known(recipe: Recipe, cluster: Cluster) -> None:
@@ -273,18 +328,35 @@ def _require_known(recipe: Recipe, cluster: Cluster) -> None:
                 f"model.name: {recipe.model.name}: {cluster.name} is calibrated with published "
                 f"runs of {PUBLISHED_MODEL}; measure others with `largebatch plan --calibrate`"
             )
+        changed = sorted(recipe.model.arguments.keys() - COSTLESS_ARGUMENTS)
+        if changed:
+            raise ClusterError(
+                f"model.arguments: {', '.join(changed)}: {cluster.name} is calibrated with "
+                f"published runs of {PUBLISHED_MODEL} as it is; measure others with `largebatch "
+                "plan --calibrate`"
+            )
         if recipe.precision not in {"fp16", "bf16"}:
             raise ClusterError(
                 f"precision: {recipe.precision}: the published runs compute in fp16; plan this "
                 "with --set precision=fp16"
             )
         return
-    own = {"model.name": recipe.model.name, "data.image_size": recipe.data.image_size}
-    own["precision"] = recipe.precision
-    there = (found.model, found.image_size, found.precision)
-    for (key, value), measured in zip(own.items(), there, strict=True):
+    for key, (value, measured) in _compared(recipe, found).items():
         if value != measured:
             raise ClusterError(
                 f"{key}: {value}: {cluster.name} was measured with {measured}; measure this "
                 "recipe with `largebatch plan --calibrate`"
             )
+
+
+def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object]]:
+    """Return what decides a measured machine's times: the recipe's, and that of the measurement."""
+    return {
+        "model.name": (recipe.model.name, found.model),
+        "model.arguments": (recipe.model.arguments, found.arguments),
+        "data.classes": (recipe.data.classes, found.classes),
+        "data.image_size": (recipe.data.image_size, found.image_size),
+        "precision": (recipe.precision, found.precision),
+        "reduction.dtype": (recipe.reduction.dtype, found.reduction),
+        "execution.groups": (recipe.execution.groups.model_dump(mode="json"), found.groups),
+    }

@@ -12,6 +12,7 @@ from pathlib import Path
 from largebatch.planner.cluster import Cluster, ClusterError, Generation, Software
 from largebatch.planner.cluster import installed_clusters as clusters
 from largebatch.planner.model import (
+    OVERLAP_FROM,
     Constants,
     Load,
     evaluation_seconds,
@@ -25,6 +26,15 @@ EVALUATE_EVERY = 4
 
 _BEFORE_80GB = {"v0.6", "v0.7"}
 """Rounds before the A100 with 80 GB was announced (November 2020)."""
+
+_FORMS = re.compile("SXM|PCIE|NVL|OAM")
+"""Ways to build one chip in, which decide its power and bandwidth."""
+
+_FEW_NODES = 8
+"""Up to which entries leave SHARP off, where their configurations are known (MLPerf v3.0, v3.1)."""
+
+_OVERLAP_UNTIL = 0.7
+"""The last round in whose entries gradients are sent while backward runs, but for A100s'."""
 
 _GRAPHS_SINCE = 1.0
 """The round from which NVIDIA's entries capture their steps as CUDA graphs."""
@@ -44,6 +54,8 @@ class Published:
     seconds: float
     bn_span: int
     overlap: bool
+    guessed: tuple[str, ...] = ()
+    """What the row does not give and was taken from its round and size."""
 
     @property
     def device_batch(self) -> int:
@@ -95,8 +107,9 @@ def published_runs() -> tuple[Published, ...]:
 def read_runs(path: Path) -> list[Published]:
     """Return the runs of a CSV file with the columns of the installed one, or fewer of the last.
 
-    `overlap` and `sharp` may be missing: gradients are then taken to overlap backward in v0.6, and
-    switches to add up where the cluster's do. Raises ClusterError for rows that cannot be used.
+    `overlap` and `sharp` may be missing, and `guessed` then names them: gradients are taken to
+    overlap backward until v0.7 with more than 100 images on a GPU, and switches to add up where the
+    cluster's do and there are more than 8 nodes. Raises ClusterError for rows that cannot be used.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -104,7 +117,7 @@ def read_runs(path: Path) -> list[Published]:
         raise ClusterError(f"{path}: cannot read these runs: {error}") from None
     try:
         return _parse(text.splitlines())
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise ClusterError(f"{path}: no published runs: {error!r}") from None
 
 
@@ -118,23 +131,49 @@ def _parse(lines: Sequence[str]) -> list[Published]:
 
 
 def _run(row: dict[str, str]) -> Published:
-    workers, nodes = int(row["accelerators"]), int(row["nodes"])
-    overlap = row.get("overlap") or ("yes" if row["round"] == "v0.6" else "no")
+    workers, nodes, batch = (int(row[key]) for key in ("accelerators", "nodes", "global_batch"))
+    _require_sizes(row, workers=workers, nodes=nodes, batch=batch)
     cluster = _cluster(row, workers // nodes)
-    if row.get("sharp"):
-        cluster = cluster.model_copy(update={"sharp": row["sharp"] == "yes"})
+    early = float(row["round"].lstrip("v")) <= _OVERLAP_UNTIL
+    guesses = {
+        "overlap": early and batch // workers > OVERLAP_FROM,
+        "sharp": cluster.sharp and nodes > _FEW_NODES,
+    }
+    found = {key: row[key] == "yes" if row.get(key) else guess for key, guess in guesses.items()}
     return Published(
         round=row["round"],
         submitter=row["submitter"],
         system=row["system"],
-        cluster=cluster,
+        cluster=cluster.model_copy(update={"sharp": found["sharp"]}),
         workers=workers,
-        global_batch=int(row["global_batch"]),
+        global_batch=batch,
         epochs=(float(row["epochs_min"]) + float(row["epochs_max"])) / 2,
         seconds=float(row["seconds"]),
         bn_span=int(row["bn_span"]),
-        overlap=overlap == "yes",
+        overlap=found["overlap"],
+        guessed=tuple(
+            f"{key}: {'yes' if guess else 'no'}"
+            for key, guess in guesses.items()
+            if not row.get(key)
+        ),
     )
+
+
+def _require_sizes(row: dict[str, str], *, workers: int, nodes: int, batch: int) -> None:
+    """Raise ClusterError for numbers that no run has."""
+    numbers = [float(row[key]) for key in ("epochs_min", "epochs_max", "seconds", "bn_span")]
+    if nodes < 1 or workers < nodes or workers % nodes:
+        raise ClusterError(
+            f"{row['system']}: nodes: {nodes}, accelerators: {workers}; expected equal nodes"
+        )
+    if batch < workers:
+        raise ClusterError(
+            f"{row['system']}: global_batch: {batch} on {workers} GPUs; expected an image on each"
+        )
+    if not all(0 < number < math.inf for number in numbers):
+        raise ClusterError(
+            f"{row['system']}: epochs, seconds and bn_span: {numbers}; expected all above 0"
+        )
 
 
 def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
@@ -153,8 +192,10 @@ def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
     def likeness(one: Cluster) -> tuple[bool, int, bool]:
         assert one.gpu is not None
         alike = _common(one.gpu.name.upper().replace("-", ""), found)
+        form = _FORMS.search(found)
         place = named.startswith(one.name.partition("-")[0])
-        return alike >= len("V100"), alike + 3 * place, one.gpus_per_node == gpus_per_node
+        fits = alike >= len("V100") and (form is None or form.group() in one.gpu.name)
+        return fits, alike + 3 * place, one.gpus_per_node == gpus_per_node
 
     best = max(clusters().values(), key=likeness)
     if not likeness(best)[0]:

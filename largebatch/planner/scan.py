@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from largebatch.planner.calibration import installed_fit
-from largebatch.planner.cluster import Cluster
+from largebatch.planner.cluster import Cluster, ClusterError
 from largebatch.planner.model import Load, Machine, evaluation_seconds, machine, step_seconds
 from largebatch.planner.prediction import FIXED_BYTES, KEPT_BYTES
 from largebatch.planner.published import EVALUATE_EVERY, IMAGES, VALIDATION
@@ -42,10 +42,18 @@ def best_batches(cluster: Cluster) -> list[Point]:
 
 
 def batches(cluster: Cluster, *, workers: int) -> list[Point]:
-    """Return the time with each batch between the smallest reference point and the largest run."""
+    """Return the time with each batch between the smallest reference point and the largest run.
+
+    Raises ClusterError where a GPU's memory does not hold an image.
+    """
     assert cluster.gpu is not None
     law, on = fit_epochs(reference_points()), machine(cluster, installed_fit().constants)
     fits = (cluster.gpu.memory_gigabytes * 1e9 - FIXED_BYTES) / KEPT_BYTES
+    if fits < 1:
+        raise ClusterError(
+            f"{cluster.name}: gpu.memory_gigabytes: {cluster.gpu.memory_gigabytes:g}: libraries "
+            f"take {FIXED_BYTES / 1e9:g} GB and an image {KEPT_BYTES / 1e9:g}; give the GPU's own"
+        )
     return [
         _point(on, law, workers=workers, batch=batch, most=math.floor(fits))
         for batch in _batches(workers)

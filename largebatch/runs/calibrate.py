@@ -56,6 +56,10 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     """
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
+    if out.exists():
+        raise LargebatchError(f"--out {out}: File exists; give another name, or remove it")
+    if not out.parent.is_dir():
+        raise LargebatchError(f"--out {out}: there is no folder {out.parent}; make it first")
     found = measure(recipe, data=data)
     cluster = Cluster(
         name=out.stem,
@@ -79,15 +83,18 @@ def describe(found: Measured) -> list[str]:
     passes, images = 1000 * found.seconds_per_pass, 1000 * found.seconds_per_image
     update, latency = 1000 * found.seconds_per_update, 1e6 * found.exchange_seconds
     rate, number = found.exchange_gigabytes_per_second, found.messages
+    exchange = "one device: all-reduces were not measured"
+    if rate is not None:
+        exchange = f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s"
     return [
         f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s; an update has {number}",
+        f"{exchange}; an update has {number}",
         f"a worker reads {found.images_per_second_read:,.0f} images/s",
     ]
 
 
 def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
-    """Measure one worker, and the link between two."""
+    """Measure one worker, and the link between two where there is a place for the second."""
     threads = torch.get_num_threads()
     backend, plan = Serial(), make_plan(recipe, workers=1)
     if backend.device.type == "cpu":
@@ -100,9 +107,14 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
     finally:
         torch.set_num_threads(threads)
     image, each = fit_line(passes)
-    latency, per_byte = reversed(fit_line(_exchanging()))
+    per_byte: float | None = None
+    latency = 0.0
+    if backend.device.type == "cpu" or _places(backend.device.type) > 1:
+        per_byte, latency = fit_line(_exchanging())
     return Measured(
         model=recipe.model.name,
+        arguments=recipe.model.arguments,
+        classes=recipe.data.classes,
         image_size=recipe.data.image_size,
         precision=recipe.precision,
         device=backend.device.type,
@@ -110,10 +122,12 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
         seconds_per_pass=each,
         seconds_per_update=update,
         gradient_bytes=float(sum(sizes)),
+        reduction=recipe.reduction.dtype,
+        groups=recipe.execution.groups.model_dump(mode="json"),
         messages=len(sizes) + 1,  # the loss of the step is one more
         norm_layers=sum(isinstance(layer, SpanBatchNorm) for layer in model.modules()),
         exchange_seconds=latency,
-        exchange_gigabytes_per_second=1e-9 / per_byte,
+        exchange_gigabytes_per_second=None if per_byte is None else 1e-9 / per_byte,
         images_per_second_read=read,
     )
 
@@ -217,9 +231,22 @@ def _clock(backend: Backend) -> Callable[[], float]:
     return time.process_time if backend.device.type == "cpu" else time.perf_counter
 
 
+class _Beside(Serial):
+    """One worker that leaves to others of its machine their share of the CPU cores."""
+
+    def __init__(self, device: torch.device, local_size: int) -> None:
+        super().__init__(device)
+        self.local_size = local_size
+
+
 def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) -> float:
-    """Return the images a second that the pipeline gives one worker that does nothing else."""
-    pipeline, seen, clock = open_pipeline(recipe, plan, backend, folder=data), 0, _clock(backend)
+    """Return the images a second that the pipeline gives one worker that does nothing else.
+
+    It has the CPU cores that it has beside a worker on every device. Raises LargebatchError where
+    the run ends before anything can be timed.
+    """
+    beside = _Beside(backend.device, _places(backend.device.type))
+    pipeline, seen, clock = open_pipeline(recipe, plan, beside, folder=data), 0, _clock(backend)
     with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass
@@ -228,7 +255,13 @@ def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) ->
             seen += len(images)
             if clock() - begun > READ_SECONDS:
                 break
-    return seen / (clock() - begun)
+        seconds = clock() - begun
+    if not seen or seconds <= 0:
+        raise LargebatchError(
+            f"--calibrate: {plan.train_steps:,} updates are read too soon to be timed; give a "
+            "longer duration, such as --set duration='{steps: 100}'"
+        )
+    return seen / seconds
 
 
 def _exchanging() -> dict[int, float]:

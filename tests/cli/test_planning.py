@@ -1,6 +1,7 @@
 """`plan --cluster`: text, JSON and picture, and one line for what cannot be predicted."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
+from largebatch.planner.cluster import load_cluster
+from largebatch.recipe.loading import dump_yaml
 
 FUJITSU = "resnet50_86016_fujitsu"
 ABCI = ["plan", FUJITSU, "--cluster", "abci-v100", "--workers", "2048"]
@@ -22,7 +25,7 @@ def test_a_prediction_fits_a_screen_and_names_what_limits(
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 110
     rows = {line[:15].strip(): line[17:] for line in lines}
-    assert rows["time"].startswith("66.7 s, 90% of such runs within 61.5 s to 72.3 s")
+    assert rows["time"].startswith("66.7 s, 90% of such runs within 61.4 s to 72.4 s")
     assert rows["limited by"] == "compute"
     assert rows["what helps"].startswith("against launch, 21%")
     assert "efficiency" in rows["throughput"]
@@ -38,7 +41,7 @@ def test_the_same_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert {point["workers"] for point in found["best_batches"]} >= {1, 2048, 4352}
 
 
-def test_the_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chart_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "abci.png"
     assert main([*ABCI, "--out", str(picture)]) == DONE
     assert str(picture) in capsys.readouterr().out
@@ -56,12 +59,25 @@ def test_the_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             ["--cluster", "abci-v100", "--workers", "2000"], "cannot be divided", id="no division"
         ),
         pytest.param(["--json"], "give --cluster NAME", id="JSON of nothing"),
-        pytest.param(["--out", "a.png"], "give --cluster NAME", id="picture of nothing"),
+        pytest.param(["--out", "a.png"], "give --cluster NAME", id="chart of nothing"),
         pytest.param(["--calibrate"], "give --out FILE.yaml", id="calibrated to nowhere"),
         pytest.param(["--calibrate", "--out", "a.txt"], "ends in .yaml", id="no cluster file"),
+        pytest.param(["--data", "there"], "give --calibrate", id="images for nothing"),
+        pytest.param(
+            ["--cluster", "abci-v100", "--data", "there"], "give --calibrate", id="images there"
+        ),
+        pytest.param(
+            ["--calibrate", "--out", "a.yaml", "--json"], "--json is for", id="measured JSON"
+        ),
+        pytest.param(
+            ["--calibrate", "--out", "a.yaml", "--workers", "2"], "--workers is", id="two measured"
+        ),
+        pytest.param(
+            ["--calibrate", "--out", "/nowhere/a.yaml"], "no folder", id="measured to nowhere"
+        ),
         pytest.param(["--calibrate", "--cluster", "dgx-a100"], "one of the two", id="both"),
         pytest.param(
-            ["--cluster", "abci-v100", "--out", "a.pdf"], "ends in .png", id="another picture"
+            ["--cluster", "abci-v100", "--out", "a.pdf"], "ends in .png", id="another chart"
         ),
     ],
 )
@@ -72,6 +88,26 @@ def test_mistakes_are_one_clear_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_a_run_that_no_memory_holds_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--set", "batch.global_batch=4096", "--set", "batch.bn_span=512"]
+    assert main(["plan", FUJITSU, "--cluster", "abci-v100", "--workers", "8", *batch]) == DONE
+    shown = capsys.readouterr().out
+    assert "limited by  memory: a device batch does not fit" in shown
+    assert "kWh, GPUs alone" in shown
+
+
+def test_a_time_that_no_calendar_holds_is_in_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = dump_yaml(load_cluster("abci-v100")).replace(
+        "memory_gigabytes_per_second: 900.0", "memory_gigabytes_per_second: 1.0e-40"
+    )
+    file = tmp_path / "slow.yaml"
+    file.write_text(text.replace("name: abci-v100\n", "", 1), encoding="utf-8")
+    assert main(["plan", FUJITSU, "--cluster", str(file), "--workers", "2048"]) == DONE
+    assert re.search(r"time  \S+e\+\d+ s, 90%", capsys.readouterr().out)
 
 
 def test_predicting_needs_no_torch() -> None:

@@ -1,10 +1,13 @@
 """A recipe on a cluster: its parts by hand, what limits it, and what is refused."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from short_runs import a_recipe
 
-from largebatch import load_recipe
+from largebatch import load_recipe, run
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.planner.calibration import installed_fit
 from largebatch.planner.cluster import (
@@ -15,15 +18,18 @@ from largebatch.planner.cluster import (
     load_cluster,
     parse_cluster,
 )
-from largebatch.planner.prediction import predict
+from largebatch.planner.prediction import count_evaluations, predict
 from largebatch.planner.scan import batches, best_batches
 from largebatch.recipe.loading import dump_yaml
+from largebatch.recipe.plan import make_plan
 
 FUJITSU = "resnet50_86016_fujitsu"
 FILES = Path(__file__).parents[2] / "largebatch" / "planner" / "clusters"
 
 PLANTED = Measured(
     model="resnet18",
+    arguments={},
+    classes=10,
     image_size=32,
     precision="fp32",
     device="cpu",
@@ -31,13 +37,32 @@ PLANTED = Measured(
     seconds_per_pass=2e-3,
     seconds_per_update=3e-3,
     gradient_bytes=1e6,
+    reduction="fp32",
+    groups={},
     messages=3,
     norm_layers=13,
     exchange_seconds=1e-4,
     exchange_gigabytes_per_second=1.0,
     images_per_second_read=2000.0,
 )
-HERE = Cluster(name="here", measured=PLANTED, gpus_per_node=2, nodes=1, cpu_cores=2)
+DIGITS = load_recipe("digits_96")
+HERE = Cluster(
+    name="here",
+    measured=PLANTED.model_copy(
+        update={
+            "arguments": DIGITS.model.arguments,
+            "groups": DIGITS.execution.groups.model_dump(mode="json"),
+        }
+    ),
+    gpus_per_node=2,
+    nodes=1,
+    cpu_cores=2,
+)
+
+
+def _with_gpu(cluster: Cluster, **figures: float) -> Cluster:
+    assert cluster.gpu is not None
+    return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update=figures)})
 
 
 def test_fujitsus_entry_took_the_time_that_is_predicted() -> None:
@@ -116,9 +141,12 @@ def test_the_best_batch_is_no_worse_than_any_other_and_grows_with_the_gpus() -> 
     assert best[0].global_batch < 3000
     assert best[-1].global_batch > 30_000
     for point in best:
-        assert point.seconds == min(
-            other.seconds for other in batches(cluster, workers=point.workers)
-        )
+        seconds = [other.seconds for other in batches(cluster, workers=point.workers)]
+        batch = [other.global_batch for other in batches(cluster, workers=point.workers)]
+        place = int(np.argmin(seconds))
+        assert (point.global_batch, point.seconds) == (batch[place], seconds[place])
+    by_law = np.array([point.epochs * 1_281_167 / point.global_batch for point in best])
+    assert (np.diff(by_law) <= 0).all()  # steps: a larger batch makes fewer
 
 
 def test_the_entry_on_4320_a100_is_near_the_best_batch() -> None:
@@ -156,6 +184,9 @@ def test_the_constants_have_the_sizes_that_their_causes_have() -> None:
         pytest.param("dgx-a100", 2000, [], "cannot be divided over 2000 workers", id="no division"),
         pytest.param("dgx-a100", 8, ["precision=fp32", "reduction.dtype=fp32"], "fp16", id="fp32"),
         pytest.param("dgx-a100", 8, ["model.name=vgg16"], "--calibrate", id="another model"),
+        pytest.param(
+            "dgx-a100", 8, ["model.arguments={layers: [3, 8, 36, 3]}"], "layers", id="deeper"
+        ),
         pytest.param("/nowhere/a.yaml", 8, [], "cannot read", id="no file"),
     ],
 )
@@ -164,6 +195,123 @@ def test_what_cannot_be_predicted_is_refused(
 ) -> None:
     with pytest.raises(LargebatchError, match=message):
         predict(load_recipe(FUJITSU, overrides), load_cluster(cluster), workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        pytest.param("arguments", {"layers": [1, 1, 1, 1]}, id="another depth"),
+        pytest.param("classes", 1000, id="another classifier"),
+        pytest.param("image_size", 64, id="larger images"),
+        pytest.param("precision", "bf16", id="another type"),
+        pytest.param("reduction", "fp16", id="half of the bytes"),
+        pytest.param("groups", {"kind": "constant"}, id="other groups"),
+    ],
+)
+def test_another_measurement_than_of_this_recipe_is_refused(field: str, value: object) -> None:
+    assert HERE.measured is not None
+    other = HERE.model_copy(update={"measured": HERE.measured.model_copy(update={field: value})})
+    with pytest.raises(ClusterError, match="was measured with .*--calibrate"):
+        predict(DIGITS, other, workers=1)
+
+
+def test_more_nodes_of_measured_cores_are_refused() -> None:
+    two = HERE.model_copy(update={"nodes": 2, "network_gigabytes_per_second": 1.0})
+    with pytest.raises(ClusterError, match="measured on CPUs"):
+        parse_cluster(dump_yaml(two), source="here.yaml")
+
+
+def test_one_measured_device_says_nothing_of_a_node_of_two() -> None:
+    assert HERE.measured is not None
+    alone = HERE.measured.model_copy(
+        update={"device": "cuda", "exchange_gigabytes_per_second": None, "exchange_seconds": 0.0}
+    )
+    one = HERE.model_copy(update={"measured": alone, "gpus_per_node": 1})
+    assert parse_cluster(dump_yaml(one), source="here.yaml") == one
+    assert predict(DIGITS, one, workers=1).step["exchange"] == 0
+    with pytest.raises(ClusterError, match="measured with one"):
+        parse_cluster(
+            dump_yaml(one).replace("gpus_per_node: 1", "gpus_per_node: 2"), source="here.yaml"
+        )
+
+
+@pytest.mark.parametrize("gigabytes", [1, 2])
+def test_a_gpu_that_holds_no_image_is_refused(gigabytes: int) -> None:
+    cluster = _with_gpu(load_cluster("abci-v100"), memory_gigabytes=gigabytes)
+    with pytest.raises(ClusterError, match="memory_gigabytes"):
+        best_batches(cluster)
+
+
+def test_a_device_batch_that_does_not_fit_limits_the_run() -> None:
+    """Autograd keeps 43 MB of an image in half precision, so that 512 take 22 GB."""
+    recipe = load_recipe(FUJITSU, ["batch.global_batch=4096", "batch.bn_span=512"])
+    small, large = (
+        predict(recipe, load_cluster(name), workers=8) for name in ("abci-v100", "dgx-a100")
+    )
+    assert small.memory_bytes is not None
+    assert small.memory_available is not None
+    assert small.memory_bytes > small.memory_available
+    assert small.limit == "memory"
+    assert "execution.device_batch" in small.help
+    assert large.limit == "compute"
+
+
+def test_what_reading_needs_does_not_fall_with_what_it_has() -> None:
+    recipe = load_recipe(FUJITSU, ["execution.decoder=torchvision"])
+    cluster = load_cluster("dgx-h100")
+    many, few = (
+        predict(recipe, cluster.model_copy(update={"cpu_cores": cores}), workers=64)
+        for cores in (1000, 16)
+    )
+    assert few.images_per_second < many.images_per_second
+    assert many.parts["input"] == 0
+    assert few.cores_per_worker == pytest.approx(many.cores_per_worker)
+    assert few.cores_per_worker > few.cores_available
+    assert few.read_bytes_per_second == pytest.approx(many.read_bytes_per_second)
+
+
+def test_energy_without_a_nodes_watts_is_of_the_gpus_alone() -> None:
+    nodes, gpus = (
+        predict(load_recipe(FUJITSU), load_cluster(name), workers=2048)
+        for name in ("dgx-a100", "abci-v100")
+    )
+    assert (nodes.energy_of, gpus.energy_of) == ("nodes", "GPUs")
+    assert gpus.kilowatt_hours == pytest.approx(2048 * 0.3 * gpus.seconds / 3600)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers", "text"),
+    [
+        pytest.param(["precision=bf16", "reduction.dtype=bf16"], 2048, "fp16", id="bf16"),
+        pytest.param(["data.image_size=128"], 2048, "224 x 224", id="images"),
+        pytest.param(["execution.device_batch=21"], 2048, "at least 39", id="small"),
+        pytest.param([], 64, "one micro-batch", id="accumulation"),
+    ],
+)
+def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, text: str) -> None:
+    found = predict(load_recipe(FUJITSU, overrides), load_cluster("abci-v100"), workers=workers)
+    assert any(text in line for line in found.extrapolates)
+
+
+@pytest.mark.parametrize(
+    "polish",
+    [
+        pytest.param(["clean: {steps: 2}", "statistics: {samples: 480}"], id="clean, statistics"),
+        pytest.param(["ema: 0.5", "affine: {steps: 2, lr: 0.05}"], id="EMA, affine"),
+        pytest.param(
+            ["swa: {over: {steps: 4}, every: {steps: 2}}", "statistics: {samples: 480}"], id="SWA"
+        ),
+    ],
+)
+def test_as_many_evaluations_are_counted_as_a_run_makes(polish: list[str], tmp_path: Path) -> None:
+    """Against the log; the ends of stages are points on the way as well."""
+    recipe = a_recipe(*polish, changes=("evaluation={every_epochs: 0.1}",))
+    run(recipe, out=tmp_path / "run")
+    lines = (tmp_path / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    made = sum(event["event"] == "evaluation" for event in events)
+    assert made > 3
+    assert count_evaluations(recipe, make_plan(recipe, workers=1)) == made
 
 
 def test_replicas_are_refused() -> None:

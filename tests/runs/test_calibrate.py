@@ -8,9 +8,12 @@ import torch
 
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, USER, main
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.models import build
 from largebatch.planner.cluster import load_cluster
+from largebatch.recipe.plan import make_plan
 from largebatch.runs import calibrate
 from largebatch.runs.calibrate import fit_line
 
@@ -68,6 +71,61 @@ def test_one_worker_is_measured_and_its_file_predicts(
     assert main(words) == USER  # it is not overwritten
     assert "File exists" in capsys.readouterr().err
     assert main(["plan", "cifar10_resnet8_128", "--cluster", str(file)]) == USER
+
+
+def test_an_existing_file_is_found_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "here.yaml"
+    file.touch()
+    monkeypatch.setattr(calibrate, "measure", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(LargebatchError, match="File exists"):
+        calibrate.calibrate(load_recipe("digits_96"), file)
+
+
+def test_a_run_too_short_to_be_read_is_refused() -> None:
+    recipe = load_recipe(
+        "digits_96", ["duration={steps: 2}", "schedule.warmup={steps: 1}", "polish=null"]
+    )
+    plan, backend = make_plan(recipe, workers=1), Serial()
+    with pytest.raises(LargebatchError, match="2 updates are read too soon"):
+        calibrate._reading(recipe, plan, backend, None)
+
+
+def test_a_machine_with_one_gpu_is_measured_without_an_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate, "_places", lambda _: 1)
+    monkeypatch.setattr(calibrate, "Serial", _OneGpu)
+    monkeypatch.setattr(calibrate, "build_model", lambda *_: torch.nn.Linear(2, 1))
+    monkeypatch.setattr(calibrate, "_computing", lambda *_: ({2: 0.2, 4: 0.3}, 0.01))
+    monkeypatch.setattr(calibrate, "_reading", lambda *_: 100.0)
+    monkeypatch.setattr(calibrate, "_exchanging", lambda: pytest.fail("two workers, one GPU"))
+    found = calibrate.measure(load_recipe("digits_96"))
+    assert found.exchange_gigabytes_per_second is None
+    assert "not measured" in calibrate.describe(found)[1]
+
+
+def test_reading_has_the_cores_of_one_worker_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Backend] = []
+
+    def opened(_: object, __: object, backend: Backend, **___: object) -> None:
+        seen.append(backend)
+        raise LargebatchError("enough")
+
+    monkeypatch.setattr(calibrate, "open_pipeline", opened)
+    monkeypatch.setattr(calibrate, "_places", lambda _: 4)
+    recipe = load_recipe("digits_96")
+    with pytest.raises(LargebatchError, match="enough"):
+        calibrate._reading(recipe, make_plan(recipe, workers=1), Serial(), None)
+    assert [backend.local_size for backend in seen] == [4]
+
+
+class _OneGpu(Serial):
+    """A worker on a GPU, as far as its name goes."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
 
 
 @pytest.mark.long
