@@ -183,6 +183,20 @@ def test_what_a_worker_uses_is_what_psutil_counts() -> None:
     assert found["received_bytes_per_second"] >= 0
 
 
+def test_counters_that_cannot_be_read_are_not_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a container hides /proc."""
+
+    def hidden(*_: object, **__: object) -> None:
+        raise FileNotFoundError("/proc/net/dev")
+
+    monkeypatch.setattr(psutil, "net_io_counters", hidden)
+    monkeypatch.setattr(psutil.Process, "io_counters", hidden, raising=False)
+    found = dict(zip(SYSTEM, Sampler(torch.device("cpu")).read(), strict=True))
+    lost = {name for name, value in found.items() if math.isnan(value)}
+    assert {name for name in SYSTEM if "second" in name} <= lost
+    assert found["memory_bytes"] > 2**26
+
+
 def test_a_missing_psutil_is_an_error_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
