@@ -43,8 +43,10 @@ def test_monitors_change_no_bit_of_the_weights_and_leave_their_records(tmp_path:
     run(a_recipe(), out=tmp_path / "without")
     run(a_recipe(ALL), out=tmp_path / "with")
     run(a_recipe("execution.device_batch=48"), out=tmp_path / "divided")  # as noise_scale divides
-    one, two = weights(tmp_path / "with"), weights(tmp_path / "divided")
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    run(a_recipe("monitor=[gradient_norm, trust_ratios, system]"), out=tmp_path / "three")
+    for one, two in (("with", "divided"), ("three", "without")):
+        both = weights(tmp_path / one), weights(tmp_path / two)
+        torch.testing.assert_close(*both, rtol=0, atol=0)
     for folder in ("without", "divided"):
         assert not log(tmp_path / folder, "system")
         for step in log(tmp_path / folder, "step"):
