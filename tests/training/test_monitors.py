@@ -9,8 +9,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from short_runs import DIGITS, SMALL, log, weights
+from short_runs import DIGITS, HALF, SMALL, log, weights
+from test_optimizers import CHANGES
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError, RecipeError
@@ -130,6 +132,31 @@ def test_other_optimizers_have_a_norm_and_no_ratios(tmp_path: Path) -> None:
     run(a_recipe("monitor=gradient_norm", "duration={steps: 1}", *sgd), out=tmp_path / "run")
     (step,) = log(tmp_path / "run", "step")
     assert step["gradient_norm"] > 0
+
+
+@pytest.mark.parametrize("changes", [*CHANGES.values(), HALF], ids=[*CHANGES, "fp16"])
+def test_the_norm_is_that_of_the_gradient_that_the_optimizer_gets(
+    changes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Whatever the optimizer then writes there, and without the scale of the loss."""
+    seen: list[float] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        every = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+        squares = [float(grad.double().square().sum()) for grad in every if grad is not None]
+        seen.append(math.sqrt(sum(squares)))
+
+    short = ("duration={steps: 3}", "polish=null", "batch.global_batch=48", *changes)
+    decayed = "optimizer.weight_decay=0.1"
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        run(a_recipe("monitor=gradient_norm", *short, decayed), out=tmp_path / "run")
+    finally:
+        hook.remove()
+    found = [step["gradient_norm"] for step in log(tmp_path / "run", "step")]
+    made = [norm for norm in found if norm is not None]  # not where fp16 overflowed
+    assert len(made) == len(seen) >= 1
+    assert made == pytest.approx(seen, rel=1e-6)
 
 
 @pytest.mark.parametrize("changes", [("reduction={kind: adasum, parts: 2}",)], ids=str)
