@@ -3,9 +3,11 @@
 `make bench-gpu` runs these before it measures anything.
 """
 
+import math
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from decoding import run as decode
 from PIL import Image
 from threads import Thread, on_threads
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from largebatch import load_recipe, run
 from largebatch.data.augment import clean_request
@@ -29,7 +32,10 @@ from largebatch.models.batchnorm import with_span
 from largebatch.optim.lars import LARS
 from largebatch.recipe.plan import make_plan
 from largebatch.report.run import read_run
-from largebatch.training.loop import Stopwatch
+from largebatch.tracking.events import Step, System
+from largebatch.training.loop import Stopwatch, Update
+from largebatch.training.state import Progress
+from largebatch.training.step_log import StepLog
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA GPU; make bench-gpu runs these on one"
@@ -310,3 +316,47 @@ def test_nothing_waits_for_a_gpu_that_keeps_the_images(one_size: bool, cache: Pa
         assert len(list(batches)) == 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
+    """With all that can be monitored; the record itself waits, one update later."""
+    layers = [nn.Linear(5, 4).cuda(), nn.Linear(4, 3).cuda()]
+    model, kernels = nn.Sequential(*layers), [layer.weight for layer in layers]
+    optimizer = LARS([{"params": kernels}], lr=0.1, momentum=0.9)
+    monitored = "monitor=[gradient_norm, trust_ratios, system]"
+    progress, recipe = Progress(), load_recipe(DIGITS, [*SHORT, monitored])
+    state: Any = SimpleNamespace(
+        progress=progress,
+        count=progress.count,
+        scaler=GradScaler("cuda", enabled=False),
+        model=model,
+        updater=SimpleNamespace(optimizer=optimizer),
+    )
+    events: list[Any] = []
+    log = StepLog(
+        recipe,
+        make_plan(recipe, workers=1),
+        Serial(GPU),
+        state,
+        emit=events.append,
+        wants_stop=lambda: False,
+    )
+    loss, finite, waited = torch.ones((), device=GPU), torch.tensor(True).to(GPU), Stopwatch(GPU)
+    for step, mode in enumerate(("default", "error")):  # the first copies a table to the device
+        kernels[0].grad = torch.ones_like(kernels[0])  # none of the other, whose ratio is absent
+        log.flush()
+        assert log.measure_norm is not None
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            norm = log.measure_norm()
+            optimizer.step()
+            update = Update(step, 0.1, loss, 1.0, False, finite, waited, waited)
+            log.add("train", update._replace(gradient_norm=norm))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    log.flush()
+    steps = [each for each in events if isinstance(each, Step)]
+    assert [each.loss for each in steps] == [1.0, 1.0]
+    assert [each.gradient_norm for each in steps] == pytest.approx([20**0.5] * 2)
+    assert [[math.isnan(r) for r in each.trust_ratios] for each in steps] == [[False, True]] * 2
+    assert sum(isinstance(each, System) for each in events) == 2

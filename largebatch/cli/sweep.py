@@ -90,9 +90,14 @@ def _parameter(text: str, load: Load) -> tuple[str, dict[str, Any]]:
 
 
 def _distribution(key: str, ends: list[float], load: Load) -> str:
-    """Return the distribution over a range: even in the logarithm, or of whole numbers."""
+    """Return the distribution over a range: even in the logarithm, or of whole numbers.
+
+    Whole numbers are for a key that takes both ends and no half between them.
+    """
+    if not all(isinstance(end, int) for end in ends):
+        return "log_uniform_values"
     try:
-        load(f"{key}={(ends[0] * 2 + ends[1]) / 3 + 0.1234}")
+        load(f"{key}={ends[0] + 0.5}")
     except RecipeError:
         return "int_uniform"
     return "log_uniform_values"

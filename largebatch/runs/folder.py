@@ -57,7 +57,7 @@ def open_folder(
     where a tracker cannot be used.
     """
     recipe = trainer.recipe
-    trackers: list[Tracker] = [Console(), *_open_trackers(trainer, folder, ids)]
+    trackers: list[Tracker] = [Console(), *_open_trackers(trainer, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -76,7 +76,7 @@ def open_folder(
 
 
 def _open_trackers(
-    trainer: Trainer, folder: Path, ids: Mapping[str, str | None]
+    trainer: Trainer, folder: Path, ids: Mapping[str, str | None], *, resume: bool
 ) -> Iterator[Tracker]:
     """Yield what the recipe lets follow the run, each once."""
     recipe = trainer.recipe
@@ -90,7 +90,8 @@ def _open_trackers(
             case "tensorboard":
                 yield TensorBoard(folder, config)
             case "mlflow":
-                yield MLflow(folder, config, identity=ids.get(name), checkpoint=upload)
+                known, resumed = ids.get(name), resume and (folder / LOG).exists()
+                yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
             case "mlperf":
                 yield MLPerf(folder, recipe, began=trainer.began)
             case _:

@@ -123,7 +123,8 @@ class System:
 
     received_bytes_per_second: tuple[Measured, ...]
     sent_bytes_per_second: tuple[Measured, ...]
-    """Over all networks of the worker's machine but the loopback interface."""
+    """Over all networks of the worker's machine but the loopback interface; NaN where
+    the system does not count them."""
 
     gpu_percent: tuple[Measured, ...]
     gpu_memory_bytes: tuple[Measured, ...]

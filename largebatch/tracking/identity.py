@@ -5,11 +5,17 @@ from pathlib import Path
 
 from largebatch.storage import write_whole
 
-_IS_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What becomes part of a path; an id may come from a stranger's checkpoint."""
+_IS_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+"""What becomes part of a path, and of an artifact's name; an id may come from a stranger's
+checkpoint. W&B's artifacts have no other characters."""
 
 WITH_IDS = ("wandb", "mlflow")
 """The trackers that give a run an id."""
+
+
+def is_id(text: str) -> bool:
+    """Return whether a text can be the id of a run."""
+    return _IS_ID.fullmatch(text) is not None
 
 
 def write_id(folder: Path, tracker: str, identity: str) -> None:
@@ -21,7 +27,7 @@ def read_id(folder: Path, tracker: str, *, otherwise: str | None = None) -> str 
     """Return the id of the folder's run in a tracker; else the other one, if that can be one."""
     path = folder / f"{tracker}-id"
     known = path.read_text(encoding="utf-8", errors="replace") if path.exists() else otherwise
-    return known if known is not None and _IS_ID.fullmatch(known) else None
+    return known if known is not None and is_id(known) else None
 
 
 def read_ids(folder: Path) -> dict[str, str | None]:

@@ -38,7 +38,8 @@ class MLflow:
     """A Tracker for one MLflow run, which belongs to one run folder.
 
     `identity` is the run's id in MLflow where the folder lost it; `checkpoint` lets it have the
-    last one. Raises TrackerError where the tracking server or database cannot be used.
+    last one. Where the tracking server or database cannot be used, TrackerError is raised: at once
+    of a run that begins, and by the first record of one that is `resumed`, which goes on without.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MLflow:
         *,
         identity: str | None = None,
         checkpoint: bool = False,
+        resumed: bool = False,
     ) -> None:
         mlflow = require_mlflow()
         for name, value in WAITS.items():
@@ -57,17 +59,20 @@ class MLflow:
         self._run = read_id(folder, "mlflow", otherwise=identity)
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
+        self._unusable: TrackerError | None = None
         try:
             self._client = mlflow.MlflowClient()
             self._experiment = self._find_experiment()
             self._scalars = Scalars(given=self._find_sent())
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-            raise TrackerError(
+            self._unusable = TrackerError(
                 f"tracking: [mlflow]: {mlflow.get_tracking_uri()} cannot be used: "
                 f"{clip(reason, 3 * LONGEST_NAME)}; set MLFLOW_TRACKING_URI to a server or a "
                 "database that is there, or leave mlflow out"
-            ) from None
+            )
+        if self._unusable is not None and not resumed:
+            raise self._unusable
 
     def _find_experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "largebatch")
@@ -92,6 +97,8 @@ class MLflow:
 
     def record(self, event: Event) -> None:
         """Send the numbers of an event, as tracking.scalars names them."""
+        if self._unusable is not None:
+            raise self._unusable
         values = self._scalars.take(event)
         match event:
             case Start():

@@ -29,14 +29,16 @@ class Sampler:
 
     def _counters(self) -> list[float]:
         """Return bytes read, written, received and sent so far; NaN for what is not counted."""
-        disk = [float("nan")] * 2
-        with suppress(AttributeError, self._psutil.Error):  # macOS; a container that hides them
+        disk, network = [float("nan")] * 2, [float("nan")] * 2
+        with suppress(Exception):  # macOS has none; in a container /proc may be hidden or empty
             counted = self._process.io_counters()
             disk = [float(counted.read_bytes), float(counted.write_bytes)]
-        networks = self._psutil.net_io_counters(pernic=True)
-        wired = [each for name, each in networks.items() if not name.startswith("lo")]
-        received = sum(each.bytes_recv for each in wired)
-        return [*disk, float(received), float(sum(each.bytes_sent for each in wired))]
+        with suppress(Exception):  # as above
+            networks = self._psutil.net_io_counters(pernic=True)
+            wired = [each for name, each in networks.items() if not name.startswith("lo")]
+            received = sum(each.bytes_recv for each in wired)
+            network = [float(received), float(sum(each.bytes_sent for each in wired))]
+        return [*disk, *network]
 
 
 def _gpu(device: torch.device) -> list[float]:

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from largebatch.errors import LONGEST_NAME, TrackerError, clip
 from largebatch.optional import require_wandb
 from largebatch.tracking.events import LOG, Event, Finish, Start, Summary
-from largebatch.tracking.identity import read_id, write_id
+from largebatch.tracking.identity import is_id, read_id, write_id
 from largebatch.tracking.scalars import Scalars, artifacts
 
 WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
@@ -29,7 +30,7 @@ class Wandb:
     """A Tracker for one W&B run, which belongs to one run folder.
 
     `note` takes a remark on the run. `identity` is the run's id in W&B where the folder lost it;
-    `checkpoint` lets W&B have the last one.
+    `checkpoint` lets W&B have the last one. Raises TrackerError for a WANDB_RUN_ID that is no id.
     """
 
     def __init__(
@@ -47,16 +48,17 @@ class Wandb:
         self._run: Any = None
         self._first_row = 0
         followed = read_id(folder, "wandb", otherwise=identity)
+        self._followed = followed is not None
         self._scalars = Scalars(folder / LOG if followed else None)
-        chosen = os.environ.get("WANDB_RUN_ID")  # by the agent of a sweep
-        self._identity = followed or chosen or uuid.uuid4().hex[:8]
+        self._identity = followed or _chosen_id() or uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:
         """Open the run, offline where W&B is not reached; a resumed one goes on under its id."""
         write_id(self._folder, "wandb", self._identity)
         chosen = os.environ.get("WANDB_MODE")
         offline = chosen is None and not self._wandb.login(prompt=False, verify=False)
-        resume = "allow" if start.resume_step else None
+        earlier = self._followed or start.resume_step  # which may have saved nothing
+        resume = "allow" if earlier else None
         try:
             self._run = self._init("offline" if offline else None, self._identity, resume)
         except Exception as error:  # W&B's service holds on to that id
@@ -126,3 +128,14 @@ class Wandb:
     def _sync(self) -> str:
         """The command that sends every part of the run, of which each has a folder of its own."""
         return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
+
+
+def _chosen_id() -> str | None:
+    """Return the id that the environment chooses, as the agent of a sweep does."""
+    chosen = os.environ.get("WANDB_RUN_ID")
+    if chosen and not is_id(chosen):
+        raise TrackerError(
+            f"tracking: [wandb]: WANDB_RUN_ID is {clip(repr(chosen), LONGEST_NAME)}; expected at "
+            "most 64 letters, digits, '_', '-' and '.', with no '.' in front"
+        )
+    return chosen

@@ -85,7 +85,10 @@ class Update(NamedTuple):
     """What the reducer measured, if it does: see Reducer.squares."""
 
     scaled_by: float = 1.0
-    """What the loss was multiplied by, and with it what the reducer measured."""
+    """What the loss was multiplied by, and with it what was measured of the gradients."""
+
+    gradient_norm: Tensor | None = None
+    """What `measure_norm` of train() returned, if there is one."""
 
 
 def train(  # noqa: PLR0913 -- these are the nouns of training; a config object would only hide them
@@ -103,13 +106,15 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     global_batch: int,
     seed: Callable[[int], int],
     skip_nonfinite: bool = False,
+    measure_norm: Callable[[], Tensor] | None = None,
 ) -> Generator[Update, None, None]:
     """Make one optimizer update for each of `steps`, in order, and yield after each.
 
     `seed` gives every step its own seed for dropout and the like, so that a resumed run needs no
     generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
     `skip_nonfinite`, an update whose summed gradients are not finite is skipped: one worker's
-    infinity is in everyone's sum, so that all skip the same step.
+    infinity is in everyone's sum, so that all skip the same step. `measure_norm` is called when the
+    gradients are summed, and scaled still: before the optimizer, which may write into them.
     """
     scale = scaler.get_scale()
     for step in steps:
@@ -133,6 +138,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
         with reduction:
             reducer.wait()
         finite = reducer.finite()
+        norm = None if measure_norm is None else measure_norm()
         skipped = skip_nonfinite and not finite.item()  # sync: only where the recipe skips updates
         if not skipped:
             scaler.step(optimizer)
@@ -143,8 +149,8 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             spans.discard()
         else:
             spans.update()
-        times = data, reduction
-        yield Update(step, lr, loss, scale, skipped, finite, *times, reducer.squares, scaled_by)
+        measured = data, reduction, reducer.squares, scaled_by, norm
+        yield Update(step, lr, loss, scale, skipped, finite, *measured)
 
 
 def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:

@@ -1,12 +1,13 @@
 """What `monitor` adds to the records: gradient norm, trust ratios, and what the workers use.
 
-All of it is read after an update from what the update left: gradients, the ratios that LARS has
-used, the system's counters. So nothing that is monitored can change a weight, and nothing is
-computed that is not monitored. The noise scale alone is measured inside the update, by the reducer.
+The ratios that LARS has used and the system's counters are read after an update; the norm between
+the sum of the gradients and the optimizer, for some optimizers write into `.grad`. So none of them
+can change a weight, and nothing is computed that is not monitored. The noise scale alone is
+measured by the reducer.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM
 from largebatch.tracking.system import Sampler
+from largebatch.training.loop import Update
 from largebatch.training.state import TrainState
 
 SAMPLES = 200
@@ -39,16 +41,23 @@ class Monitors:
         """The names of the parameters whose trust ratios are measured; none if none are."""
         return tuple(self._adapted())
 
-    def measure(self, *, skipped: bool) -> Tensor:
+    @property
+    def measure_norm(self) -> Callable[[], Tensor] | None:
+        """What train() measures the gradients by; None where their norm is not monitored."""
+        parameters = self._state.model.parameters
+        return (lambda: gradient_norm(parameters())) if self._norm else None
+
+    def measure(self, update: Update) -> Tensor:
         """Return what the update that was just made left, as `fields` takes it; on the device."""
         device = self._backend.device
         parts = [torch.empty(0, device=device)]
         if self._norm:
-            parts.append(gradient_norm(self._state.model.parameters()).unsqueeze(0))
-        adapted = () if skipped else self._adapted().values()
+            assert update.gradient_norm is not None
+            parts.append(update.gradient_norm.unsqueeze(0) / update.scaled_by)
+        adapted = () if update.skipped else self._adapted().values()
         if adapted:
             found: dict[Tensor, Tensor] = self._state.updater.optimizer.trust_ratios()  # type: ignore[attr-defined]  # LARS's
-            absent = torch.tensor(torch.nan, device=device)
+            absent = torch.full((), torch.nan, device=device)  # torch.tensor would wait for a GPU
             parts.append(torch.stack([found.get(weight, absent) for weight in adapted]))
         return torch.cat(parts)
 

@@ -241,6 +241,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         state.scaler,
         seed=step_seeds(trainer.recipe.seed, trainer.backend.rank),
         skip_nonfinite=trainer.recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        measure_norm=step_log.measure_norm,
     )
     updates = train_pieces(plan, steps, train_piece)
     step_log.resume_clock()

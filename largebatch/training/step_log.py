@@ -96,6 +96,11 @@ class StepLog:
         """The names of the layers whose trust ratios are in the records."""
         return self._monitors.layers
 
+    @property
+    def measure_norm(self) -> Callable[[], Tensor] | None:
+        """What the updates that are logged measure their gradients by, as train() takes it."""
+        return self._monitors.measure_norm
+
     def note_saved(self) -> None:
         """Count the time to the next checkpoint from now."""
         self._saved = time.perf_counter()
@@ -129,7 +134,7 @@ class StepLog:
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        own = self._monitors.measure(skipped=update.skipped)
+        own = self._monitors.measure(update)
         arrive = self._arrival(work)  # after all that is read then
         self._pending = _Pending(step, update, sums, arrive, own)
         if self._stream is None:
@@ -140,7 +145,7 @@ class StepLog:
 
         For updates that this log does not count, since every worker makes its own.
         """
-        sums = torch.stack([bad, bad.new_tensor(float(self._wants_stop()))])
+        sums = torch.cat([bad.unsqueeze(0), _copied([float(self._wants_stop())], to=bad)])
         self._backend.all_reduce(sums).wait()
         found, stop = sums.tolist()  # sync: once in several updates
         self.stopped = self.stopped or stop > 0
@@ -152,11 +157,12 @@ class StepLog:
         save = late and self._backend.rank == 0
         bad = (~update.loss.isfinite()).to(update.loss.dtype)
         infinite = (~update.finite).to(update.loss.dtype)
-        known = update.loss.new_tensor([float(self._wants_stop()), float(save)])
+        known = [float(self._wants_stop()), float(save)]
+        copied = _copied([*known, *self._monitors.sample(update.step)], to=update.loss)
+        requests, system = copied[: len(known)], copied[len(known) :]
         measured = update.loss.new_empty(0) if update.squares is None else update.squares
         loss = torch.stack([update.loss, bad, bad * self._backend.rank, infinite])
-        system = update.loss.new_tensor(self._monitors.sample(update.step))
-        return torch.cat([loss, known, measured, system])
+        return torch.cat([loss, requests, measured, system])
 
     def _arrival(self, work: Work) -> Callable[[], None]:
         """Return what makes the stream of the log wait for the sums, and for nothing later."""
@@ -236,6 +242,13 @@ class StepLog:
         parts = (plan.positions(step.step, micro, rank) for micro in range(accumulation))
         samples = shorten([f"{part.start} to {part.stop - 1}" for part in parts], most=3)
         return f"; worker {rank}, samples {samples} of the order"
+
+
+def _copied(values: Sequence[float], *, to: Tensor) -> Tensor:
+    """Return numbers on the device of a tensor, in its type; a GPU is not waited for."""
+    on_gpu = to.device.type == "cuda"
+    there = torch.tensor(values, dtype=to.dtype, pin_memory=on_gpu)
+    return there.to(to.device, non_blocking=True)
 
 
 def _system(step: Step, rows: Sequence[float]) -> System:

@@ -51,6 +51,22 @@ def test_a_sweep_varies_rates_on_a_logarithmic_scale_whole_numbers_and_words(
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "distribution"),
+    [
+        pytest.param("optimizer.momentum=0.9..0.99", "log_uniform_values", id="below a limit"),
+        pytest.param("optimizer.eta=1..2", "log_uniform_values", id="whole ends"),
+        pytest.param("seed=1..2", "int_uniform", id="whole numbers"),
+    ],
+)
+def test_a_range_is_of_whole_numbers_where_its_key_is(
+    key: str, distribution: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, _ = key.partition("=")
+    found = sweep_of(capsys, str(DIGITS), "--key", key)
+    assert found["parameters"][name]["distribution"] == distribution
+
+
 def test_the_command_of_wandbs_agent_trains_what_it_has_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

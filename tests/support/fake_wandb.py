@@ -13,6 +13,9 @@ class FakeWandb:
         self.offline = False
         self.step = 0
         self.rows: list[int] = []
+        self.resumes: list[str | None] = []
+        """What each init was given."""
+
         self.summary = SimpleNamespace(update=self._summary)
         self.Settings = Settings
 
@@ -27,6 +30,7 @@ class FakeWandb:
 
     def init(self, **words: Any) -> "FakeWandb":  # noqa: ANN401 -- whatever init takes
         self._call("init", words["mode"])
+        self.resumes.append(words["resume"])
         self.offline = words["mode"] == "offline"
         return self
 

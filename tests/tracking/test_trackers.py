@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import DIGITS, SMALL, weights
+from short_runs import DIGITS, SMALL, log, weights
 from test_tracking import (
     CONFIG,
     DECISION,
@@ -284,6 +284,22 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(
     )
     assert line.endswith("or leave mlflow out")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_goes_on_without_an_mlflow_that_does_not_answer(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ("duration={steps: 2}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL)
+    recipe, out = load_recipe(DIGITS, [*short, "tracking=[mlflow]"]), tmp_path / "run"
+    assert run(recipe, out=out, max_steps=1).status == "paused"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    assert run(recipe, out=out, resume=True).status == "finished"
+    (note,) = [each["text"] for each in log(out, "note")]
+    failed = "MLflow failed and follows the run no more: tracking: [mlflow]: http://127.0.0.1:"
+    assert note.startswith(f"{failed}{port} cannot be used")
 
 
 def test_a_run_whose_id_mlflow_does_not_know_begins_another(folder: Path, uri: str) -> None:

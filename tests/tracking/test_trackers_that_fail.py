@@ -27,7 +27,7 @@ from test_tracking import (
 )
 
 from largebatch import load_recipe, run
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, TrackerError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.console import Console
@@ -98,7 +98,9 @@ def test_a_tracker_that_fails_is_left_out_from_then_on(
     [
         (None, "ab12-cd", "ab12-cd"),
         ("its-own", "ab12-cd", "its-own"),
+        ("exp.3", None, "exp.3"),
         (None, "../../../etc", None),
+        (None, "..", None),
         ("a b\n", None, None),
         (None, None, None),
     ],
@@ -118,6 +120,38 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
     found = read_id(tmp_path, "wandb")
     assert found is not None
     assert re.fullmatch(r"[0-9a-f]{8}" if right is None else right, found)
+
+
+@pytest.mark.parametrize(
+    ("known", "step", "resume"), [(None, 0, None), ("ab12", 0, "allow"), (None, 3, "allow")]
+)
+def test_a_run_that_wandb_has_is_not_begun_again_over_it(
+    known: str | None,
+    step: int,
+    resume: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the earlier part saved nothing, so that the run begins at step 0 again."""
+    if known is not None:
+        (tmp_path / "wandb-id").write_text(known)
+    there, _, wandb = fake(tmp_path, monkeypatch, "")
+    wandb.record(replace(START, resume_step=step))
+    assert there.resumes == [resume]
+
+
+def test_an_id_of_the_environment_is_kept_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id that is not read back would make every part of a run a run of its own."""
+    for chosen in ("a/b", "a b", ".a", "a" * 65):
+        monkeypatch.setenv("WANDB_RUN_ID", chosen)
+        with pytest.raises(TrackerError, match=r"WANDB_RUN_ID is '.*'.*; expected at most 64 le"):
+            fake(tmp_path, monkeypatch, "")
+    monkeypatch.setenv("WANDB_RUN_ID", "exp.3")
+    _, _, wandb = fake(tmp_path, monkeypatch, "")
+    wandb.record(START)
+    assert read_id(tmp_path, "wandb") == "exp.3"
 
 
 def test_the_rows_of_a_run_whose_log_is_lost_begin_above_those_that_wandb_has(

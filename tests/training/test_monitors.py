@@ -9,8 +9,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from short_runs import DIGITS, SMALL, log, weights
+from short_runs import DIGITS, HALF, SMALL, log, weights
+from test_optimizers import CHANGES
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError, RecipeError
@@ -43,8 +45,10 @@ def test_monitors_change_no_bit_of_the_weights_and_leave_their_records(tmp_path:
     run(a_recipe(), out=tmp_path / "without")
     run(a_recipe(ALL), out=tmp_path / "with")
     run(a_recipe("execution.device_batch=48"), out=tmp_path / "divided")  # as noise_scale divides
-    one, two = weights(tmp_path / "with"), weights(tmp_path / "divided")
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    run(a_recipe("monitor=[gradient_norm, trust_ratios, system]"), out=tmp_path / "three")
+    for one, two in (("with", "divided"), ("three", "without")):
+        both = weights(tmp_path / one), weights(tmp_path / two)
+        torch.testing.assert_close(*both, rtol=0, atol=0)
     for folder in ("without", "divided"):
         assert not log(tmp_path / folder, "system")
         for step in log(tmp_path / folder, "step"):
@@ -130,6 +134,31 @@ def test_other_optimizers_have_a_norm_and_no_ratios(tmp_path: Path) -> None:
     assert step["gradient_norm"] > 0
 
 
+@pytest.mark.parametrize("changes", [*CHANGES.values(), HALF], ids=[*CHANGES, "fp16"])
+def test_the_norm_is_that_of_the_gradient_that_the_optimizer_gets(
+    changes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Whatever the optimizer then writes there, and without the scale of the loss."""
+    seen: list[float] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        every = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+        squares = [float(grad.double().square().sum()) for grad in every if grad is not None]
+        seen.append(math.sqrt(sum(squares)))
+
+    short = ("duration={steps: 3}", "polish=null", "batch.global_batch=48", *changes)
+    decayed = "optimizer.weight_decay=0.1"
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        run(a_recipe("monitor=gradient_norm", *short, decayed), out=tmp_path / "run")
+    finally:
+        hook.remove()
+    found = [step["gradient_norm"] for step in log(tmp_path / "run", "step")]
+    made = [norm for norm in found if norm is not None]  # not where fp16 overflowed
+    assert len(made) == len(seen) >= 1
+    assert made == pytest.approx(seen, rel=1e-6)
+
+
 @pytest.mark.parametrize("changes", [("reduction={kind: adasum, parts: 2}",)], ids=str)
 def test_the_norm_is_that_of_the_gradient_that_the_update_was_made_of(
     changes: tuple[str, ...], tmp_path: Path
@@ -181,6 +210,20 @@ def test_what_a_worker_uses_is_what_psutil_counts() -> None:
     assert found["memory_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     assert math.isnan(found["gpu_percent"])
     assert found["received_bytes_per_second"] >= 0
+
+
+def test_counters_that_cannot_be_read_are_not_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a container hides /proc."""
+
+    def hidden(*_: object, **__: object) -> None:
+        raise FileNotFoundError("/proc/net/dev")
+
+    monkeypatch.setattr(psutil, "net_io_counters", hidden)
+    monkeypatch.setattr(psutil.Process, "io_counters", hidden, raising=False)
+    found = dict(zip(SYSTEM, Sampler(torch.device("cpu")).read(), strict=True))
+    lost = {name for name, value in found.items() if math.isnan(value)}
+    assert {name for name in SYSTEM if "second" in name} <= lost
+    assert found["memory_bytes"] > 2**26
 
 
 def test_a_missing_psutil_is_an_error_with_the_install_command(
