@@ -27,7 +27,7 @@ echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
 "${command[@]}" &
 run=$! stopped='' code=0
-trap 'stopped=1; kill -USR1 "$run"' TERM # which mpirun passes on; it would answer SIGTERM itself
+trap 'stopped=1; kill -USR1 "$run" || true' TERM # which mpirun passes on, unlike SIGTERM
 wait "$run" || code=$?
 [[ ! $stopped ]] || { code=0 && wait "$run"; } || code=$? # the signal ended the wait before
 if ((code == 75)); then qrerun "$PBS_JOBID"; fi

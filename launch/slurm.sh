@@ -31,7 +31,7 @@ echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0
 "${command[@]}" &
 step=$! stopped='' code=0
-trap 'stopped=1; kill -USR1 "$step"' TERM # srun passes that on; at SIGTERM it kills the workers
+trap 'stopped=1; kill -USR1 "$step" || true' TERM # srun passes that on; SIGTERM would kill
 wait "$step" || code=$?
 [[ ! $stopped ]] || { code=0 && wait "$step"; } || code=$? # the signal ended the wait before
 if ((code == 75)); then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -31,7 +31,7 @@ begun=$(mktemp) stopped='' code=0
 # To its workers on this host, which tell the others: horovodrun would kill all of them after 5 s.
 tree() { echo "$1" && pgrep -P "$1" | while read -r id; do tree "$id"; done; }
 warn() { stopped=1 && pkill -P "$(tree "$run" | paste -sd,)" -f '^[^ ]*python[^ ]* -m largebatch '; }
-trap warn TERM
+trap 'warn || true' TERM # there may be no worker yet, or none any more
 wait "$run" || code=$?
 [[ ! $stopped ]] || { code=0 && wait "$run"; } || code=$?
 # horovodrun makes a 1 of the workers' 75; what they wrote tells.

@@ -183,7 +183,8 @@ def test_a_job_is_filled_in_for_the_plan(
 def test_a_manifest_is_what_its_operator_takes(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = YAML(typ="safe").load(filled(capsys, kind, "digits_96", "--nodes", "3", "--data", "$(A)"))
+    words = [kind, "digits_96", "--nodes", "3", "--data", "$(A)$$B$"]
+    job = YAML(typ="safe").load(filled(capsys, *words))
     jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
     replicas = job["spec"]["mpiReplicaSpecs" if kind == "mpijob" else "pytorchReplicaSpecs"]
     assert replicas["Worker"]["replicas"] == 3
@@ -191,9 +192,12 @@ def test_a_manifest_is_what_its_operator_takes(
     (container,) = first["template"]["spec"]["containers"]
     words = container["command"] + container.get("args", [])
     train = ["train", "digits_96", "--out", "/runs/digits-96", "--resume", "auto"]
-    assert words[words.index("train") :] == [*train, "--data", "$$(A)"]
+    assert words[words.index("train") :] == [*train, "--data", "$$(A)$$$$B$$"]
     (worker,) = replicas["Worker"]["template"]["spec"]["containers"]
     assert worker["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in worker["volumeMounts"]
+    volumes = replicas["Worker"]["template"]["spec"]["volumes"]
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in volumes
     if kind == "mpijob":
         assert job["spec"]["slotsPerWorker"] == 8
         assert words[words.index("-np") + 1] == "24"
@@ -239,6 +243,21 @@ def test_what_cannot_be_launched_is_one_line(
     assert found.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("kind", ["slurm", "mpijob"])
+def test_a_path_that_is_no_utf_8_is_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job is text; the terminal's encoding has no part in it."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.yaml"))
+    path.write_bytes((ROOT / "recipes" / "quickstart" / "digits_96.yaml").read_bytes())
+    for words in ([str(path)], ["digits_96", "--data", str(path.parent / os.fsdecode(b"\xfe"))]):
+        assert main(["launch", kind, *words, "--nodes", "2"]) == USER
+        found = capsys.readouterr()
+        assert found.out == ""
+        assert "holds a byte that is no UTF-8" in found.err
+        assert found.err.count("\n") == 1
+
+
 WORKER = """
 save() { sleep 0.2; mkdir -p runs/digits_96; echo '"interrupted"' >runs/digits_96/summary.json; }
 trap 'save; exit CODE' SIGNAL
@@ -270,6 +289,35 @@ def test_a_job_that_was_interrupted_is_queued_again(
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=120) == code
     assert ((cluster / "calls").read_text().splitlines()[-1] == again) == (code == 75)
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "queues"),
+    [
+        pytest.param("slurm.sh", "srun", "scontrol", id="srun"),
+        pytest.param("pbs.sh", "mpirun", "qrerun", id="PBS"),
+    ],
+)
+def test_a_warning_after_the_run_has_ended_changes_no_code(
+    cluster: Path, name: str, program: str, queues: str
+) -> None:
+    add_program(cluster / "bin", program, "exit 75")
+    add_program(cluster / "bin", queues, "touch queuing; sleep 1")
+    job = subprocess.Popen(["bash", ROOT / "launch" / name], stdout=subprocess.DEVNULL)
+    wait_for(cluster / "queuing")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=120) == 75
+
+
+def test_a_warning_before_horovod_has_a_worker_ends_nothing(cluster: Path) -> None:
+    add_program(cluster / "bin", "horovodrun", "touch running; sleep 2; touch over; exit 7")
+    job = subprocess.Popen(
+        ["bash", ROOT / "launch" / "slurm_horovod.sh"], stdout=subprocess.DEVNULL
+    )
+    wait_for(cluster / "running")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=120) == 7
+    assert (cluster / "over").exists()
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "saved long ago"])

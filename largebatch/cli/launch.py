@@ -62,6 +62,8 @@ def _launch(args: argparse.Namespace) -> int:
     options = ["--resume", "auto", *(word for each in args.set for word in ("--set", each))]
     if args.data is not None:
         options += ["--data", str(args.data)]
+    for word in (str(args.recipe), *options):
+        _require_utf8(word)
     text = (files("largebatch") / "launch" / KINDS[args.kind]).read_text(encoding="utf-8")
     fill = fill_manifest if KINDS[args.kind].endswith(".yaml") else fill_script
     sys.stdout.write(
@@ -75,6 +77,15 @@ def _launch(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _require_utf8(word: str) -> None:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise LargebatchError(
+            f"launch: {word} holds a byte that is no UTF-8, as a job's text is; rename it"
+        ) from None
 
 
 def fill_script(
@@ -119,9 +130,9 @@ def fill_manifest(
 
 
 def _quoted(word: str) -> str:
-    """Return a word as YAML takes it, without what Kubernetes would take for a variable.
+    """Return a word as YAML takes it, with each $ as Kubernetes wants it, which reads variables.
 
-    >>> _quoted("$(HOME)")
-    '"$$(HOME)"'
+    >>> _quoted("$(HOME)/a$$b")
+    '"$$(HOME)/a$$$$b"'
     """
-    return json.dumps(word.replace("$(", "$$("), ensure_ascii=False)
+    return json.dumps(word.replace("$", "$$"), ensure_ascii=False)

@@ -2,21 +2,22 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Call
-from largebatch.errors import printable
+from largebatch.errors import LargebatchError, printable
 
 if TYPE_CHECKING:
-    from largebatch.runs.referee import Judgement
+    from largebatch.runs.referee import Findings
 
 FAILED = 1
 """The exit code where a checker found something wrong."""
 
-_WORDS = {True: "passed", False: "FAILED", None: "not judged"}
+_WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -28,23 +29,40 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     )
     referee.add_argument("--system", type=Path, metavar="JSON", help="a system description")
     referee.add_argument("--json", action="store_true", help="print all of it as JSON")
-    referee.add_argument("--out", type=Path, metavar="PNG", help="the chart (referee.png)")
+    referee.add_argument(
+        "--out",
+        type=Path,
+        default=Path("referee.png"),
+        metavar="PNG",
+        help="the chart (referee.png)",
+    )
 
 
 def _referee(args: argparse.Namespace) -> int:
-    """Print the verdicts; return 1 if one of them is against the runs."""
-    from largebatch.runs.referee import judge
+    """Print the verdicts; return 1 if one of them is against the runs.
 
-    found = judge(args.runs, system=args.system)
-    chart = _draw(found, args.out or Path("referee.png"))
+    The chart is drawn after that, and whether it can be written changes no verdict.
+    """
+    from largebatch.report.referee import require_png
+    from largebatch.runs.referee import check
+
+    require_png(args.out)
+    found = check(args.runs, system=args.system)
+    if not args.json:
+        _show(found)
+    chart = None
+    try:
+        chart = _draw(found, args.out)
+    except LargebatchError as error:
+        print(f"largebatch: {printable(str(error))}", file=sys.stderr)
     if args.json:
         print(json.dumps(_as_json(found, chart), indent=2))
-    else:
-        _show(found, chart)
+    elif chart is not None:
+        print(printable(f"{'drawn':>11}              {chart}"))
     return 0 if found.passed else FAILED
 
 
-def _draw(found: "Judgement", out: Path) -> Path | None:
+def _draw(found: "Findings", out: Path) -> Path | None:
     """Draw the chart where there is a reference, and return its path."""
     from largebatch.report.referee import write_convergence
 
@@ -56,18 +74,16 @@ def _draw(found: "Judgement", out: Path) -> Path | None:
     return out
 
 
-def _show(found: "Judgement", chart: Path | None) -> None:
+def _show(found: "Findings") -> None:
     for verdict in found.verdicts:
         print(printable(f"{verdict.name:>11}  {_WORDS[verdict.passed]:<10}  {verdict.sentence}"))
         for reason in verdict.reasons:
             print(printable(f"{'':>25}{reason}"))
     for remark in dict.fromkeys(remark for log in found.logs for remark in log.remarks):
         print(printable(f"{'remark':>11}              {remark}"))
-    if chart is not None:
-        print(printable(f"{'drawn':>11}              {chart}"))
 
 
-def _as_json(found: "Judgement", chart: Path | None) -> dict[str, object]:
+def _as_json(found: "Findings", chart: Path | None) -> dict[str, object]:
     return {
         "passed": found.passed,
         "verdicts": [asdict(verdict) for verdict in found.verdicts],

@@ -5,6 +5,7 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -25,6 +26,8 @@ from largebatch.distributed.backend import own_part, pick_device
 from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
 from largebatch.distributed.watch import Watch
 from largebatch.errors import BackendError, MismatchError, PeerLostError
+
+_LOG = logging.getLogger(__name__)
 
 _CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
 """How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
@@ -173,7 +176,7 @@ class TorchDistributed(RunningTorch):
         kind = "nccl" if device.type == "cuda" else "gloo"
         self._limit = timedelta(seconds=timeout) + _LATER
         with _lost_peers_named(int(os.environ["RANK"])):
-            store, rank, world_size = _meet(self._limit, alone=alone)
+            store, rank, world_size = _open_store(self._limit, alone=alone)
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = _StoreNotes(PrefixStore(attempt, store.clone()))
@@ -194,11 +197,11 @@ class TorchDistributed(RunningTorch):
             dist.destroy_process_group()
 
 
-def _meet(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
+def _open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
     """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and number of workers.
 
-    Worker 0 serves it on that address only, unless torchrun does so already, or the address is not
-    this host's own. `alone`: all workers are on this host.
+    Worker 0 serves it on that address only, unless torchrun does so already; where the address is
+    not this host's own, on all. `alone`: all workers are on this host.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = None
@@ -216,15 +219,25 @@ def _meet(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
 
 
 def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
-    """Return a socket that listens on one address of this host, or nothing where it cannot.
+    """Return a socket that listens on one address of this host; log a warning where none can.
 
     An address may be another machine's that passes connections on, and the name of a host among
-    several may mean the loopback interface to that host itself (Debian's 127.0.1.1).
+    several may mean the loopback interface to that host itself (Debian's 127.0.1.1): then another
+    address of that name is taken, if it has one.
     """
+    found = []
     with suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in found:
         if alone or not ipaddress.ip_address(place[0]).is_loopback:
-            return socket.create_server((str(place[0]), int(place[1])), family=family)
+            with suppress(OSError):
+                return socket.create_server((str(place[0]), int(place[1])), family=family)
+    if not alone:
+        places = ", ".join(dict.fromkeys(str(place[0]) for *_, place in found)) or "unknown"
+        _LOG.warning(
+            "MASTER_ADDR %s (%s) is no address at which this host can listen for others: the "
+            "workers' store is open on all of its interfaces", address, places,
+        )  # fmt: skip
     return None
 
 

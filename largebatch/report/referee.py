@@ -51,6 +51,12 @@ class Point:
     """Whether it bounds submissions; others converge slower than their neighbours suggest."""
 
 
+def require_png(path: Path) -> None:
+    """Raise LargebatchError unless a chart's path is of a PNG file."""
+    if path.suffix.lower() != ".png":
+        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
+
+
 def write_convergence(
     path: Path,
     points: Sequence[Point],
@@ -63,8 +69,7 @@ def write_convergence(
 
     Raises LargebatchError where the file cannot be written, MissingPackageError without matplotlib.
     """
-    if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
+    require_png(path)
 
     def draw(figure: "Figure") -> None:
         left, right = figure.subplots(1, 2, width_ratios=[3, 2])

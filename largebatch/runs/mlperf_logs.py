@@ -1,6 +1,6 @@
-"""The logs that MLPerf's checkers judge: found, and read by the package's own parser.
+"""The logs that MLPerf's checkers read: found, and read by the package's own parser.
 
-Checkers of mlperf-logging write what they find to the root logger; `listening` collects it.
+Checkers of mlperf-logging write what they find to the root logger; `captured_log` collects it.
 """
 
 import logging
@@ -19,7 +19,7 @@ PURPOSE = "referee"
 
 
 class LogError(LargebatchError):
-    """A log cannot be judged: it is missing, damaged, of an unfinished run or another benchmark."""
+    """A log cannot be checked: missing, damaged, of an unfinished run or of another benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def find_logs(folder: Path) -> list[Path]:
 
 
 def read_log(path: Path) -> Log:
-    """Read a log with the package's parser. Raises LogError where there is nothing to judge."""
+    """Read a log with the package's parser. Raises LogError where there is nothing to check."""
     parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
     values: dict[str, list[Any]] = {}
     try:
@@ -110,7 +110,7 @@ def _evaluations_have_epochs(values: Mapping[str, Any]) -> bool:
 def _epochs(path: Path) -> float | None:
     """Return the epochs to the target as the RCP checker reads them."""
     checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
-    with listening():
+    with captured_log():
         failed, epochs, _, _ = checker.read_submission_file(path, ROUND, False)  # noqa: FBT003
     return None if failed else epochs
 
@@ -125,20 +125,20 @@ def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 @contextmanager
-def listening() -> Iterator[list[logging.LogRecord]]:
+def captured_log() -> Iterator[list[logging.LogRecord]]:
     """Collect what the checkers log, which they do on the root logger, in place of printing it."""
-    root, heard = logging.getLogger(), _Heard()
+    root, captured = logging.getLogger(), _Records()
     handlers, level = root.handlers, root.level
-    root.handlers = [heard]
+    root.handlers = [captured]
     root.setLevel(logging.INFO)
     try:
-        yield heard.records
+        yield captured.records
     finally:
         root.handlers = handlers
         root.setLevel(level)
 
 
-class _Heard(logging.Handler):
+class _Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []

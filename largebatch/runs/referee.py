@@ -1,6 +1,6 @@
 """MLPerf's own checkers on the logs of runs, and what they find in sentences.
 
-Nothing is judged here: compliance_checker, rcp_checker, package_checker's seed checker and
+No check is made here: compliance_checker, rcp_checker, package_checker's seed checker and
 system_desc_checker of the package mlperf-logging are called as its own commands call them, and what
 they return and log is put into words. Reference convergence points (RCPs) are epochs to the target
 that MLPerf's reference implementation took at some batches; a submission of the closed division
@@ -22,7 +22,7 @@ from largebatch.errors import clip, shorten
 from largebatch.optional import require_mlperf
 from largebatch.recipe.mlperf import BENCHMARK, ROUND, TARGET
 from largebatch.report.referee import Point, Reference
-from largebatch.runs.mlperf_logs import PURPOSE, Log, LogError, find_logs, listening, read_log
+from largebatch.runs.mlperf_logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
 
 RUNS = 5
 """A submission for ResNet is so many runs, of which the fastest and the slowest do not count."""
@@ -44,7 +44,7 @@ class Verdict:
 
     name: Literal["compliance", "seeds", "convergence", "system"]
     passed: bool | None
-    """None: not judged."""
+    """None: not checked."""
 
     sentence: str
     reasons: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Findings:
     """Everything found about some runs."""
 
     logs: tuple[Log, ...]
@@ -66,22 +66,22 @@ class Judgement:
         return all(verdict.passed is not False for verdict in self.verdicts)
 
 
-def judge(folders: Sequence[Path], *, system: Path | None = None) -> Judgement:
+def check(folders: Sequence[Path], *, system: Path | None = None) -> Findings:
     """Apply MLPerf's checkers to the logs in run folders, or in folders of result_*.txt.
 
-    `system` is a system description. Raises LogError for what cannot be judged,
+    `system` is a system description. Raises LogError for what cannot be checked,
     MissingPackageError without mlperf-logging.
     """
     logs = tuple(read_log(path) for folder in folders for path in find_logs(folder))
     if len({log.division for log in logs}) > 1:
         found = [f"{log.path}: {log.division}" for log in logs]
         raise LogError(f"logs of one submission are of one division, found {shorten(found)}")
-    convergence, reference = _judge_convergence(logs)
-    verdicts = (_judge_compliance(logs), _judge_seeds(logs), convergence, _judge_system(system))
-    return Judgement(logs, verdicts, reference, _points())
+    convergence, reference = _check_convergence(logs)
+    verdicts = (_check_compliance(logs), _check_seeds(logs), convergence, _check_system(system))
+    return Findings(logs, verdicts, reference, _points())
 
 
-def _judge_compliance(logs: Sequence[Log]) -> Verdict:
+def _check_compliance(logs: Sequence[Log]) -> Verdict:
     """Check every log against the rules of its division.
 
     As package_checker does, one of five may break them, such as that of a run below the target: the
@@ -109,7 +109,7 @@ def _broken_rules(path: Path) -> list[str]:
     package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
     checker = package.make_checker(_USAGE, ROUND, quiet=True, werror=False)
     package.enqueued_configs.clear()  # of a check that ended by an exception
-    with listening():
+    with captured_log():
         try:
             passed = checker.check_file(path, f"{_USAGE}_{ROUND}/common.yaml")
         except Exception as error:  # rules are evaluated on whatever the log holds
@@ -151,15 +151,15 @@ def _rule(test: str, key: str) -> str:
     return test.replace("v['value']", key).strip()
 
 
-def _judge_seeds(logs: Sequence[Log]) -> Verdict:
+def _check_seeds(logs: Sequence[Log]) -> Verdict:
     """Check that every run logs a seed and no two runs the same."""
     package = require_mlperf("package_checker.seed_checker", PURPOSE)
-    with listening() as heard, warnings.catch_warnings():
+    with captured_log() as captured, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
         passed = package.SeedChecker(ROUND).check_seeds([log.path for log in logs])
     if passed:
         return Verdict("seeds", passed=True, sentence=f"{_count(logs)}, no seed twice")
-    errors = [record.args for record in heard if record.levelno == logging.ERROR]
+    errors = [record.args for record in captured if record.levelno == logging.ERROR]
     reasons = tuple(str(args[0]) for args in errors if isinstance(args, tuple) and args)
     lines = tuple(line for reason in reasons for line in reason.splitlines())
     text = "every run needs a logged seed of its own"
@@ -168,19 +168,19 @@ def _judge_seeds(logs: Sequence[Log]) -> Verdict:
     return Verdict("seeds", passed=False, sentence=text, reasons=lines)
 
 
-def _judge_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
+def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
     """Compare the epochs to the target with the reference's, by the RCP checker."""
-    unjudged = _why_unjudged(logs)
-    if unjudged:
-        return Verdict("convergence", None, unjudged), None
+    reason = _why_not_compared(logs)
+    if reason:
+        return Verdict("convergence", None, reason), None
     checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
-    with tempfile.TemporaryDirectory() as folder, listening() as heard:
+    with tempfile.TemporaryDirectory() as folder, captured_log() as captured:
         for number, log in enumerate(logs):
             (Path(folder) / f"result_{number}.txt").symlink_to(log.path.absolute())
         passed, found, factor = checker.check_directory(
             folder, _USAGE, ROUND, False, False, rcp_pass="pruned_rcps"  # noqa: FBT003, S106
         )  # fmt: skip
-    reference = _reference(heard, logs)
+    reference = _reference(captured, logs)
     text = _WORDS.get(found, found)
     if reference is not None:
         text = _describe(reference, logs, passed=passed, factor=float(factor))
@@ -189,7 +189,7 @@ def _judge_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
     return Verdict("convergence", passed=bool(passed), sentence=text), reference
 
 
-def _why_unjudged(logs: Sequence[Log]) -> str | None:
+def _why_not_compared(logs: Sequence[Log]) -> str | None:
     if not all(log.complete for log in logs):
         return "a log lacks what the test reads, as under compliance"
     if len({log.batch for log in logs}) > 1:
@@ -200,10 +200,10 @@ def _why_unjudged(logs: Sequence[Log]) -> str | None:
     return None
 
 
-def _reference(heard: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
+def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
     """Return what the RCP checker compared with, which it logs; None where it had nothing."""
-    records = [each.args for each in heard if str(each.msg).startswith(" RCP Record")]
-    means = [each.args for each in heard if str(each.msg).startswith(" Submission mean epochs:")]
+    records = [each.args for each in captured if str(each.msg).startswith(" RCP Record")]
+    means = [each.args for each in captured if str(each.msg).startswith(" Submission mean epochs:")]
     if not records or not means:
         return None
     found: Any = records[0]
@@ -269,12 +269,12 @@ def _points() -> tuple[Point, ...]:
     )
 
 
-def _judge_system(path: Path | None) -> Verdict:
+def _check_system(path: Path | None) -> Verdict:
     """Check a system description, if there is one."""
     if path is None:
         return Verdict("system", None, "no description of the system is given")
     package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
-    with listening() as heard:
+    with captured_log() as captured:
         try:
             valid = package.check_system_desc(path, _USAGE, ROUND)[0]
         except (OSError, ValueError) as error:
@@ -284,7 +284,7 @@ def _judge_system(path: Path | None) -> Verdict:
             return Verdict("system", passed=False, sentence=_NO_TEXT, reasons=reasons)
     if valid:
         return Verdict("system", passed=True, sentence=f"{path} has every field asked for")
-    args = [record.args for record in heard if record.levelno == logging.ERROR]
+    args = [record.args for record in captured if record.levelno == logging.ERROR]
     found: Any = args[0]
     reasons = tuple(f"{path}: {reason}" for reason in found[1])
     sentence = f"{path} is not as MLPerf asks for it"

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
+from largebatch.data.index.index import require_stored
 from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
@@ -112,6 +113,8 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         )
     if rank in {None, 0}:
         check_folder(chosen.out, resume=resume)
+        if "mlperf" in recipe.tracking and recipe.data.source == "folder" and chosen.data:
+            require_stored(chosen.data, purpose="tracking: [mlperf]")
     if rank is not None:
         if workers != 1:
             raise BackendError(

@@ -345,6 +345,13 @@ class Tracker(Protocol):
         """Take one event. A finish is the last."""
 
 
+class Clock:
+    """A base of Trackers that measure a run: no other tracker's work is in their times.
+
+    They receive a start after all other trackers, and everything else before them.
+    """
+
+
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:
     """Write JSON for a person; a number that is not finite becomes null."""
     write_whole(path, to_json(content, indent=2, inf_nan_mode="null") + b"\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from largebatch.errors import CheckpointError
-from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
+from largebatch.tracking.events import EVENTS, Clock, Event, Finish, Note, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ def record(trackers: list[Tracker], event: Event) -> None:
     A run does not end because who follows it does. Its own record is no such follower: without
     log.jsonl there is no report. At a finish that record comes last, to hold such notes too.
     """
-    last = isinstance(event, Finish)
-    for tracker in sorted(trackers, key=lambda each: last and isinstance(each, JsonLines)):
+    for tracker in sorted(trackers, key=lambda each: _turn(each, event)):
         if tracker not in trackers:  # a note before this was too much for it
             continue
         try:
@@ -75,6 +74,13 @@ def record(trackers: list[Tracker], event: Event) -> None:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             text = f"{type(tracker).__name__} failed and follows the run no more: {reason}"
             record(trackers, _note_at(event, text))
+
+
+def _turn(tracker: Tracker, event: Event) -> int:
+    """Return a number by which trackers receive an event: -1 first, 1 last."""
+    if isinstance(tracker, Clock):
+        return 1 if isinstance(event, Start) else -1
+    return int(isinstance(event, Finish) and isinstance(tracker, JsonLines))
 
 
 def _note_at(event: Event, text: str) -> Note:

@@ -1,10 +1,11 @@
 """mlperf.log: a run as MLPerf Training's rules want it logged, by the package mlperf-logging.
 
-The log's clock starts when the run begins, before any image is read, and stops with the first
-evaluation that reaches the target, or when the run ends without one. What comes after the target is
-no part of the log. A run that is resumed goes on in the same log and its clock was never stopped,
-because the rules allow no pause; one that has not ended has no run_stop. Only the first start
-writes hyper-parameters. What a run cannot know about its submission is read from the environment.
+The log's clock starts when all else is set up, before any image is read (the index is there
+already: see data.index.index.require_stored), and stops with the first evaluation that reaches the
+target, or when the run ends without one. What comes after the target is no part of the log. A run
+that is resumed goes on in the same log and its clock was never stopped, because the rules allow no
+pause; one that has not ended has no run_stop. Only the first start writes hyper-parameters. What a
+run cannot know about its submission is read from the environment.
 """
 
 import json
@@ -24,7 +25,7 @@ from largebatch.recipe.optimizers import LAMB, LARS, SGD
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
-from largebatch.tracking.events import Evaluation, Event, Finish, Start, Step
+from largebatch.tracking.events import Clock, Evaluation, Event, Finish, Start, Step
 from largebatch.tracking.log import drop_unfinished_line
 
 MLPERF_LOG = "mlperf.log"
@@ -41,7 +42,7 @@ _SUBMISSION = {
 """What the rules allow, the environment's MLPERF_SUBMISSION_DIVISION and the like being free."""
 
 
-class MLPerf:
+class MLPerf(Clock):
     """A Tracker that writes mlperf.log into the run folder.
 
     `began` is when the worker began to set itself up, in seconds since 1970. Raises
@@ -126,7 +127,7 @@ class MLPerf:
         assert plan is not None
         ends = {*plan.evaluate_after, plan.train_steps, plan.steps, plan.updates}
         end = min(end for end in ends if end > step)
-        self._block = round(plan.epoch(step), 6)
+        self._block = round(1 + plan.epoch(step), 6)  # the rules number epochs from 1
         count = round(plan.epoch(end) - plan.epoch(step), 6)
         metadata = {"first_epoch_num": self._block, "epoch_count": count}
         self._log.start("block_start", metadata=metadata, time_ms=self._since)

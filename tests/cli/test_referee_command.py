@@ -29,7 +29,7 @@ def test_the_verdicts_are_sentences_with_a_chart(
         ["compliance", "passed"],
         ["seeds", "passed"],
         ["convergence", "passed"],
-        ["system", "not"],
+        ["system", "unchecked"],
     ]
     assert "cache_clear is false" in shown[4]
     assert shown[-1].split() == ["drawn", str(chart)]
@@ -51,6 +51,26 @@ def test_a_verdict_against_the_runs_ends_with_code_1_and_the_reasons(
     assert (tmp_path / "referee.png").exists()
 
 
+@pytest.mark.parametrize(("epochs", "code"), [(56.0, DONE), (50.0, FAILED)])
+def test_a_chart_that_cannot_be_written_loses_no_verdict(
+    epochs: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = list(map(str, run_folders(tmp_path, seeds("32768_mlperf"), 5 * [epochs])))
+    (tmp_path / "folder.png").mkdir()
+    words = ["referee", *paths, "--out", str(tmp_path / "folder.png")]
+    assert main(words) == code
+    shown = capsys.readouterr()
+    assert "convergence  " in shown.out
+    assert "drawn" not in shown.out
+    assert (
+        shown.err == f"largebatch: {tmp_path}/folder.png: cannot write the chart: Is a directory\n"
+    )
+    assert main([*words, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] == (code == DONE)
+    assert found["chart"] is None
+
+
 def test_everything_is_there_as_json(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +86,7 @@ def test_everything_is_there_as_json(
     }  # fmt: skip
 
 
-def test_what_cannot_be_judged_is_one_line_and_code_2(
+def test_what_cannot_be_checked_is_one_line_and_code_2(
     folders: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -90,7 +110,7 @@ def test_what_cannot_be_judged_is_one_line_and_code_2(
     assert "referee needs mlperf-logging, which is not installed" in capsys.readouterr().err
 
 
-def test_judging_imports_no_torch(folders: list[str], tmp_path: Path) -> None:
+def test_checking_imports_no_torch(folders: list[str], tmp_path: Path) -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
         f"code = main(['referee', *{folders!r}, '--out', {str(tmp_path / 'x.png')!r}]); "

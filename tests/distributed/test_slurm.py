@@ -2,9 +2,11 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from listening import listeners
@@ -94,13 +96,50 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
 def test_the_store_listens_on_its_own_address_only(
     address: str, alone: bool, expected: str | None
 ) -> None:
-    """On none of these: torch then serves on all interfaces, or says what is wrong."""
+    """On none of the last three: torch then serves on all interfaces, or fails."""
     listener = listen_on(address, 0, alone=alone)
     if listener is None:
         assert expected is None
     else:
         with listener:
             assert listener.getsockname()[0] == expected
+
+
+@pytest.fixture
+def own_address() -> str:
+    """An address of this machine at which others may reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        try:
+            unsent.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network but the loopback interface")
+        return str(unsent.getsockname()[0])
+
+
+@pytest.mark.parametrize("names", [(), ("127.0.1.1",), ("127.0.1.1", "192.0.2.99")])
+def test_of_the_addresses_of_a_name_one_that_others_reach_is_listened_on(
+    own_address: str,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Debian writes 127.0.1.1 into /etc/hosts for the host's own name."""
+    resolve = socket.getaddrinfo
+
+    def resolve_all(_: str, *args: Any, **kwargs: Any) -> list[Any]:  # noqa: ANN401 -- passed on
+        return [one for each in (*names, own_address) for one in resolve(each, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_all)
+    listener = listen_on("node1", 0, alone=False)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname()[0] == own_address
+    assert not caplog.messages
+
+
+def test_a_store_on_all_interfaces_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert listen_on("127.0.1.1", 0, alone=False) is None
+    assert ["all of its interfaces" in line for line in caplog.messages] == [True]
 
 
 @pytest.mark.usefixtures("ends")

@@ -15,13 +15,13 @@ from mlperf_logs import evaluation, finish, recipe, rewrite, run_folders, seeds,
 from scipy import stats
 
 from largebatch.runs.mlperf_logs import LogError
-from largebatch.runs.referee import Judgement, Verdict, judge
+from largebatch.runs.referee import Findings, Verdict, check
 
 BOUNDS = (1632, 3264, 32768, 49152, 67840)
 """Batches of the points that are left when those slower than the line between others are pruned."""
 
 
-def verdict(found: Judgement, name: str) -> Verdict:
+def verdict(found: Findings, name: str) -> Verdict:
     (one,) = [each for each in found.verdicts if each.name == name]
     return one
 
@@ -70,7 +70,7 @@ def test_the_fewest_epochs_accepted_are_those_of_the_t_test(batch: int, tmp_path
         folders = run_folders(
             tmp_path / str(passed), seeds("32768_mlperf", *changes_to(batch)), 5 * [least + offset]
         )
-        found = judge(folders)
+        found = check(folders)
         assert verdict(found, "compliance").passed
         assert verdict(found, "convergence").passed is passed
         assert found.passed is passed
@@ -82,7 +82,7 @@ def test_the_fewest_epochs_accepted_are_those_of_the_t_test(batch: int, tmp_path
 
 def test_a_mean_that_is_faster_by_chance_scales_the_times(tmp_path: Path) -> None:
     folders = run_folders(tmp_path, seeds("32768_mlperf"), [54, 55.5, 55.6, 55.7, 58])
-    text = verdict(judge(folders), "convergence").sentence
+    text = verdict(check(folders), "convergence").sentence
     assert f"times are multiplied by {56 / 55.6:.4f}" in text
     assert "5 runs at batch 32,768 reach 75.9% after 55.60 (95 % by bootstrap: " in text
     assert "the reference takes 56.00 (std 0.45), and a mean below 55.44 is too fast" in text
@@ -93,7 +93,7 @@ def test_the_interval_is_the_bootstraps(tmp_path: Path) -> None:
     epochs = [54.0, 55.5, 55.6, 55.7, 58.0]
     drawn = np.array(np.meshgrid(*5 * [epochs])).reshape(5, -1)
     means = np.sort(drawn, axis=0)[1:-1].mean(axis=0)
-    reference = judge(run_folders(tmp_path, seeds("32768_mlperf"), epochs)).reference
+    reference = check(run_folders(tmp_path, seeds("32768_mlperf"), epochs)).reference
     assert reference is not None
     assert reference.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.1)
 
@@ -117,7 +117,7 @@ def test_what_the_points_do_not_cover_has_an_answer(
     batch: int, epochs: list[float | None], passed: bool | None, words: str, tmp_path: Path
 ) -> None:
     folders = run_folders(tmp_path, seeds("32768_mlperf", *changes_to(batch)), epochs)
-    found = verdict(judge(folders), "convergence")
+    found = verdict(check(folders), "convergence")
     assert found.passed is passed
     assert words in found.sentence
 
@@ -140,7 +140,7 @@ def test_the_packages_own_command_says_the_same_of_the_same_logs(
         check=False,
     )
     assert done.returncode == code
-    found = judge([there])
+    found = check([there])
     assert [log.path.name for log in found.logs] == [f"result_{n}.txt" for n in range(5)]
     assert verdict(found, "convergence").passed is (code == 0)
 
@@ -148,14 +148,14 @@ def test_the_packages_own_command_says_the_same_of_the_same_logs(
 def test_the_open_division_is_not_held_to_the_reference(tmp_path: Path) -> None:
     """Fujitsu's five runs, by the epochs that a published entry of that batch could have."""
     of = seeds("86016_fujitsu")
-    found = judge(run_folders(tmp_path / "beyond", of, 5 * [86.0]))
+    found = check(run_folders(tmp_path / "beyond", of, 5 * [86.0]))
     assert found.passed
     assert verdict(found, "compliance").passed
     convergence = verdict(found, "convergence")
     assert convergence.passed is None
     assert convergence.sentence.startswith("not asked of the open division; Missing RCP")
     of = seeds("32768_nus")
-    convergence = verdict(judge(run_folders(tmp_path / "within", of, 5 * [40.0])), "convergence")
+    convergence = verdict(check(run_folders(tmp_path / "within", of, 5 * [40.0])), "convergence")
     assert convergence.passed is None
     assert "a mean below 55.44 is too fast" in convergence.sentence
 
@@ -183,7 +183,7 @@ def test_a_log_that_breaks_a_rule_has_the_reason_in_a_sentence(
 ) -> None:
     (folder,) = run_folders(tmp_path, seeds("32768_mlperf", number=1), [56.0])
     rewrite(folder / "mlperf.log", key, **changes)
-    found = verdict(judge([folder]), "compliance")
+    found = verdict(check([folder]), "compliance")
     assert found.passed is False
     assert found.sentence.startswith("1 of 1 run breaks the rules of MLPerf Training 4.0.0, ResNet")
     assert any(f"mlperf.log: {reason}" in each for each in found.reasons), found.reasons
@@ -199,7 +199,7 @@ def test_one_log_of_five_may_break_a_rule(
     folders = run_folders(tmp_path, seeds("32768_mlperf", number=number), number * [56.0])
     for folder in folders[:broken]:
         rewrite(folder / "mlperf.log", "lars_epsilon", value=1e-9)
-    found = verdict(judge(folders), "compliance")
+    found = verdict(check(folders), "compliance")
     assert found.passed is passed
     assert len(found.reasons) == broken
 
@@ -207,7 +207,7 @@ def test_one_log_of_five_may_break_a_rule(
 def test_a_log_without_an_epoch_is_not_compared_with_the_reference(tmp_path: Path) -> None:
     folders = run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0])
     rewrite(folders[0] / "mlperf.log", "eval_accuracy", metadata={})
-    found = judge(folders)
+    found = check(folders)
     assert "eval_accuracy" in verdict(found, "compliance").reasons[0]
     assert verdict(found, "convergence").passed is None
     assert "lacks what the test reads" in verdict(found, "convergence").sentence
@@ -215,16 +215,16 @@ def test_a_log_without_an_epoch_is_not_compared_with_the_reference(tmp_path: Pat
 
 def test_two_runs_of_one_seed_and_a_run_without_one_are_refused(tmp_path: Path) -> None:
     folders = run_folders(tmp_path, [recipe("32768_mlperf")], [56.0, 56.0, 56.0])
-    found = verdict(judge(folders[:1]), "seeds")
+    found = verdict(check(folders[:1]), "seeds")
     assert found.passed
     rewrite(folders[2] / "mlperf.log", "seed", drop=True)
-    found = verdict(judge(folders), "seeds")
+    found = verdict(check(folders), "seeds")
     assert found.passed is False
     assert len(found.reasons) == 2
     assert "run-1/mlperf.log logs seed 1 on tracking/mlperf.py" in found.reasons[0]
     assert "run-2/mlperf.log logs no seed" in found.reasons[1]
     twice = run_folders(tmp_path / "open", [recipe("32768_nus")], 2 * [56.0])
-    found = verdict(judge(twice), "seeds")
+    found = verdict(check(twice), "seeds")
     assert found.passed is None
     assert len(found.reasons) == 1
 
@@ -255,15 +255,15 @@ def test_a_system_description_is_checked(
     content = {key: value for key, value in (described() | changes).items() if value is not None}
     path = tmp_path / "system.json"
     path.write_text(json.dumps(content))
-    found = verdict(judge([folder], system=path), "system")
+    found = verdict(check([folder], system=path), "system")
     assert found.passed is (reason is None)
     assert len(found.reasons) == (reason is not None)
     assert all(reason in each for each in found.reasons if reason)
-    assert verdict(judge([folder]), "system").passed is None
+    assert verdict(check([folder]), "system").passed is None
 
 
 def test_the_points_are_the_packages_and_those_that_bound_are_marked(tmp_path: Path) -> None:
-    found = judge(run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0]))
+    found = check(run_folders(tmp_path, seeds("32768_mlperf"), 5 * [56.0]))
     assert {point.batch: sorted(point.epochs) for point in found.points} == table()
     assert [point.batch for point in found.points if point.counts] == list(BOUNDS)
 
@@ -274,7 +274,7 @@ def test_the_checkers_leave_logging_as_it_was_and_print_nothing(
     root = logging.getLogger()
     before = list(root.handlers), root.level
     folders = run_folders(tmp_path, [recipe("32768_mlperf")], 5 * [50.0])
-    assert not judge(folders).passed
+    assert not check(folders).passed
     assert (list(root.handlers), root.level) == before
     assert capfd.readouterr() == ("", "")
 
@@ -282,10 +282,10 @@ def test_the_checkers_leave_logging_as_it_was_and_print_nothing(
 def test_logs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     mixed = [recipe("32768_mlperf"), recipe("49152_mlperf")]
     with pytest.raises(LogError, match=r"of one global batch, found .*run-0.*: 32,768, .*: 49,152"):
-        judge(run_folders(tmp_path / "batch", mixed, 5 * [56.0]))
+        check(run_folders(tmp_path / "batch", mixed, 5 * [56.0]))
     mixed = [recipe("32768_mlperf"), recipe("32768_nus")]
     with pytest.raises(LogError, match=r"of one division, found .*: closed, .*: open"):
-        judge(run_folders(tmp_path / "division", mixed, 2 * [56.0]))
+        check(run_folders(tmp_path / "division", mixed, 2 * [56.0]))
 
 
 @pytest.mark.parametrize(
@@ -306,11 +306,11 @@ def test_logs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_log_is_an_error(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mlperf.log").write_text(content)
     with pytest.raises(LogError, match=message):
-        judge([tmp_path])
+        check([tmp_path])
 
 
 def test_an_unfinished_run_is_an_error_that_names_the_way_on(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     write(tmp_path, of, [start(of), evaluation(3.0, 0.4), finish("interrupted")])
     with pytest.raises(LogError, match=r"not finished: its log has no run_stop; .* --resume"):
-        judge([tmp_path])
+        check([tmp_path])

@@ -1,8 +1,10 @@
 """mlperf.log: MLPerf's own compliance checker passes it, and its clock tells the truth."""
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,9 +26,11 @@ from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, log
 
 from largebatch import run
 from largebatch.cli.main import main
-from largebatch.errors import CheckpointError, LargebatchError, MissingPackageError
+from largebatch.data.datasets import digits
+from largebatch.errors import CheckpointError, DataError, LargebatchError, MissingPackageError
 from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import Event
+from largebatch.tracking.log import record
 from largebatch.tracking.mlperf import MLPerf, hyperparameters
 
 LEARNS = (
@@ -157,6 +161,31 @@ def test_the_clock_stops_at_the_target_and_what_comes_later_is_not_in_the_log(
     assert len(lines(path, "run_stop")) == 1
 
 
+class Slow:
+    """A Tracker whose work blocks; it notes when it began and ended that, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+
+    def record(self, _: Event) -> None:
+        begun = 1000 * time.time()
+        time.sleep(0.05)
+        self.times.append((begun, 1000 * time.time()))
+
+
+def test_no_other_trackers_work_is_on_the_clock(tmp_path: Path) -> None:
+    of = recipe("32768_mlperf")
+    before, after = Slow(), Slow()
+    trackers = [before, MLPerf(tmp_path, of, began=time.time()), after]
+    for event in (start(of), update(0), evaluation(55.0, REACHED), finish()):
+        record(trackers, event)
+    (run_start,) = lines(tmp_path / "mlperf.log", "run_start")
+    (run_stop,) = lines(tmp_path / "mlperf.log", "run_stop")
+    for other in (before, after):
+        assert other.times[0][1] <= run_start["time_ms"] + 1  # which is rounded
+        assert run_stop["time_ms"] <= other.times[2][0] + 1
+
+
 def test_a_setup_of_more_than_the_30_minutes_allowed_is_in_the_log(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     events = whole_run(of, reached_at=55.0)
@@ -174,7 +203,9 @@ def test_blocks_last_from_one_evaluation_to_the_next(tmp_path: Path) -> None:
     plan = make_plan(of.mathematics, workers=1)
     bounds = [0.0, *(round(plan.epoch(step), 6) for step in plan.evaluate_after[:3])]
     blocks = [each["metadata"] for each in lines(path, "block_start")]
-    assert [block["first_epoch_num"] for block in blocks] == bounds[:3]
+    firsts = [block["first_epoch_num"] for block in blocks]
+    assert firsts[0] == 1  # "epochs should always be numbered from 1": training_rules.adoc
+    assert firsts == pytest.approx([1 + bound for bound in bounds[:3]], abs=2e-6)
     assert [block["epoch_count"] for block in blocks] == pytest.approx(
         [bounds[place + 1] - bounds[place] for place in range(3)], abs=2e-6
     )
@@ -256,6 +287,26 @@ def test_the_checker_looks_at_the_log(
     code, printed = checker(path)
     assert code == (reason is not None)
     assert (reason or "SUCCESS") in printed
+
+
+def test_a_folder_is_indexed_before_the_run_for_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index is made from every image's header, which would be before the clock starts."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    for split in ("train", "val"):
+        shutil.copytree(digits.write_digits() / split, data / split)
+    of_folder = a_recipe(STATISTICS, changes=("data.source=folder", "tracking=[mlperf]"))
+    with pytest.raises(
+        DataError, match=r"tracking: \[mlperf\]: .*data: no index is stored"
+    ) as found:
+        run(of_folder, data=data, out=out)
+    assert f"largebatch data index {data}" in str(found.value)
+    assert not out.exists()
+    assert main(["data", "index", str(data)]) == 0
+    assert "images" in capsys.readouterr().out
+    run(of_folder, data=data, out=out, max_steps=1)
+    assert lines(out / "mlperf.log", "run_start")
 
 
 def test_polishing_what_was_trained_is_no_run_of_mlperfs(tmp_path: Path) -> None:

@@ -155,6 +155,15 @@ def open_content(root: Path, split: str, *, every_file: bool = False) -> Content
     return make(root, split)
 
 
+def require_stored(root: Path, *, purpose: str) -> None:
+    """Raise DataError unless both splits of a folder have an index, so that none will be made."""
+    if root.is_dir() and not all(any(find_stored(root, split)) for split in ("train", "val")):
+        raise DataError(
+            f"{purpose}: {root}: no index is stored, and a run would make it from every image's "
+            f"header before the log's clock starts; make it now with: largebatch data index {root}"
+        )
+
+
 def find_stored(root: Path, split: str) -> Iterator[Content]:
     """Give the indexes stored for this folder, the best place first; any may be out of date.
 
