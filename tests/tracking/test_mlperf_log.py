@@ -29,7 +29,7 @@ from largebatch.cli.main import main
 from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError, DataError, LargebatchError, MissingPackageError
 from largebatch.recipe.plan import make_plan
-from largebatch.tracking.events import Event
+from largebatch.tracking.events import Event, Tracker
 from largebatch.tracking.log import record
 from largebatch.tracking.mlperf import MLPerf, hyperparameters
 
@@ -176,7 +176,7 @@ class Slow:
 def test_no_other_trackers_work_is_on_the_clock(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     before, after = Slow(), Slow()
-    trackers = [before, MLPerf(tmp_path, of, began=time.time()), after]
+    trackers: list[Tracker] = [before, MLPerf(tmp_path, of, began=time.time()), after]
     for event in (start(of), update(0), evaluation(55.0, REACHED), finish()):
         record(trackers, event)
     (run_start,) = lines(tmp_path / "mlperf.log", "run_start")
