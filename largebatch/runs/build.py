@@ -363,11 +363,9 @@ def _retention(recipe: Recipe) -> Retention:
 
 
 def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
-    schedule = build_schedule(recipe)
-    if recipe.schedule.plateau is not None:
-        schedule = with_plateau(
-            schedule, recipe.schedule.plateau, lambda: state.progress.readings, steps=plan.steps
-        )
+    schedule, plateau = build_schedule(recipe), recipe.schedule.plateau
+    if plateau is not None:
+        schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
     reducer = build_reducer(recipe, plan, model, backend)
     state = TrainState(
         model=model,

@@ -46,7 +46,7 @@ def plateau_level(section: Plateau, readings: Sequence[Reading], *, steps: int) 
 
 
 def with_plateau(
-    schedule: Schedule, section: Plateau, readings: Callable[[], Sequence[Reading]], *, steps: int
+    schedule: Schedule, section: Plateau, readings: Callable[[], Sequence[Reading]], steps: int
 ) -> Schedule:
     """Return the rates of a schedule times the level that the `readings` so far lead to."""
     return lambda step: schedule(step) * plateau_level(section, readings(), steps=steps)
