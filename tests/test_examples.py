@@ -50,6 +50,7 @@ def test_there_is_a_test_for_every_example() -> None:
         assert f'"{path.name}"' in text
 
 
+@pytest.mark.long
 def test_a_plain_loop_with_distributed_data_parallel() -> None:
     found = re.search(r"top-1 .*%, polished (.*)% of 360 images", on_torchrun("ddp.py"))
     assert found is not None
@@ -61,6 +62,7 @@ def same_weights(printed: str) -> bool:
     return sums.keys() == {"0", "1"} and sums["0"] == sums["1"]
 
 
+@pytest.mark.long
 def test_the_reducer_in_a_loop_of_ones_own() -> None:
     assert same_weights(on_torchrun("reducer.py"))
 

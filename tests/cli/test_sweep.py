@@ -67,6 +67,7 @@ def test_a_range_is_of_whole_numbers_where_its_key_is(
     assert found["parameters"][name]["distribution"] == distribution
 
 
+@pytest.mark.long
 def test_the_command_of_wandbs_agent_trains_what_it_has_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,7 @@ def test_a_loss_that_is_no_number_is_no_improvement() -> None:
 
 LEVELS = [0.5**power for power in range(9)]
 CHANGES = [
-    *("duration.epochs=4", "polish={clean: {epochs: 2}}", "schedule.warmup=null"),
+    *("duration.epochs=2", "polish={clean: {epochs: 1}}", "schedule.warmup=null"),
     "evaluation.every_epochs=0.5",
     *("schedule.decay={kind: constant}", "schedule.peak_lr=4.0", *SMALL),
     f"schedule.plateau={{levels: {LEVELS}, patience: 0, threshold: 10.0}}",  # all are plateaus
@@ -109,7 +109,7 @@ def torchs_rates(folder: Path, steps: Iterable[int]) -> dict[int, float]:
 
 
 def resumed_run(out: Path, recipe: Recipe) -> Summary:
-    run(recipe, out=out, max_steps=29)
+    run(recipe, out=out, max_steps=14)
     return run(recipe, out=out, resume="auto")
 
 
