@@ -43,7 +43,7 @@ def _referee(args: argparse.Namespace) -> int:
 
     The chart is drawn after that, and whether it can be written changes no verdict.
     """
-    from largebatch.report.referee import require_png
+    from largebatch.report.style import require_png
     from largebatch.runs.referee import check
 
     require_png(args.out)

@@ -271,9 +271,10 @@ def _override(tree: dict[str, Any], override: str) -> None:
         for dotted, value in parse_yaml(override, source=shown).items():
             _set(tree, dotted.split("."), value, shown=shown)
         return
-    if not equals or not all(dotted.strip().split(".")):
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
         raise RecipeError(f"{shown}: expected KEY=VALUE, such as optimizer.eta=0.002")
-    _set(tree, dotted.strip().split("."), parse_yaml(text, source=shown), shown=shown)
+    _set(tree, keys, parse_yaml(text, source=shown), shown=shown)
 
 
 def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str) -> None:

@@ -32,7 +32,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
-from largebatch.report.style import COLOURS, INK, MUTED, PAPER
+from largebatch.report.style import COLOURS, INK, MUTED, PAPER, require_png
 from largebatch.storage import whole_file
 
 SMALLEST = 112
@@ -180,8 +180,7 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
 
     Raises LargebatchError where the images cannot be read or the file cannot be written.
     """
-    if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the sheet is a PNG file: give a name that ends in .png")
+    require_png(path, what="sheet")
     plan = make_plan(recipe.mathematics, workers=1)
     pipeline = open_pipeline(recipe, plan, Serial(), folder=folder)
     sheet = draw_sheet(show(pipeline), recipe, plan)

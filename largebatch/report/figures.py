@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from largebatch.errors import LargebatchError
 from largebatch.recipe.plan import Plan
 from largebatch.report.numbers import percent, points
 from largebatch.report.run import FloatArray, Run, Stage, Trace, images_per_second, median
-from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, write_chart
 from largebatch.schedules.build import Course
 
 if TYPE_CHECKING:
@@ -287,18 +286,13 @@ def ceiling(values: FloatArray) -> float:
 def write_rates(path: Path, course: Course, *, name: str) -> None:
     """Draw the rate of every step, by epoch, into a PNG file.
 
-    Raises LargebatchError where the file cannot be written, MissingPackageError without matplotlib.
+    Raises as write_chart.
     """
-    if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
 
     def draw(figure: "Figure") -> None:
         draw_rates(figure, course, name=name)
 
-    try:
-        save_png(path, draw, size=(960, 320), pixels=1920)
-    except OSError as error:
-        raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
+    write_chart(path, draw, size=(960, 320))
 
 
 def draw_rates(figure: "Figure", course: Course, *, name: str) -> None:

@@ -8,7 +8,7 @@ from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import Prediction
 from largebatch.planner.scan import Point, batches, best_batches
 from largebatch.report.figures import name_axes
-from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, require_png, write_chart
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -20,11 +20,10 @@ NEIGHBOURS = (0.25, 1, 4)
 def write_forecast(path: Path, cluster: Cluster, found: Prediction) -> None:
     """Draw the best time for each number of GPUs, and the time with each batch, into a PNG file.
 
-    Raises LargebatchError where the cluster is a measured one, of which no epoch law is known, or
-    the file cannot be written; MissingPackageError without matplotlib.
+    Raises LargebatchError where the cluster is a measured one, of which no epoch law is known, and
+    as write_chart.
     """
-    if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
+    require_png(path)
     if cluster.gpu is None:
         raise LargebatchError(
             f"--out {path}: the chart needs the epoch law, which is ResNet-50's on ImageNet, and "
@@ -34,10 +33,7 @@ def write_forecast(path: Path, cluster: Cluster, found: Prediction) -> None:
     def draw(figure: "Figure") -> None:
         draw_forecast(figure, cluster, found)
 
-    try:
-        save_png(path, draw, size=(960, 400), pixels=1920)
-    except OSError as error:
-        raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
+    write_chart(path, draw, size=(960, 400))
 
 
 def draw_forecast(figure: "Figure", cluster: Cluster, found: Prediction) -> None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.errors import LargebatchError
 from largebatch.report.figures import name_axes, name_line
-from largebatch.report.style import COLOURS, INK, MUTED, save_png
+from largebatch.report.style import COLOURS, INK, MUTED, write_chart
 
 if TYPE_CHECKING:
     from largebatch.report.style import Axes, Figure
@@ -51,12 +50,6 @@ class Point:
     """Whether it bounds submissions; others converge slower than their neighbours suggest."""
 
 
-def require_png(path: Path) -> None:
-    """Raise LargebatchError unless a chart's path is of a PNG file."""
-    if path.suffix.lower() != ".png":
-        raise LargebatchError(f"{path}: the chart is a PNG file: give a name that ends in .png")
-
-
 def write_convergence(
     path: Path,
     points: Sequence[Point],
@@ -67,19 +60,15 @@ def write_convergence(
 ) -> None:
     """Draw the runs at `batch`, which took so many epochs, beside the reference, into a PNG file.
 
-    Raises LargebatchError where the file cannot be written, MissingPackageError without matplotlib.
+    Raises as write_chart.
     """
-    require_png(path)
 
     def draw(figure: "Figure") -> None:
         left, right = figure.subplots(1, 2, width_ratios=[3, 2])
         _draw_points(left, points, batch=batch, epochs=epochs)
         _draw_distribution(right, reference, epochs=epochs)
 
-    try:
-        save_png(path, draw, size=(960, 360), pixels=1920)
-    except OSError as error:
-        raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
+    write_chart(path, draw, size=(960, 360))
 
 
 def _draw_points(

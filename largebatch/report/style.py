@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from largebatch.errors import LargebatchError
 from largebatch.optional import require_matplotlib
 from largebatch.storage import whole_file
 
@@ -96,6 +97,25 @@ def save_png(
         figure.set_facecolor(PAPER)
         draw(figure)
         figure.savefig(file, format="png", dpi=72 * pixels / size[0])
+
+
+def write_chart(path: Path, draw: Callable[["Figure"], None], *, size: tuple[float, float]) -> None:
+    """Write a drawing of `size` points to a file that the user names.
+
+    Raises LargebatchError where that is no PNG file or cannot be written, MissingPackageError
+    without matplotlib.
+    """
+    require_png(path)
+    try:
+        save_png(path, draw, size=size, pixels=1920)
+    except OSError as error:
+        raise LargebatchError(f"{path}: cannot write the chart: {error.strerror}") from None
+
+
+def require_png(path: Path, *, what: str = "chart") -> None:
+    """Raise LargebatchError unless the path of a chart, or another drawing, is of a PNG file."""
+    if path.suffix.lower() != ".png":
+        raise LargebatchError(f"{path}: the {what} is a PNG file: give a name that ends in .png")
 
 
 def make_svg(

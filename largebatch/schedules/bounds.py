@@ -12,6 +12,11 @@ def between(low: float, peak: float, share: float) -> float:
     return peak - (peak - low) * (1.0 - share)
 
 
+def half_cosine(phase: float) -> float:
+    """Return the height of a cosine that falls from 1 at phase 0 to 0 at phase 1."""
+    return (1.0 + math.cos(math.pi * phase)) / 2.0
+
+
 def require_positive(steps: int) -> None:
     """Raise ValueError unless a number of steps is 1 or more and finite."""
     if not 1 <= steps < math.inf:  # nor NaN

@@ -11,6 +11,7 @@ from typing import Literal
 
 from largebatch.schedules.bounds import (
     between,
+    half_cosine,
     require_fraction,
     require_order,
     require_positive,
@@ -229,5 +230,5 @@ def _whole_cosine(phase: float) -> float:
 _FALLS: dict[Fall, Callable[[float], float]] = {
     "linear": lambda phase: 1.0 - phase,
     "sine": lambda phase: math.sin(math.pi * (1.0 - phase) / 2.0),
-    "cosine": lambda phase: (1.0 + math.cos(math.pi * phase)) / 2.0,
+    "cosine": half_cosine,
 }

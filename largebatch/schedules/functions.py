@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from largebatch.schedules.bounds import (
     between,
+    half_cosine,
     require_above_zero,
     require_fraction,
     require_increasing,
@@ -126,7 +127,7 @@ def cosine(*, peak: float, steps: int, end: float = 0.0) -> Policy:
     """
     require_positive(steps)
     require_order(end, peak)
-    return lambda step: between(end, peak, _half_cosine(min(step, steps) / steps))
+    return lambda step: between(end, peak, half_cosine(min(step, steps) / steps))
 
 
 def sigmoid(*, peak: float, steps: int, gamma: float) -> Policy:
@@ -235,7 +236,3 @@ def skip(schedule: Policy, *, steps: int) -> Policy:
     """
     require_not_negative(steps)
     return lambda step: schedule(step + steps)
-
-
-def _half_cosine(phase: float) -> float:
-    return (1.0 + math.cos(math.pi * phase)) / 2.0
