@@ -45,6 +45,9 @@ class Gpu(Section):
     link_gigabytes_per_second: PositiveFloat
     """To the other GPUs of its node, in one direction."""
 
+    decoded_images_per_second: PositiveFloat | None = None
+    """ImageNet's JPEG files, by DALI; null: not known, and taken to limit nothing."""
+
 
 class Measured(Section):
     """What `largebatch plan --calibrate` found on a machine, for one model."""

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from short_runs import a_recipe
 
 from largebatch import load_recipe, run
+from largebatch.data.decoders.pixel_cache import LIMIT
+from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError, PlanError
+from largebatch.models import build
 from largebatch.planner.calibration import installed_fit
 from largebatch.planner.cluster import (
     Cluster,
@@ -18,8 +22,11 @@ from largebatch.planner.cluster import (
     load_cluster,
     parse_cluster,
 )
-from largebatch.planner.prediction import count_evaluations, predict
+from largebatch.planner.known import CACHED_BYTES
+from largebatch.planner.model import evaluation_seconds, machine
+from largebatch.planner.prediction import NORM_DEPTH, count_evaluations, predict
 from largebatch.planner.scan import batches, best_batches
+from largebatch.polish import polish
 from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.plan import make_plan
 
@@ -107,7 +114,7 @@ def test_too_few_cores_for_torchvision_limit_the_input_and_dali_does_not() -> No
         for overrides in (
             ["execution.decoder=torchvision"],
             [],
-            ["execution.decoder=null", "execution.cache=memory"],
+            ["execution.decoder=null", "execution.cache=memory", "data.train_samples=90000"],
         )
     )
     assert on_cpu.help.startswith("against input")
@@ -286,6 +293,13 @@ def test_energy_without_a_nodes_watts_is_of_the_gpus_alone() -> None:
         pytest.param(["data.image_size=128"], 2048, "224 x 224", id="images"),
         pytest.param(["execution.device_batch=21"], 2048, "at least 39", id="small"),
         pytest.param([], 64, "one micro-batch", id="accumulation"),
+        pytest.param(["optimizer={kind: lamb, weight_decay: 0.1}"], 2048, "of lamb", id="LAMB"),
+        pytest.param(
+            ["reduction={kind: adasum, parts: 2048, dtype: fp32}"],
+            2048,
+            "adasum sends",
+            id="Adasum",
+        ),
     ],
 )
 def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, text: str) -> None:
@@ -293,8 +307,100 @@ def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, 
     assert any(text in line for line in found.extrapolates)
 
 
+def test_a_generation_without_runs_hides_nothing_else_that_is_named() -> None:
+    found = predict(load_recipe(FUJITSU), load_cluster("dgx-b200"), workers=64)
+    assert "published runs have one micro-batch" in found.extrapolates
+    assert any("DALI decodes on B200" in text for text in found.extrapolates)
+
+
+def test_dalis_decoders_limit_where_their_rate_is_known() -> None:
+    """7,000 images/s on an A100; a network that sees a sixteenth of the pixels takes more."""
+    small = load_recipe(FUJITSU, ["data.image_size=56"])
+    cluster = load_cluster("dgx-a100")
+    limited, whole = (
+        predict(recipe, cluster, workers=512) for recipe in (small, load_recipe(FUJITSU))
+    )
+    assert whole.parts["input"] == 0
+    assert limited.limit == "input"
+    seconds = limited.seconds - limited.parts["evaluation"] - limited.parts["start"]
+    assert limited.steps * limited.global_batch / seconds == pytest.approx(512 * 7000)
+    unknown = predict(small, _with_gpu(cluster, decoded_images_per_second=None), workers=512)
+    assert unknown.parts["input"] == 0
+    assert any("DALI decodes on A100-SXM4-80GB is not known" in t for t in unknown.extrapolates)
+
+
 @pytest.mark.parametrize(
-    "polish",
+    ("groups", "overlaps"),
+    [
+        pytest.param("{kind: cubic}", True, id="cubic"),
+        pytest.param("{kind: constant, tensors: 161}", False, id="all tensors"),
+        pytest.param("{kind: constant, tensors: 160}", True, id="all but one"),
+        pytest.param("{kind: bytes, megabytes: 103}", False, id="all bytes"),
+        pytest.param("{kind: bytes, megabytes: 50}", True, id="half of the bytes"),
+    ],
+)
+def test_one_group_of_gradients_is_not_hidden_by_backward(groups: str, overlaps: bool) -> None:
+    recipe = load_recipe(FUJITSU, [f"execution.groups={groups}"])
+    cluster = load_cluster("dgx1-v100")
+    assert (predict(recipe, cluster, workers=8).step["exchange"] == 0) == overlaps
+
+
+def test_a_cache_that_the_pipeline_refuses_is_refused() -> None:
+    assert CACHED_BYTES == LIMIT
+    imagenet = ["execution.decoder=null", "execution.cache=device"]
+    with pytest.raises(PlanError, match="193 GB or more, and a cache holds 17 GB"):
+        predict(load_recipe(FUJITSU, imagenet), load_cluster("dgx-a100"), workers=8)
+
+
+def test_images_cached_on_the_device_take_its_memory() -> None:
+    """90,000 images of 224 x 224 are 13.5 GB."""
+    few = "data.train_samples=90000"
+    found = [
+        predict(
+            load_recipe(FUJITSU, ["execution.decoder=null", f"execution.cache={cache}", few]),
+            load_cluster("abci-v100"),
+            workers=512,
+        )
+        for cache in ("memory", "device")
+    ]
+    on_host, on_device = (one.memory_bytes or 0 for one in found)
+    assert on_device - on_host == pytest.approx(90_000 * 224 * 224 * 3)
+    assert [one.limit == "memory" for one in found] == [False, True]
+
+
+@pytest.mark.long
+def test_polishing_resnet50_in_sequence_takes_as_many_passes_as_are_counted() -> None:
+    """A few fewer where a layer's last changes are below the tolerance."""
+    model = build("resnet50", num_classes=10, arguments={"channels": [4, 4, 4, 4]})
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bn3.weight"):
+                weight.fill_(0.3)  # at 0, where training begins, most layers depend on few others
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    polish(model, [images], Serial())  # as after training, no activation overflows
+    passes = polish(model, [images], Serial(), sequential=True).passes
+    assert 0.8 * (1 + NORM_DEPTH) < passes <= 1 + NORM_DEPTH
+
+
+def test_sequential_statistics_show_their_images_once_for_each_layer_in_a_row() -> None:
+    """ResNet-50 has three in each of 3 + 4 + 6 + 3 blocks, and one before them."""
+    passes = 1 + 3 * (3 + 4 + 6 + 3) + 1  # the last finds that nothing moves
+    cluster = load_cluster("dgx-a100")
+    once, often = (
+        predict(
+            load_recipe(FUJITSU, [f"polish.statistics={{samples: 50000, {word}}}"]),
+            cluster,
+            workers=512,
+        ).parts["evaluation"]
+        for word in ("sequential: false", "sequential: true")
+    )
+    on = machine(cluster, installed_fit().constants)
+    one = evaluation_seconds(on, workers=512, samples=50_000)
+    assert often - once == pytest.approx((passes - 1) * one)
+
+
+@pytest.mark.parametrize(
+    "stages",
     [
         pytest.param(["clean: {steps: 2}", "statistics: {samples: 480}"], id="clean, statistics"),
         pytest.param(["ema: 0.5", "affine: {steps: 2, lr: 0.05}"], id="EMA, affine"),
@@ -303,9 +409,9 @@ def test_what_no_published_run_has_is_named(overrides: list[str], workers: int, 
         ),
     ],
 )
-def test_as_many_evaluations_are_counted_as_a_run_makes(polish: list[str], tmp_path: Path) -> None:
+def test_as_many_evaluations_are_counted_as_a_run_makes(stages: list[str], tmp_path: Path) -> None:
     """Against the log; the ends of stages are points on the way as well."""
-    recipe = a_recipe(*polish, changes=("evaluation={every_epochs: 0.1}",))
+    recipe = a_recipe(*stages, changes=("evaluation={every_epochs: 0.1}",))
     run(recipe, out=tmp_path / "run")
     lines = (tmp_path / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
