@@ -6,6 +6,9 @@ lies beyond the published runs, though the model goes on there, is named.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
+
+from pydantic import JsonValue
 
 from largebatch.errors import PlanError
 from largebatch.planner.cluster import Cluster, ClusterError, Gpu, Measured
@@ -16,6 +19,16 @@ from largebatch.recipe.recipe import Recipe
 PUBLISHED_MODEL, PUBLISHED_SIZE = "resnet50", 224
 COSTLESS_ARGUMENTS = {"zero_init_last"}
 """Of ResNet-50, that change no shape."""
+
+SETTINGS = (
+    "optimizer.kind",
+    "data.source",
+    "execution.decoder",
+    "execution.cache",
+    "execution.memory_format",
+    "execution.kernels",
+)
+"""Keys of a recipe that decide what reading, a pass or an update takes, besides its model."""
 
 CACHED_BYTES = 2**34
 """That execution.cache holds of a split, as data.decoders.pixel_cache.LIMIT."""
@@ -131,4 +144,10 @@ def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object
         "precision": (recipe.precision, found.precision),
         "reduction.dtype": (recipe.reduction.dtype, found.reduction),
         "execution.groups": (recipe.execution.groups.model_dump(mode="json"), found.groups),
+        **{key: (value, found.settings.get(key)) for key, value in settings(recipe).items()},
     }
+
+
+def settings(recipe: Recipe) -> dict[str, JsonValue]:
+    """Return SETTINGS as a recipe has them."""
+    return {key: attrgetter(key)(recipe) for key in SETTINGS}

@@ -22,7 +22,7 @@ from largebatch.planner.cluster import (
     load_cluster,
     parse_cluster,
 )
-from largebatch.planner.known import CACHED_BYTES
+from largebatch.planner.known import CACHED_BYTES, settings
 from largebatch.planner.model import evaluation_seconds, machine
 from largebatch.planner.prediction import NORM_DEPTH, count_evaluations, predict
 from largebatch.planner.scan import batches, best_batches
@@ -32,6 +32,7 @@ from largebatch.recipe.plan import make_plan
 
 FUJITSU = "resnet50_86016_fujitsu"
 FILES = Path(__file__).parents[2] / "largebatch" / "planner" / "clusters"
+A100 = (FILES / "dgx-a100.yaml").read_text(encoding="utf-8")
 
 PLANTED = Measured(
     model="resnet18",
@@ -39,6 +40,7 @@ PLANTED = Measured(
     classes=10,
     image_size=32,
     precision="fp32",
+    settings={},
     device="cpu",
     seconds_per_image=1e-3,
     seconds_per_pass=2e-3,
@@ -59,6 +61,7 @@ HERE = Cluster(
         update={
             "arguments": DIGITS.model.arguments,
             "groups": DIGITS.execution.groups.model_dump(mode="json"),
+            "settings": settings(DIGITS),
         }
     ),
     gpus_per_node=2,
@@ -220,6 +223,19 @@ def test_another_measurement_than_of_this_recipe_is_refused(field: str, value: o
     other = HERE.model_copy(update={"measured": HERE.measured.model_copy(update={field: value})})
     with pytest.raises(ClusterError, match="was measured with .*--calibrate"):
         predict(DIGITS, other, workers=1)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        pytest.param("optimizer={kind: lamb}", id="another optimizer"),
+        pytest.param("execution.cache=memory", id="cached images"),
+        pytest.param("execution.memory_format=channels_last", id="another layout"),
+    ],
+)
+def test_a_recipe_whose_times_were_not_measured_is_refused(override: str) -> None:
+    with pytest.raises(ClusterError, match="was measured with .*--calibrate"):
+        predict(load_recipe("digits_96", [override]), HERE, workers=1)
 
 
 def test_more_nodes_of_measured_cores_are_refused() -> None:
@@ -429,20 +445,32 @@ def test_replicas_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("nodes: 2", "gpus_per_node: Field required", id="missing"),
+        pytest.param("nodes: 2", "gpus_per_node: missing", id="missing"),
         pytest.param(
             "gpus_per_node: 8\nnodes: 1\ncpu_cores: 4", "gpu .* or measured", id="neither"
         ),
         pytest.param("- 1", "expected the keys", id="a list"),
         pytest.param(
-            (FILES / "dgx-a100.yaml").read_text(encoding="utf-8") + "colour: blue\n",
-            "colour: Extra inputs",
+            A100 + "colour: blue\n",
+            "colour: unknown key; known keys: name, gpu, ",
             id="unknown key",
         ),
         pytest.param(
-            (FILES / "dgx-a100.yaml").read_text(encoding="utf-8").replace(": 560", ": many"),
-            "nodes: .*integer",
+            A100.replace(": 560", ": many"),
+            'nodes: .*integer, got "many"',
             id="no number",
+        ),
+        pytest.param(A100.replace("80  #", "81920  #"), "10000, got 81920", id="megabytes"),
+        pytest.param(A100.replace("2039", "2.039"), "or equal to 10, got 2.039", id="terabytes"),
+        pytest.param(A100.replace("312", "312e12"), "or equal to 1000000, got 31", id="flops"),
+        pytest.param(
+            A100.replace(": 200 ", ": 200e9 "), "100000, got 200000000000", id="bytes a second"
+        ),
+        pytest.param(
+            A100.replace("watts: 400", "wats: 400").replace("cpu_cores: 128", "cpu_cores: 0"),
+            r"3 problems\n  gpu.watts: missing\n  gpu.wats: unknown key; did you mean 'watts'.*"
+            r"\n  cpu_cores: input should be greater than 0, got 0",
+            id="three",
         ),
     ],
 )
