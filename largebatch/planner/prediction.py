@@ -126,7 +126,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     parts = _parts(recipe, plan, cluster, found.constants)
     seconds, spread = sum(parts.values()), _spread(cluster, total)
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
-    on = _machine(recipe, cluster, found.constants)
+    on = machine_for(recipe, cluster, found.constants)
     step = step_seconds(on, _load(recipe, plan, cluster, plan.accumulation))
     wanted = samples / (seconds - parts["input"])
     memory = _memory(recipe, plan, cluster)
@@ -161,7 +161,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
 
 def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
     """Return the seconds of a whole run by what they go to."""
-    on = _machine(recipe, cluster, constants)
+    on = machine_for(recipe, cluster, constants)
     parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
     usual = recipe.data.image_size
     sized = plan.sized(range(plan.train_steps), otherwise=usual)
@@ -226,7 +226,7 @@ def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
     return 1 + (cluster.measured.norm_layers if cluster.measured else NORM_DEPTH)
 
 
-def _machine(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
+def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
     """Describe the cluster to a recipe, whose decoder decides how fast images come."""
     on = machine(cluster, constants)
     if cluster.gpu is None or not decodes(recipe):
@@ -242,20 +242,25 @@ def _load(
     if cluster.measured is not None:
         num_bytes = cluster.measured.gradient_bytes
     else:
-        numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
-        num_bytes = numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
+        num_bytes = gradient_bytes(recipe)
     return Load(
         workers=plan.workers,
         device_batch=plan.device_batch,
         accumulation=accumulation,
         gradient_bytes=num_bytes,
-        overlap=not _sends_at_once(recipe.execution.groups),
+        overlap=not sends_at_once(recipe.execution.groups),
         sync_workers=plan.sync_workers,
         pixels=_pixels(cluster, size or recipe.data.image_size),
     )
 
 
-def _sends_at_once(groups: Groups) -> bool:
+def gradient_bytes(recipe: Recipe) -> float:
+    """Return the bytes that a worker sends of ResNet-50's gradients in an update."""
+    numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
+    return numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
+
+
+def sends_at_once(groups: Groups) -> bool:
     """Return whether one group holds all gradients of ResNet-50, which no backward then hides."""
     match groups:
         case ConstantGroups():

@@ -31,6 +31,7 @@ from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.plan import make_plan
 
 FUJITSU = "resnet50_86016_fujitsu"
+FUJITSUS = load_recipe(FUJITSU)
 FILES = Path(__file__).parents[2] / "largebatch" / "planner" / "clusters"
 A100 = (FILES / "dgx-a100.yaml").read_text(encoding="utf-8")
 
@@ -70,7 +71,7 @@ HERE = Cluster(
 )
 
 
-def _with_gpu(cluster: Cluster, **figures: float) -> Cluster:
+def _with_gpu(cluster: Cluster, **figures: float | None) -> Cluster:
     assert cluster.gpu is not None
     return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update=figures)})
 
@@ -145,23 +146,34 @@ def test_energy_and_cost_are_of_whole_nodes() -> None:
 
 def test_the_best_batch_is_no_worse_than_any_other_and_grows_with_the_gpus() -> None:
     cluster = load_cluster("dgx-a100")
-    best = best_batches(cluster)
+    best = best_batches(FUJITSUS, cluster)
     assert [point.workers for point in best][:5] == [1, 2, 4, 8, 16]
     assert best[-1].workers == cluster.workers
     assert best[0].global_batch < 3000
     assert best[-1].global_batch > 30_000
     for point in best:
-        seconds = [other.seconds for other in batches(cluster, workers=point.workers)]
-        batch = [other.global_batch for other in batches(cluster, workers=point.workers)]
+        seconds = [other.seconds for other in batches(FUJITSUS, cluster, workers=point.workers)]
+        batch = [other.global_batch for other in batches(FUJITSUS, cluster, workers=point.workers)]
         place = int(np.argmin(seconds))
         assert (point.global_batch, point.seconds) == (batch[place], seconds[place])
     by_law = np.array([point.epochs * 1_281_167 / point.global_batch for point in best])
     assert (np.diff(by_law) <= 0).all()  # steps: a larger batch makes fewer
 
 
+def test_the_best_batches_read_and_send_as_the_recipe_does() -> None:
+    cluster = load_cluster("dgx-h100")
+    torchvision = load_recipe(FUJITSU, ["execution.decoder=torchvision"])
+    wide = load_recipe(FUJITSU, ["reduction.dtype=fp32"])
+    for point in best_batches(torchvision, cluster):
+        images = point.epochs * 1_281_167 / point.seconds
+        assert images <= 1.001 * point.workers * 300 * 112 / 8  # cores of eight GPUs
+    half, whole = (best_batches(recipe, cluster)[-1] for recipe in (FUJITSUS, wide))
+    assert whole.seconds > 1.02 * half.seconds
+
+
 def test_the_entry_on_4320_a100_is_near_the_best_batch() -> None:
     """NVIDIA chose 64,800 in MLPerf v1.1, and took 20.82 s."""
-    points = batches(load_cluster("dgx-a100"), workers=4320)
+    points = batches(FUJITSUS, load_cluster("dgx-a100"), workers=4320)
     best = min(points, key=lambda point: point.seconds)
     entry = min(points, key=lambda point: abs(point.global_batch - 64_800))
     assert entry.seconds == pytest.approx(best.seconds, rel=0.02)
@@ -262,7 +274,7 @@ def test_one_measured_device_says_nothing_of_a_node_of_two() -> None:
 def test_a_gpu_that_holds_no_image_is_refused(gigabytes: int) -> None:
     cluster = _with_gpu(load_cluster("abci-v100"), memory_gigabytes=gigabytes)
     with pytest.raises(ClusterError, match="memory_gigabytes"):
-        best_batches(cluster)
+        best_batches(FUJITSUS, cluster)
 
 
 def test_a_device_batch_that_does_not_fit_limits_the_run() -> None:
