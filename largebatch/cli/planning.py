@@ -53,11 +53,11 @@ def plan_elsewhere(args: argparse.Namespace) -> int:
         return _calibrate(args)
     from largebatch.planner.cluster import load_cluster
     from largebatch.planner.prediction import predict
-    from largebatch.planner.scan import best_batches
+    from largebatch.planner.scan import best_batches, has_epoch_law
 
     recipe, cluster = load_recipe(args.recipe, args.set), load_cluster(args.cluster)
     found = predict(recipe, cluster, workers=args.workers)
-    best = best_batches(recipe, cluster) if cluster.gpu and recipe.data.classes == 1000 else []
+    best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
     if args.out is not None:
         from largebatch.report.forecast import write_forecast
 

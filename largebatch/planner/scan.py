@@ -15,6 +15,7 @@ from largebatch.planner.calibration import installed_fit
 from largebatch.planner.cluster import Cluster, ClusterError
 from largebatch.planner.model import Load, Machine, evaluation_seconds, step_seconds
 from largebatch.planner.prediction import (
+    CLASSES,
     FIXED_BYTES,
     KEPT_BYTES,
     gradient_bytes,
@@ -39,6 +40,11 @@ class Point:
     accumulation: int
     epochs: float
     seconds: float
+
+
+def has_epoch_law(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return whether the law is of the recipe's data and the cluster's model."""
+    return cluster.gpu is not None and recipe.data.classes == CLASSES
 
 
 def best_batches(recipe: Recipe, cluster: Cluster) -> list[Point]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from largebatch.errors import LargebatchError
 from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import Prediction
-from largebatch.planner.scan import Point, batches, best_batches
+from largebatch.planner.scan import Point, batches, best_batches, has_epoch_law
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.figures import name_axes
 from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, require_png, write_chart
@@ -21,14 +21,17 @@ NEIGHBOURS = (0.25, 1, 4)
 def write_forecast(path: Path, recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
     """Draw the best time for each number of GPUs, and the time with each batch, into a PNG file.
 
-    Raises LargebatchError where the cluster is a measured one, of which no epoch law is known, and
-    as write_chart.
+    Raises LargebatchError where no epoch law is known, of a measured cluster or of other images,
+    and as write_chart.
     """
     require_png(path)
-    if cluster.gpu is None:
+    if not has_epoch_law(recipe, cluster):
+        other = f"{recipe.name} has {recipe.data.classes:,} classes"
+        if cluster.gpu is None:
+            other = f"{cluster.name} was measured with another model"
         raise LargebatchError(
             f"--out {path}: the chart needs the epoch law, which is ResNet-50's on ImageNet, and "
-            f"{cluster.name} was measured with another model; leave --out out"
+            f"{other}; leave --out out"
         )
 
     def draw(figure: "Figure") -> None:

@@ -76,6 +76,11 @@ def test_the_chart_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         pytest.param(
             ["--cluster", "abci-v100", "--out", "a.pdf"], "ends in .png", id="another chart"
         ),
+        pytest.param(
+            ["--cluster", "abci-v100", "--out", "a.png", "--set", "data.classes=10"],
+            "has 10 classes; leave --out out",
+            id="no epoch law",
+        ),
     ],
 )
 def test_mistakes_are_one_clear_line(
