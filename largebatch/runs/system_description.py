@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from largebatch.errors import clip
 from largebatch.optional import require_mlperf
 from largebatch.recipe.mlperf import ROUND
 from largebatch.runs.mlperf_logs import (
@@ -99,8 +100,10 @@ def problems(path: Path) -> list[str]:
     is no text.
     """
     try:
-        found = _reasons(path)
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, found {clip(json.dumps(content), 80)}")  # noqa: TRY004 -- of a file
+        found = _reasons(path)
     except (OSError, ValueError) as error:
         raise LogError(f"{path}: is no system description in JSON: {error}") from None
     left = [field for field, text in content.items() if str(text).startswith(MARK)]

@@ -27,6 +27,7 @@ from largebatch.planner.model import evaluation_seconds, machine
 from largebatch.planner.prediction import NORM_DEPTH, count_evaluations, predict
 from largebatch.planner.scan import batches, best_batches
 from largebatch.polish import polish
+from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.plan import make_plan
 
@@ -84,6 +85,19 @@ def test_fujitsus_entry_took_the_time_that_is_predicted() -> None:
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert found.images_per_second == pytest.approx(1350 * 86016 / found.seconds)
     assert not found.extrapolates
+
+
+def test_every_installed_recipe_of_resnet50_is_predicted() -> None:
+    """On two hosts of eight A100s."""
+    names = [name for name in installed() if name.startswith("resnet50_")]
+    assert len(names) > 30
+    for name in names:
+        recipe = load_recipe(name, ["precision=fp16"])
+        found = predict(recipe, load_cluster("dgx-a100"), workers=16)
+        assert found.low < found.seconds < found.high
+        images = found.steps * recipe.batch.global_batch / found.seconds
+        assert found.steps > 500
+        assert images < 16 * 3400  # as many as a large device batch lets 16 A100s compute
 
 
 @pytest.mark.parametrize(

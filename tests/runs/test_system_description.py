@@ -102,6 +102,16 @@ def test_what_nothing_knows_is_marked(tmp_path: Path, monkeypatch: pytest.Monkey
         assert draft[field].startswith(MARK)
 
 
+def test_a_description_that_is_no_object_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "system.json"
+    for text in ("[1, 2]", "5", '"x"', "null"):
+        file.write_text(text)
+        assert main(["referee", str(folder), "--system", str(file)]) == USER
+        assert f"expected an object, found {text}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--json"], ["--system", "a.json"], ["."]])
 def test_what_a_draft_would_ignore_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
