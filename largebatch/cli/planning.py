@@ -53,15 +53,15 @@ def plan_elsewhere(args: argparse.Namespace) -> int:
         return _calibrate(args)
     from largebatch.planner.cluster import load_cluster
     from largebatch.planner.prediction import predict
-    from largebatch.planner.scan import best_batches
+    from largebatch.planner.scan import best_batches, has_epoch_law
 
     recipe, cluster = load_recipe(args.recipe, args.set), load_cluster(args.cluster)
     found = predict(recipe, cluster, workers=args.workers)
-    best = best_batches(cluster) if cluster.gpu and recipe.data.classes == 1000 else []
+    best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
     if args.out is not None:
         from largebatch.report.forecast import write_forecast
 
-        write_forecast(args.out, cluster, found)
+        write_forecast(args.out, recipe, cluster, found)
     if args.json:
         content = {**asdict(found), "best_batches": [asdict(point) for point in best]}
         print(json.dumps(content, indent=2))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,6 +29,11 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
         "runs", type=Path, nargs="+", metavar="run", help="a run folder, or one of result_*.txt"
     )
     referee.add_argument("--system", type=Path, metavar="JSON", help="a system description")
+    referee.add_argument(
+        "--describe",
+        action="store_true",
+        help="print a system description to be filled in; on a node of the run",
+    )
     referee.add_argument("--json", action="store_true", help="print all of it as JSON")
     referee.add_argument(
         "--out",
@@ -43,6 +49,8 @@ def _referee(args: argparse.Namespace) -> int:
 
     The chart is drawn after that, and whether it can be written changes no verdict.
     """
+    if args.describe:
+        return _describe(args)
     from largebatch.report.style import require_png
     from largebatch.runs.referee import check
 
@@ -60,6 +68,26 @@ def _referee(args: argparse.Namespace) -> int:
     elif chart is not None:
         print(printable(f"{'drawn':>11}              {chart}"))
     return 0 if found.passed else FAILED
+
+
+def _describe(args: argparse.Namespace) -> int:
+    """Print a draft of the description of one run's system."""
+    if len(args.runs) > 1 or args.system is not None or args.json:
+        raise LargebatchError(
+            "--describe prints the system of one run, as JSON: give one run, and neither --system "
+            "nor --json"
+        )
+    from largebatch.runs.system_description import MARK, describe
+
+    content = describe(args.runs[0])
+    print(json.dumps(content, indent=2))
+    marks = sum(text.startswith(MARK) for text in content.values())
+    print(
+        f"largebatch: {marks} of {len(content)} fields begin with {MARK!r}: they are yours; "
+        f"the hardware is this machine's, {printable(platform.node())}",
+        file=sys.stderr,
+    )
+    return 0
 
 
 def _draw(found: "Findings", out: Path) -> Path | None:

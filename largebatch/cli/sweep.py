@@ -2,6 +2,7 @@
 
 import argparse
 import io
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,11 @@ def _sweep(args: argparse.Namespace) -> int:
         return load_recipe(args.recipe, [*args.set, override])
 
     recipe = load_recipe(args.recipe, args.set)
-    parameters = dict(_parameter(text, load) for text in args.keys)
+    found = [_parameter(text, load) for text in args.keys]
+    parameters = dict(found)
+    if len(parameters) < len(found):
+        twice = Counter(key for key, _ in found).most_common(1)[0][0]
+        raise LargebatchError(f"--key {twice}: given twice; give all of its values in one")
     ranges = [key for key, parameter in parameters.items() if "values" not in parameter]
     if args.method == "grid" and ranges:
         raise LargebatchError(

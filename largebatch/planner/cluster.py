@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from largebatch.errors import LargebatchError, nearest
-from largebatch.recipe.loading import parse_yaml
+from largebatch.recipe.loading import explain_problems, parse_yaml
 from largebatch.recipe.sections import Section
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
@@ -28,22 +28,37 @@ class ClusterError(LargebatchError):
     """A cluster is not known, too small, or its file cannot be used."""
 
 
+Gigabytes = Annotated[float, Field(gt=0, le=10_000)]
+"""Of one GPU's memory."""
+
+Bandwidth = Annotated[float, Field(ge=0.01, le=100_000)]
+"""In gigabytes a second, of a link or of a network."""
+
+Watts = Annotated[float, Field(ge=1, le=100_000)]
+
+
 class Gpu(Section):
-    """One accelerator, by its data sheet."""
+    """One accelerator, by its data sheet.
+
+    Bounds are far from any GPU, so that a figure beyond them is one in other units.
+    """
 
     name: str
     generation: Generation
-    memory_gigabytes: PositiveFloat
-    tensor_teraflops: PositiveFloat
+    memory_gigabytes: Gigabytes
+    tensor_teraflops: Annotated[float, Field(ge=1, le=1_000_000)]
     """Peak of dense fp16 matrix products."""
 
-    memory_gigabytes_per_second: PositiveFloat
-    watts: PositiveFloat
-    peak_watts: PositiveFloat | None = None
+    memory_gigabytes_per_second: Annotated[float, Field(ge=10, le=1_000_000)]
+    watts: Watts
+    peak_watts: Watts | None = None
     """Of the variant of the same chip whose tensor peak is given; null: its own."""
 
-    link_gigabytes_per_second: PositiveFloat
+    link_gigabytes_per_second: Bandwidth
     """To the other GPUs of its node, in one direction."""
+
+    decoded_images_per_second: PositiveFloat | None = None
+    """ImageNet's JPEG files, by DALI; null: not known, and taken to limit nothing."""
 
 
 class Measured(Section):
@@ -56,6 +71,9 @@ class Measured(Section):
     classes: PositiveInt
     image_size: PositiveInt
     precision: str
+    settings: dict[str, JsonValue]
+    """What else decides the times, by the keys of the recipe (planner.known.SETTINGS)."""
+
     device: str
     seconds_per_image: PositiveFloat
     """Forward and backward, a further image of a device batch."""
@@ -102,7 +120,7 @@ class Cluster(Section):
     """Workers that share a node; on CPUs, its cores."""
 
     nodes: PositiveInt
-    network_gigabytes_per_second: PositiveFloat | None = None
+    network_gigabytes_per_second: Bandwidth | None = None
     """Of a node, in one direction; null where there is one node."""
 
     sharp: bool = False
@@ -114,7 +132,7 @@ class Cluster(Section):
     software: Software = "graphs"
     """launched: the CPU starts every kernel, as until MLPerf v0.7. graphs: CUDA graphs."""
 
-    node_watts: PositiveFloat | None = None
+    node_watts: Annotated[float, Field(ge=1, le=1_000_000)] | None = None
     price_per_gpu_hour: PositiveFloat | None = None
     """In any currency."""
 
@@ -179,16 +197,17 @@ def load_cluster(name: str) -> Cluster:
 
 
 def parse_cluster(text: str, *, source: str) -> Cluster:
-    """Validate the text of a cluster file; its name is that of the file."""
+    """Validate the text of a cluster file; its name is that of the file.
+
+    Raises ClusterError naming every mistake at once, each by its dotted path.
+    """
     tree: Any = parse_yaml(text, source=source)
     if not isinstance(tree, dict):
         raise ClusterError(f"{source}: expected the keys of a cluster, such as nodes: 2")
     try:
         return Cluster.model_validate({**tree, "name": Path(source).stem})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"])) or "cluster"
-    raise ClusterError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}")
+        raise ClusterError(explain_problems(error, Cluster, source=source)) from None
 
 
 def require_workers(cluster: Cluster, workers: int) -> None:

@@ -5,9 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from largebatch.errors import PlanError
 from largebatch.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
-from largebatch.planner.cluster import Cluster, ClusterError, Measured, require_workers
+from largebatch.planner.cluster import Cluster, require_workers
+from largebatch.planner.known import (
+    PUBLISHED_SIZE,
+    cached_bytes,
+    decodes,
+    name_beyond,
+    require_known,
+)
 from largebatch.planner.model import (
     GRADIENTS,
     Constants,
@@ -17,12 +23,10 @@ from largebatch.planner.model import (
     machine,
     step_seconds,
 )
-from largebatch.planner.published import published_runs
 from largebatch.recipe.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Polish
+from largebatch.recipe.sections import ConstantGroups, Groups, GroupsByBytes, Polish
 
-PUBLISHED_MODEL, PUBLISHED_SIZE = "resnet50", 224
 CLASSES, HEAD_INPUTS = 1000, 2049
 """Of ResNet-50's classifier, with its bias."""
 
@@ -39,13 +43,13 @@ fp32 86 MB (measured)."""
 FIXED_BYTES = 2e9
 """Libraries, kernels' workspaces and communication buffers of a GPU. An assumption."""
 
-COSTLESS_ARGUMENTS = {"zero_init_last"}
-"""Of ResNet-50, that change no shape."""
+TENSORS, NORM_DEPTH = 161, 49
+"""Gradients of ResNet-50, and BatchNorm layers on the longest way through it."""
 
 HELP = {
     "memory": "a smaller execution.device_batch, or GPUs with more memory",
     "launch": "a larger device batch or fewer micro-batches: each costs as much",
-    "exchange": "device batches above 100, whose backward hides it; SHARP; gradients in fp16",
+    "exchange": "device batches above 100 and several groups, for backward to hide it; SHARP; fp16",
     "statistics": "a batch.bn_span that one device batch holds",
     "input": "execution.decoder=dali, execution.cache, or more CPU cores a GPU",
     "evaluation": "a larger evaluation.every_epochs",
@@ -112,7 +116,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     """
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
-    _require_known(recipe, cluster)
+    require_known(recipe, cluster)
     plan = make_plan(recipe, workers=workers)
     found = installed_fit()
 
@@ -122,7 +126,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     parts = _parts(recipe, plan, cluster, found.constants)
     seconds, spread = sum(parts.values()), _spread(cluster, total)
     samples = plan.position(plan.steps) + plan.affine_steps * plan.pieces[-1].global_batch
-    on = _machine(recipe, cluster, found.constants)
+    on = machine_for(recipe, cluster, found.constants)
     step = step_seconds(on, _load(recipe, plan, cluster, plan.accumulation))
     wanted = samples / (seconds - parts["input"])
     memory = _memory(recipe, plan, cluster)
@@ -145,19 +149,19 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
         images_per_second=samples / seconds,
         efficiency=parts["compute"] / seconds,
         **_limit(parts, fits=fits),
-        read_bytes_per_second=wanted * JPEG_BYTES if _decodes(recipe) else 0.0,
-        cores_per_worker=wanted / workers / IMAGES_PER_CORE if _decodes(recipe) else 0.0,
+        read_bytes_per_second=wanted * JPEG_BYTES if decodes(recipe) else 0.0,
+        cores_per_worker=wanted / workers / IMAGES_PER_CORE if decodes(recipe) else 0.0,
         cores_available=cluster.cpu_cores / cluster.gpus_per_node,
         memory_bytes=memory,
         memory_available=available,
         **_bill(cluster, workers=workers, seconds=seconds),
-        extrapolates=_beyond(recipe, plan, cluster),
+        extrapolates=name_beyond(recipe, plan, cluster, needed=wanted / workers),
     )
 
 
 def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
     """Return the seconds of a whole run by what they go to."""
-    on = _machine(recipe, cluster, constants)
+    on = machine_for(recipe, cluster, constants)
     parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
     usual = recipe.data.image_size
     sized = plan.sized(range(plan.train_steps), otherwise=usual)
@@ -167,7 +171,7 @@ def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -
             step = step_seconds(on, _load(recipe, plan, cluster, accumulation, size=size))
             for name in parts:
                 parts[name] += len(steps) * getattr(step, name)
-    parts["evaluation"] = _forward_seconds(recipe, plan, on, pixels=_pixels(cluster, usual))
+    parts["evaluation"] = _forward_seconds(recipe, plan, cluster, on)
     parts["start"] = on.start
     return parts
 
@@ -195,12 +199,14 @@ def _measures_last(polish: Polish) -> bool:
     return polish.statistics is not None and not measured
 
 
-def _forward_seconds(recipe: Recipe, plan: Plan, on: Machine, *, pixels: float) -> float:
+def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) -> float:
     """Return the seconds of evaluations, statistics, and decisions on images held out."""
+    pixels = _pixels(cluster, recipe.data.image_size)
     polish, passes = recipe.polish, [(plan.val_samples, count_evaluations(recipe, plan))]
     if polish is not None and polish.statistics is not None:
         judged = polish.keep == "better" and polish.swa is not None
-        passes.append((polish.statistics.samples, _measures_last(polish) + judged))
+        times = _measures_last(polish) + judged
+        passes.append((polish.statistics.samples, times * _statistics_passes(polish, cluster)))
     if polish is not None and polish.held_out is not None:
         passes.append((polish.held_out, _count_stages(recipe, plan)))
     return sum(
@@ -209,17 +215,25 @@ def _forward_seconds(recipe: Recipe, plan: Plan, on: Machine, *, pixels: float) 
     )
 
 
-def _machine(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
+def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
+    """Return how often a stage of statistics shows its images.
+
+    Sequential: once for each BatchNorm layer on the longest way through the model, of which a
+    measured model has at most all of its own, and once more to find that nothing moves.
+    """
+    if polish.statistics is None or not polish.statistics.sequential:
+        return 1
+    return 1 + (cluster.measured.norm_layers if cluster.measured else NORM_DEPTH)
+
+
+def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
     """Describe the cluster to a recipe, whose decoder decides how fast images come."""
     on = machine(cluster, constants)
-    if not _decodes(recipe) or cluster.measured or recipe.execution.decoder == "dali":
+    if cluster.gpu is None or not decodes(recipe):
         return on
+    if recipe.execution.decoder == "dali":
+        return replace(on, read=cluster.gpu.decoded_images_per_second or math.inf)
     return replace(on, read=IMAGES_PER_CORE * cluster.cpu_cores / cluster.gpus_per_node)
-
-
-def _decodes(recipe: Recipe) -> bool:
-    """Return whether image files are read and decoded throughout the run."""
-    return recipe.data.source == "folder" and recipe.execution.cache is None
 
 
 def _load(
@@ -228,16 +242,33 @@ def _load(
     if cluster.measured is not None:
         num_bytes = cluster.measured.gradient_bytes
     else:
-        numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
-        num_bytes = numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
+        num_bytes = gradient_bytes(recipe)
     return Load(
         workers=plan.workers,
         device_batch=plan.device_batch,
         accumulation=accumulation,
         gradient_bytes=num_bytes,
+        overlap=not sends_at_once(recipe.execution.groups),
         sync_workers=plan.sync_workers,
         pixels=_pixels(cluster, size or recipe.data.image_size),
     )
+
+
+def gradient_bytes(recipe: Recipe) -> float:
+    """Return the bytes that a worker sends of ResNet-50's gradients in an update."""
+    numbers = GRADIENTS + (recipe.data.classes - CLASSES) * HEAD_INPUTS
+    return numbers * (4.0 if recipe.reduction.dtype == "fp32" else 2.0)
+
+
+def sends_at_once(groups: Groups) -> bool:
+    """Return whether one group holds all gradients of ResNet-50, which no backward then hides."""
+    match groups:
+        case ConstantGroups():
+            return groups.tensors >= TENSORS
+        case GroupsByBytes():
+            return groups.megabytes * 1e6 >= 4 * GRADIENTS
+        case _:
+            return False
 
 
 def _pixels(cluster: Cluster, size: int) -> float:
@@ -256,13 +287,15 @@ def _spread(cluster: Cluster, total: Callable[[Constants], float]) -> float:
 def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
     """Return the bytes of a GPU: weights, gradients and momentum in fp32, and what forward keeps.
 
-    Of the weights there is another copy where an average of them is kept.
+    Of the weights there is another copy where an average of them is kept; with execution.cache:
+    device all training images lie there too.
     """
     if cluster.gpu is None:
         return None
     averaged = recipe.polish is not None and bool(recipe.polish.ema or recipe.polish.swa)
     kept = plan.device_batch * KEPT_BYTES * _pixels(cluster, recipe.data.image_size)
-    return (3 + averaged) * 4 * GRADIENTS + kept + FIXED_BYTES
+    cached = cached_bytes(recipe) if recipe.execution.cache == "device" else 0
+    return (3 + averaged) * 4 * GRADIENTS + kept + cached + FIXED_BYTES
 
 
 def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
@@ -288,75 +321,4 @@ def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
         "energy_of": "GPUs" if cluster.node_watts is None else "nodes",
         "kilowatt_hours": None if watts is None else watts * hours / 1000,
         "cost": None if price is None else price * nodes * cluster.gpus_per_node * hours,
-    }
-
-
-def _beyond(recipe: Recipe, plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """Name in what the run lies beyond the published ones."""
-    if cluster.gpu is None:
-        return ()
-    own = [run for run in published_runs() if run.generation == cluster.gpu.generation]
-    if not own:
-        return (f"no published run on {cluster.gpu.generation} GPUs: its data sheet alone",)
-    most, batches = max(run.workers for run in own), [run.device_batch for run in own]
-    names = {run.cluster.gpu.name for run in own if run.cluster.gpu}
-    sizes = {recipe.data.image_size, *(piece.image_size for piece in plan.sizes)}
-    beyond = {
-        f"published runs on {cluster.gpu.generation} GPUs have at most {most:,}": (
-            plan.workers > most
-        ),
-        f"device batches are at least {min(batches)} there": plan.device_batch < min(batches),
-        f"device batches are at most {max(batches)} there": plan.device_batch > max(batches),
-        "published runs have one micro-batch": plan.accumulation > 1 or bool(plan.batch_changes),
-        "published runs compute in fp16": recipe.precision != "fp16",
-        f"published runs have images of {PUBLISHED_SIZE} x {PUBLISHED_SIZE}": (
-            sizes != {PUBLISHED_SIZE}
-        ),
-        f"no published run is on {cluster.gpu.name}": cluster.gpu.name not in names,
-    }
-    return tuple(text for text, holds in beyond.items() if holds)
-
-
-def _require_known(recipe: Recipe, cluster: Cluster) -> None:
-    """Raise ClusterError where nothing is known of the recipe's model on this cluster."""
-    if recipe.polish is not None and recipe.polish.swap is not None:
-        raise PlanError("polish.swap: the planner has no model of replicas; --set polish.swap=null")
-    found = cluster.measured
-    if found is None:
-        if recipe.model.name != PUBLISHED_MODEL:
-            raise ClusterError(
-                f"model.name: {recipe.model.name}: {cluster.name} is calibrated with published "
-                f"runs of {PUBLISHED_MODEL}; measure others with `largebatch plan --calibrate`"
-            )
-        changed = sorted(recipe.model.arguments.keys() - COSTLESS_ARGUMENTS)
-        if changed:
-            raise ClusterError(
-                f"model.arguments: {', '.join(changed)}: {cluster.name} is calibrated with "
-                f"published runs of {PUBLISHED_MODEL} as it is; measure others with `largebatch "
-                "plan --calibrate`"
-            )
-        if recipe.precision not in {"fp16", "bf16"}:
-            raise ClusterError(
-                f"precision: {recipe.precision}: the published runs compute in fp16; plan this "
-                "with --set precision=fp16"
-            )
-        return
-    for key, (value, measured) in _compared(recipe, found).items():
-        if value != measured:
-            raise ClusterError(
-                f"{key}: {value}: {cluster.name} was measured with {measured}; measure this "
-                "recipe with `largebatch plan --calibrate`"
-            )
-
-
-def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object]]:
-    """Return what decides a measured machine's times: the recipe's, and that of the measurement."""
-    return {
-        "model.name": (recipe.model.name, found.model),
-        "model.arguments": (recipe.model.arguments, found.arguments),
-        "data.classes": (recipe.data.classes, found.classes),
-        "data.image_size": (recipe.data.image_size, found.image_size),
-        "precision": (recipe.precision, found.precision),
-        "reduction.dtype": (recipe.reduction.dtype, found.reduction),
-        "execution.groups": (recipe.execution.groups.model_dump(mode="json"), found.groups),
     }

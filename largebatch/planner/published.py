@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from largebatch.planner.cluster import Cluster, ClusterError, Generation, Software
+from largebatch.planner.cluster import Cluster, ClusterError, Generation, Gpu, Software
 from largebatch.planner.cluster import installed_clusters as clusters
 from largebatch.planner.model import (
     OVERLAP_FROM,
@@ -29,6 +29,9 @@ _BEFORE_80GB = {"v0.6", "v0.7"}
 
 _FORMS = re.compile("SXM|PCIE|NVL|OAM")
 """Ways to build one chip in, which decide its power and bandwidth."""
+
+_CTS_WATTS = 500.0
+"""Of an A100 with custom thermal solution, as rows call it (MLPerf v2.0 system description)."""
 
 _FEW_NODES = 8
 """Up to which entries leave SHARP off, where their configurations are known (MLPerf v3.0, v3.1)."""
@@ -133,7 +136,7 @@ def _parse(lines: Sequence[str]) -> list[Published]:
 def _run(row: dict[str, str]) -> Published:
     workers, nodes, batch = (int(row[key]) for key in ("accelerators", "nodes", "global_batch"))
     _require_sizes(row, workers=workers, nodes=nodes, batch=batch)
-    cluster = _cluster(row, workers // nodes)
+    cluster = _cluster(row, workers // nodes, nodes=nodes)
     early = float(row["round"].lstrip("v")) <= _OVERLAP_UNTIL
     guesses = {
         "overlap": early and batch // workers > OVERLAP_FROM,
@@ -176,8 +179,10 @@ def _require_sizes(row: dict[str, str], *, workers: int, nodes: int, batch: int)
         )
 
 
-def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
+def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Cluster:
     """Return the installed cluster with these GPUs whose nodes hold as many, or that is most like.
+
+    Several nodes are of one with a network, if there is any.
 
     >>> row = {"round": "v0.7", "system": "2xC4140", "accelerator": "V100-SXM2"}
     >>> _cluster(row, 4).name
@@ -189,18 +194,30 @@ def _cluster(row: dict[str, str], gpus_per_node: int) -> Cluster:
     if row["round"] in _BEFORE_80GB:
         found = found.replace("A100SXM480GB", "A100SXM440GB")
 
-    def likeness(one: Cluster) -> tuple[bool, int, bool]:
+    def likeness(one: Cluster) -> tuple[bool, bool, int, bool]:
         assert one.gpu is not None
         alike = _common(one.gpu.name.upper().replace("-", ""), found)
         form = _FORMS.search(found)
         place = named.startswith(one.name.partition("-")[0])
         fits = alike >= len("V100") and (form is None or form.group() in one.gpu.name)
-        return fits, alike + 3 * place, one.gpus_per_node == gpus_per_node
+        linked = nodes == 1 or one.network_gigabytes_per_second is not None
+        return fits, linked, alike + 3 * place, one.gpus_per_node == gpus_per_node
 
     best = max(clusters().values(), key=likeness)
     if not likeness(best)[0]:
         raise ClusterError(f"{row['system']}: no installed cluster has {row['accelerator']}")
-    return best.model_copy(update={"gpus_per_node": gpus_per_node})
+    assert best.gpu is not None
+    gpu = _with_watts(best.gpu, row["accelerator"].upper())
+    return best.model_copy(update={"gpus_per_node": gpus_per_node, "gpu": gpu})
+
+
+def _with_watts(gpu: Gpu, accelerator: str) -> Gpu:
+    """Return a GPU with the watts that its row names, where the same chip draws others."""
+    named = re.search(r"(\d{3,4})W\b", accelerator)
+    watts = float(named[1]) if named else _CTS_WATTS if "CTS" in accelerator else gpu.watts
+    if watts == gpu.watts:
+        return gpu
+    return gpu.model_copy(update={"watts": watts, "peak_watts": gpu.peak_watts or gpu.watts})
 
 
 def _common(first: str, second: str) -> int:

@@ -3,7 +3,8 @@
 A larger batch keeps GPUs busier and takes more epochs: epochs(B) = shortest (1 + B / critical), the
 law through MLPerf's reference points (`recipe.suggest`). Time is epochs x steps of an epoch x time
 of a step, so every number of GPUs has a best batch, and past some number more of them do not help.
-The law is ResNet-50's on ImageNet with LARS, to 75.9 % top-1, and so are these batches.
+The law is ResNet-50's on ImageNet with LARS, to 75.9 % top-1, and so are these batches; images are
+decoded and gradients sent as the recipe at hand has it.
 """
 
 import math
@@ -12,9 +13,17 @@ from dataclasses import dataclass
 
 from largebatch.planner.calibration import installed_fit
 from largebatch.planner.cluster import Cluster, ClusterError
-from largebatch.planner.model import Load, Machine, evaluation_seconds, machine, step_seconds
-from largebatch.planner.prediction import FIXED_BYTES, KEPT_BYTES
+from largebatch.planner.model import Load, Machine, evaluation_seconds, step_seconds
+from largebatch.planner.prediction import (
+    CLASSES,
+    FIXED_BYTES,
+    KEPT_BYTES,
+    gradient_bytes,
+    machine_for,
+    sends_at_once,
+)
 from largebatch.planner.published import EVALUATE_EVERY, IMAGES, VALIDATION
+from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 
 SMALLEST_DEVICE_BATCH = 8
@@ -33,21 +42,27 @@ class Point:
     seconds: float
 
 
-def best_batches(cluster: Cluster) -> list[Point]:
+def has_epoch_law(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return whether the law is of the recipe's data and the cluster's model."""
+    return cluster.gpu is not None and recipe.data.classes == CLASSES
+
+
+def best_batches(recipe: Recipe, cluster: Cluster) -> list[Point]:
     """Return the best batch for one GPU, two, four ... and all of a cluster."""
     return [
-        min(batches(cluster, workers=workers), key=lambda point: point.seconds)
+        min(batches(recipe, cluster, workers=workers), key=lambda point: point.seconds)
         for workers in _numbers(cluster)
     ]
 
 
-def batches(cluster: Cluster, *, workers: int) -> list[Point]:
+def batches(recipe: Recipe, cluster: Cluster, *, workers: int) -> list[Point]:
     """Return the time with each batch between the smallest reference point and the largest run.
 
     Raises ClusterError where a GPU's memory does not hold an image.
     """
     assert cluster.gpu is not None
-    law, on = fit_epochs(reference_points()), machine(cluster, installed_fit().constants)
+    law = fit_epochs(reference_points())
+    on = machine_for(recipe, cluster, installed_fit().constants)
     fits = (cluster.gpu.memory_gigabytes * 1e9 - FIXED_BYTES) / KEPT_BYTES
     if fits < 1:
         raise ClusterError(
@@ -55,24 +70,31 @@ def batches(cluster: Cluster, *, workers: int) -> list[Point]:
             f"take {FIXED_BYTES / 1e9:g} GB and an image {KEPT_BYTES / 1e9:g}; give the GPU's own"
         )
     return [
-        _point(on, law, workers=workers, batch=batch, most=math.floor(fits))
+        _point(on, law, _load(recipe, workers, batch, most=math.floor(fits)), batch=batch)
         for batch in _batches(workers)
     ]
 
 
-def _point(on: Machine, law: EpochLaw, *, workers: int, batch: int, most: int) -> Point:
+def _load(recipe: Recipe, workers: int, batch: int, *, most: int) -> Load:
     share = batch // workers
     accumulation = math.ceil(share / most)
-    load = Load(
-        workers=workers, device_batch=math.ceil(share / accumulation), accumulation=accumulation
+    return Load(
+        workers=workers,
+        device_batch=math.ceil(share / accumulation),
+        accumulation=accumulation,
+        gradient_bytes=gradient_bytes(recipe),
+        overlap=not sends_at_once(recipe.execution.groups),
     )
+
+
+def _point(on: Machine, law: EpochLaw, load: Load, *, batch: int) -> Point:
     epochs = law(batch)
-    one = evaluation_seconds(on, workers=workers, samples=VALIDATION)
+    one = evaluation_seconds(on, workers=load.workers, samples=VALIDATION)
     steps = epochs * IMAGES / batch
     return Point(
-        workers=workers,
+        workers=load.workers,
         global_batch=batch,
-        accumulation=accumulation,
+        accumulation=load.accumulation,
         epochs=epochs,
         seconds=on.start + steps * step_seconds(on, load).seconds + epochs / EVALUATE_EVERY * one,
     )

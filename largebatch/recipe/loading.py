@@ -161,10 +161,15 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
     try:
         return Recipe.model_validate_json(_as_json(tree, source=source))
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        raise RecipeError(explain_problems(error, Recipe, source=source)) from None
+
+
+def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
+    """Return what pydantic found wrong with a section and those below it, each by its path."""
+    problems = error.errors(include_url=False)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [_explain(problem) for problem in problems[: SHOWN + 1]]
-    raise RecipeError("\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")]))
+    lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
+    return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -312,9 +317,9 @@ def _leave_out_other_kind(
             _LOG.warning("%s: dropped %s, which %s does not use", shown, ", ".join(gone), kind)
 
 
-def _explain(problem: ErrorDetails) -> str:
-    """Say one of pydantic's findings the way a recipe's author thinks of it."""
-    keys, known = _locate(problem["loc"])
+def _explain(problem: ErrorDetails, root: type[Section]) -> str:
+    """Say one of pydantic's findings the way the author of a section thinks of it."""
+    keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
     match problem["type"]:
@@ -338,14 +343,14 @@ def _explain(problem: ErrorDetails) -> str:
             return f"{where}: {message}, got {found}"
 
 
-def _locate(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """Return the dotted path a recipe's author would write, and the keys known where it ends.
+def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:
+    """Return the dotted path an author would write, and the keys known where it ends.
 
     Pydantic's locations also name the member of a union; the author never writes that.
     """
     path: list[str] = []
-    sections: list[type[Section]] = [Recipe]
-    fields = Recipe.model_fields
+    sections = [root]
+    fields = root.model_fields
     for part in location:
         chosen = [section for section in sections if part in kinds_of(section)]
         if len(sections) > 1 and chosen:

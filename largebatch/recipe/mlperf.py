@@ -27,6 +27,9 @@ TRAIN_SAMPLES, VAL_SAMPLES = 1_281_167, 50_000
 FREE_MOMENTUM = 32_768
 """From this batch on LARS may have any momentum."""
 
+NETWORKS = ("resnet50", "torchvision/resnet50")
+"""What recipes call ResNet-50 v1.5, timm's and torchvision's, which are the same."""
+
 LARS_REMARK = (
     "the rules list no compliant implementation of LARS for PyTorch, as they do for TensorFlow and "
     "MXNet: a submission needs the consent of MLPerf's working group"
@@ -94,8 +97,7 @@ def _data_rules(data: Data) -> Iterator[_Checked]:
 
 def _model_rules(recipe: Recipe) -> Iterator[_Checked]:
     model, batch = recipe.model, recipe.batch
-    known = model.name in {"resnet50", "torchvision/resnet50"}
-    yield "model.name", known, "the network is ResNet-50 v1.5: resnet50"
+    yield "model.name", model.name in NETWORKS, "the network is ResNet-50 v1.5: resnet50"
     plain = not model.arguments.keys() - {"zero_init_last"}
     yield "model.arguments", plain, "nothing of ResNet-50 v1.5 is changed"
     yield "model.weights", model.weights is None, "training begins with random weights"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from largebatch.errors import LargebatchError
 from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import Prediction
-from largebatch.planner.scan import Point, batches, best_batches
+from largebatch.planner.scan import Point, batches, best_batches, has_epoch_law
+from largebatch.recipe.recipe import Recipe
 from largebatch.report.figures import name_axes
 from largebatch.report.style import COLOURS, INK, MARGIN, MUTED, require_png, write_chart
 
@@ -17,26 +18,29 @@ NEIGHBOURS = (0.25, 1, 4)
 """Numbers of GPUs whose times are drawn by batch, relative to the run's."""
 
 
-def write_forecast(path: Path, cluster: Cluster, found: Prediction) -> None:
+def write_forecast(path: Path, recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
     """Draw the best time for each number of GPUs, and the time with each batch, into a PNG file.
 
-    Raises LargebatchError where the cluster is a measured one, of which no epoch law is known, and
-    as write_chart.
+    Raises LargebatchError where no epoch law is known, of a measured cluster or of other images,
+    and as write_chart.
     """
     require_png(path)
-    if cluster.gpu is None:
+    if not has_epoch_law(recipe, cluster):
+        other = f"{recipe.name} has {recipe.data.classes:,} classes"
+        if cluster.gpu is None:
+            other = f"{cluster.name} was measured with another model"
         raise LargebatchError(
             f"--out {path}: the chart needs the epoch law, which is ResNet-50's on ImageNet, and "
-            f"{cluster.name} was measured with another model; leave --out out"
+            f"{other}; leave --out out"
         )
 
     def draw(figure: "Figure") -> None:
-        draw_forecast(figure, cluster, found)
+        draw_forecast(figure, recipe, cluster, found)
 
     write_chart(path, draw, size=(960, 400))
 
 
-def draw_forecast(figure: "Figure", cluster: Cluster, found: Prediction) -> None:
+def draw_forecast(figure: "Figure", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
     """Draw the two charts side by side, with the run that was asked for in both."""
     left = MARGIN * figure.dpi / 72 / figure.bbox.width
     title = f"{cluster.name}: ResNet-50 on ImageNet to 75.9 % top-1"
@@ -47,8 +51,8 @@ def draw_forecast(figure: "Figure", cluster: Cluster, found: Prediction) -> None
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.minorticks_off()
-    _draw_workers(by_workers, best_batches(cluster), found)
-    _draw_batches(by_batch, cluster, found)
+    _draw_workers(by_workers, best_batches(recipe, cluster), found)
+    _draw_batches(by_batch, recipe, cluster, found)
 
 
 def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
@@ -73,12 +77,12 @@ def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
     name_axes(axes, y="Time with the best batch; dashed: without losses", x="GPUs")
 
 
-def _draw_batches(axes: "Axes", cluster: Cluster, found: Prediction) -> None:
+def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
     """Draw the time by batch on as many GPUs as the run has, fewer and more."""
     numbers = {max(1, min(cluster.workers, round(found.workers * one))) for one in NEIGHBOURS}
     times = [found.low, found.high]
     for workers in sorted(numbers):
-        points = batches(cluster, workers=workers)
+        points = batches(recipe, cluster, workers=workers)
         own = workers == found.workers
         colour = COLOURS["train"] if own else MUTED
         place, time = [p.global_batch for p in points], [p.seconds for p in points]
@@ -87,8 +91,8 @@ def _draw_batches(axes: "Axes", cluster: Cluster, found: Prediction) -> None:
         lowest = min(points, key=lambda point: point.seconds)
         axes.plot(lowest.global_batch, lowest.seconds, color=colour, marker="o", ms=6)
         axes.annotate(
-            f"{workers:,} GPUs", (place[0], time[0]), (0, 5), textcoords="offset points",
-            color=colour, size=10,
+            f"{workers:,} GPU{'s' * (workers > 1)}", (place[0], time[0]), (0, 5),
+            textcoords="offset points", color=colour, size=10,
         )  # fmt: skip
     _draw_run(axes, found.global_batch, found, below=False)
     _name_times(axes, times)

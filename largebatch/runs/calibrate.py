@@ -33,6 +33,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.planner.cluster import Cluster, Measured
+from largebatch.planner.known import settings
 from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
@@ -56,10 +57,9 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     """
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
-    if out.exists():
-        raise LargebatchError(f"--out {out}: File exists; give another name, or remove it")
     if not out.parent.is_dir():
         raise LargebatchError(f"--out {out}: there is no folder {out.parent}; make it first")
+    _require_writable(out)
     found = measure(recipe, data=data)
     cluster = Cluster(
         name=out.stem,
@@ -76,6 +76,19 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     except OSError as error:
         raise LargebatchError(f"{out}: cannot write the cluster file: {error.strerror}") from None
     return [*describe(found), f"cluster file: {out}"]
+
+
+def _require_writable(out: Path) -> None:
+    """Raise LargebatchError where no such file can be made, before a minute is spent on it."""
+    try:
+        out.touch(exist_ok=False)
+        out.unlink()
+    except FileExistsError:
+        raise LargebatchError(
+            f"--out {out}: File exists; give another name, or remove it"
+        ) from None
+    except OSError as error:
+        raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
 
 
 def describe(found: Measured) -> list[str]:
@@ -117,6 +130,7 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
         classes=recipe.data.classes,
         image_size=recipe.data.image_size,
         precision=recipe.precision,
+        settings=settings(recipe),
         device=backend.device.type,
         seconds_per_image=image,
         seconds_per_pass=each,

@@ -56,17 +56,7 @@ def find_logs(folder: Path) -> list[Path]:
 
 def read_log(path: Path) -> Log:
     """Read a log with the package's parser. Raises LogError where there is nothing to check."""
-    parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
-    values: dict[str, list[Any]] = {}
-    try:
-        lines, errors = parser.parse_file(path, ruleset=ROUND)
-        for line in lines:
-            values.setdefault(line.key, []).append(line.value)
-    except (KeyError, TypeError, OSError) as error:
-        raise LogError(f"{path}: is damaged: {type(error).__name__}: {error}") from None
-    if errors:
-        line, reason = errors[0]
-        raise LogError(f"{path}: is damaged: {reason}, in a line that begins {clip(line, 80)!r}")
+    values = _values(path)
     _require_finished(path, values)
     batch = values.get("global_batch_size", [{"value": None}])[-1]["value"]
     known = isinstance(batch, int) and batch > 0
@@ -79,6 +69,36 @@ def read_log(path: Path) -> Log:
         complete=complete,
         remarks=tuple(_remarks(values)),
     )
+
+
+def _values(path: Path) -> dict[str, list[Any]]:
+    """Return what a log holds by its keys. Raises LogError for a damaged one."""
+    parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
+    values: dict[str, list[Any]] = {}
+    try:
+        lines, errors = parser.parse_file(path, ruleset=ROUND)
+        for line in lines:
+            values.setdefault(line.key, []).append(line.value)
+    except (KeyError, TypeError, OSError) as error:
+        raise LogError(f"{path}: is damaged: {type(error).__name__}: {error}") from None
+    if errors:
+        line, reason = errors[0]
+        raise LogError(f"{path}: is damaged: {reason}, in a line that begins {clip(line, 80)!r}")
+    return values
+
+
+def read_submission(path: Path) -> dict[str, str]:
+    """Return what a log holds of its submission: org, platform, division, status; no names unset.
+
+    The run need not be finished. Raises LogError for a damaged log.
+    """
+    values = _values(path)
+    found = {
+        key: str(values[f"submission_{key}"][0]["value"])
+        for key in ("org", "platform", "division", "status")
+        if f"submission_{key}" in values
+    }
+    return {key: text for key, text in found.items() if not text.startswith(UNNAMED)}
 
 
 def _require_finished(path: Path, values: Mapping[str, Any]) -> None:

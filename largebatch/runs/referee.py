@@ -23,6 +23,7 @@ from largebatch.optional import require_mlperf
 from largebatch.recipe.mlperf import BENCHMARK, ROUND, TARGET
 from largebatch.report.referee import Point, Reference
 from largebatch.runs.mlperf_logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
+from largebatch.runs.system_description import problems
 
 RUNS = 5
 """A submission for ResNet is so many runs, of which the fastest and the slowest do not count."""
@@ -272,22 +273,17 @@ def _points() -> tuple[Point, ...]:
 def _check_system(path: Path | None) -> Verdict:
     """Check a system description, if there is one."""
     if path is None:
-        return Verdict("system", None, "no description of the system is given")
-    package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
-    with captured_log() as captured:
-        try:
-            valid = package.check_system_desc(path, _USAGE, ROUND)[0]
-        except (OSError, ValueError) as error:
-            raise LogError(f"{path}: is no system description in JSON: {error}") from None
-        except TypeError as error:  # it joins some of the values
-            reasons: tuple[str, ...] = (f"{path}: {error}",)
-            return Verdict("system", passed=False, sentence=_NO_TEXT, reasons=reasons)
-    if valid:
+        text = "no description of the system is given (--describe drafts one)"
+        return Verdict("system", None, text)
+    try:
+        found = problems(path)
+    except TypeError as error:  # the checker joins some of the values
+        found, sentence = [str(error)], _NO_TEXT
+    else:
+        sentence = f"{path} is not as MLPerf asks for it"
+    if not found:
         return Verdict("system", passed=True, sentence=f"{path} has every field asked for")
-    args = [record.args for record in captured if record.levelno == logging.ERROR]
-    found: Any = args[0]
-    reasons = tuple(f"{path}: {reason}" for reason in found[1])
-    sentence = f"{path} is not as MLPerf asks for it"
+    reasons = tuple(f"{path}: {reason}" for reason in found)
     return Verdict("system", passed=False, sentence=sentence, reasons=reasons)
 
 

@@ -7,13 +7,28 @@ the run is started in; and MLFLOW_EXPERIMENT_NAME, by default largebatch.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from largebatch.errors import LONGEST_NAME, TrackerError, clip
 from largebatch.optional import require_mlflow
-from largebatch.tracking.events import Event, Finish, Start, Step, Summary, System
+from largebatch.tracking.events import (
+    EVENTS,
+    LOG,
+    Decision,
+    Drift,
+    Evaluation,
+    Event,
+    Finish,
+    Start,
+    Step,
+    Summary,
+    System,
+)
 from largebatch.tracking.identity import read_id, write_id
 from largebatch.tracking.scalars import Scalars, artifacts
 
@@ -29,6 +44,9 @@ _SENT = "largebatch.sent"
 
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 500
 """Of one request, and the characters of one: what every version of MLflow takes."""
+
+_MOST_METRICS = 1000
+"""Of one request."""
 
 _STATUS = {"finished": "FINISHED", "paused": "FINISHED", "failed": "FAILED"}
 """MLflow's words for how a run ended; the others are KILLED."""
@@ -99,20 +117,36 @@ class MLflow:
         """Send the numbers of an event, as tracking.scalars names them."""
         if self._unusable is not None:
             raise self._unusable
-        values = self._scalars.take(event)
         match event:
             case Start():
                 self._open()
+                self._catch_up(event)
             case Finish():
                 self._finish(event.summary)
-            case _ if values:
-                now = int(time.time() * 1000)
-                self._waiting += [
-                    self._entities.Metric(k, v, now, event.step) for k, v in values.items()
-                ]
+            case _:
+                self._take(event)
                 late = time.monotonic() - self._sent > FLUSH_SECONDS
-                if late or not isinstance(event, Step | System):
+                if self._waiting and (late or not isinstance(event, Step | System)):
                     self._send()
+
+    def _take(self, event: Event) -> None:
+        """Let the numbers of an event wait, unless they were given before."""
+        now = int(time.time() * 1000)
+        values = self._scalars.take(event)
+        self._waiting += [
+            self._entities.Metric(name, value, now, getattr(event, "step", 0))
+            for name, value in values.items()
+        ]
+
+    def _catch_up(self, start: Start) -> None:
+        """Send what the log holds of parts of the run that went without MLflow."""
+        self._scalars.take(start)  # which has the names of what the records hold
+        for event in _history(self._folder / LOG, start):
+            self._take(event)
+            if len(self._waiting) >= _MOST_METRICS:
+                self._send()
+        if self._waiting:
+            self._send()
 
     def _open(self) -> None:
         """Begin a run, or go on with the one of an earlier part."""
@@ -131,8 +165,8 @@ class MLflow:
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for first in range(0, len(waiting), 1000):  # MLflow takes no more at a time
-            self._client.log_batch(self._run, metrics=waiting[first : first + 1000])
+        for first in range(0, len(waiting), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=waiting[first : first + _MOST_METRICS])
         sent = self._entities.RunTag(_SENT, json.dumps(self._scalars.last))
         self._client.log_batch(self._run, tags=[sent])
         self._sent = time.monotonic()
@@ -143,6 +177,31 @@ class MLflow:
         for path in artifacts(self._folder, summary, checkpoint=self._checkpoint).values():
             self._client.log_artifact(self._run, str(path))
         self._client.set_terminated(self._run, status=_STATUS.get(summary.status, "KILLED"))
+
+
+def _history(log: Path, start: Start) -> Iterable[Event]:
+    """Return what a log holds of a run up to a start, and nothing that was made again."""
+    found: dict[tuple[str, str, int], Event] = {}
+    for event in (*_logged(log), start):
+        if isinstance(event, Start):
+            first = event.resume_step
+            found = {key: one for key, one in found.items() if _stays(one, key[2], first)}
+        elif isinstance(event, Step | Evaluation | Decision | Drift | System):
+            found[event.event, event.stage, event.step] = event
+    return found.values()
+
+
+def _stays(event: Event, step: int, resume_step: int) -> bool:
+    """Return whether a record still holds where a run goes on with the update `resume_step`."""
+    return step < resume_step or (step == resume_step and not isinstance(event, Step | System))
+
+
+def _logged(log: Path) -> Iterator[Event]:
+    """Yield the events of a log, but for the end of what a killed run was writing."""
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        for line in file:
+            with suppress(ValidationError):
+                yield EVENTS.validate_json(line)
 
 
 def _dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:

@@ -109,6 +109,10 @@ def test_the_command_of_wandbs_agent_trains_what_it_has_drawn(
         (["--key", "optimizer.momentum=0.5..1.5"], "optimizer.momentum: input should be less than"),
         (["--key", "optimizer.convention=outside,inside"], "optimizer.convention: input should be"),
         (["--key", "seed=9..1"], "--key seed=9..1: a range is LOW..HIGH with numbers above 0"),
+        (
+            ["--key", "seed=1,2", "--key", "seed=3"],
+            "--key seed: given twice; give all of its values",
+        ),
         (["--key", "seed"], "--key seed: expected KEY=LOW..HIGH or KEY=VALUE,VALUE"),
         (["--key", RATE, "--method", "grid"], "--method grid goes through values, and schedule.pe"),
     ],

@@ -21,6 +21,7 @@ from largebatch.planner.calibration import (
     summary,
 )
 from largebatch.planner.cluster import ClusterError, Generation
+from largebatch.planner.model import machine, step_seconds
 from largebatch.planner.published import (
     predicted_seconds,
     published_runs,
@@ -244,6 +245,31 @@ def test_rows_of_other_submitters_find_the_most_similar_cluster(tmp_path: Path) 
         ("dgx-a100-40gb", 4, "graphs"),
         ("r750xa-a100", 8, "graphs"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "watts"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 400),
+        ("NVIDIA A100-SXM4-80GB (400W)", 400),
+        ("NVIDIA A100-SXM4-80GB CTS", 500),
+        ("NVIDIA A100-SXM4-80GB (500W)", 500),
+    ],
+)
+def test_a_row_that_names_watts_is_of_a_gpu_that_draws_them(
+    accelerator: str, watts: float, tmp_path: Path
+) -> None:
+    """By the cube root of the clock a step computes faster, and nothing else of it changes."""
+    rows = tmp_path / "rows.csv"
+    names = (accelerator, "NVIDIA A100-SXM4-80GB")
+    lines = [f"v2.0,A,b,{name},2,16,3264,204,35,35,1000\n" for name in names]
+    rows.write_text(HEAD + "".join(lines), encoding="utf-8")
+    found, plain = (
+        step_seconds(machine(run.cluster, installed_fit().constants), run.load)
+        for run in read_runs(rows)
+    )
+    assert plain.compute / found.compute == pytest.approx((watts / 400) ** (1 / 3))
+    assert plain.exchange == found.exchange > 0
 
 
 @pytest.mark.parametrize(

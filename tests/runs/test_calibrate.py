@@ -73,7 +73,7 @@ def test_one_worker_is_measured_and_its_file_predicts(
     assert main(["plan", "cifar10_resnet8_128", "--cluster", str(file)]) == USER
 
 
-def test_an_existing_file_is_found_before_anything_is_measured(
+def test_a_file_that_cannot_be_made_is_found_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "here.yaml"
@@ -81,6 +81,10 @@ def test_an_existing_file_is_found_before_anything_is_measured(
     monkeypatch.setattr(calibrate, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(LargebatchError, match="File exists"):
         calibrate.calibrate(load_recipe("digits_96"), file)
+    assert file.exists()
+    for unwritable in (tmp_path / f"{'a' * 300}.yaml", Path("/proc/here.yaml")):
+        with pytest.raises(LargebatchError, match="cannot be written"):
+            calibrate.calibrate(load_recipe("digits_96"), unwritable)
 
 
 def test_a_run_too_short_to_be_read_is_refused() -> None:

@@ -83,6 +83,13 @@ def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noq
         log.close()
 
 
+class Recorder:
+    """A tracker that follows nothing."""
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+
+
 def in_two_parts() -> list[list[Event]]:
     """A part that was killed after its second update, and one that goes on after the first."""
     first, second = MONITORED
@@ -300,6 +307,31 @@ def test_a_resumed_run_goes_on_without_an_mlflow_that_does_not_answer(
     (note,) = [each["text"] for each in log(out, "note")]
     failed = "MLflow failed and follows the run no more: tracking: [mlflow]: http://127.0.0.1:"
     assert note.startswith(f"{failed}{port} cannot be used")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: str) -> None:
+    """Or all that was made where it knows nothing of the run; and nothing that was made again."""
+    from mlflow import MlflowClient
+
+    updates = [replace(LAST, step=step, lr=float(step)) for step in range(7)]
+    between = replace(EVALUATION, stage="train", step=3)
+    parts: list[list[Event]] = [
+        [BEGUN, *updates[:2]],
+        [replace(BEGUN, resume_step=2), updates[2], between, replace(updates[3], lr=33.0)],
+        [replace(BEGUN, resume_step=3), *updates[3:5], replace(updates[5], lr=55.0)],
+        [replace(BEGUN, resume_step=5), *updates[5:], FINISH],
+    ]
+    without: Any = Recorder()
+    trackers = iter([MLflow(folder, CONFIG) if known else without, without, without, None])
+    follow(folder, parts, lambda: next(trackers) or MLflow(folder, CONFIG))
+    identity = (folder / "mlflow-id").read_text()
+    client = MlflowClient(uri)
+    history = client.get_metric_history(identity, "train/lr")
+    assert [(each.step, each.value) for each in history] == [(n, float(n)) for n in range(7)]
+    ratios = client.get_metric_history(identity, "trust_ratio/fc")
+    assert [each.step for each in ratios] == list(range(7))
+    assert [each.step for each in client.get_metric_history(identity, "val/top1")] == [3]
 
 
 def test_a_run_whose_id_mlflow_does_not_know_begins_another(folder: Path, uri: str) -> None:
