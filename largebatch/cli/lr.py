@@ -1,0 +1,87 @@
+"""The `lr` commands: look at learning rates and measure them. They print."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli.arguments import add_command, add_set
+from largebatch.errors import RecipeError, printable
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.build import follow
+from largebatch.tracking.events import RECIPE
+
+if TYPE_CHECKING:
+    from largebatch.report.rates import Rates
+
+BY = ("epoch", "step", "samples")
+"""What rates can be drawn over; known here, so that the parser needs no NumPy."""
+
+COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below `lr`."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = partial(add_command, commands)
+
+    shown = command("show", _show, "draw the learning rates of several recipes in one figure")
+    shown.add_argument(
+        "recipes", type=Path, nargs="+", metavar="recipe", help="a recipe, or a run folder"
+    )
+    add_set(shown)
+    shown.add_argument("--by", choices=BY, default=BY[0], help=f"the axis ({BY[0]})")
+    shown.add_argument("--out", type=Path, metavar="PNG", help="learning-rates.png")
+
+
+def _show(args: argparse.Namespace) -> int:
+    recipes = [_recipe(path, args.set) for path in args.recipes]
+    from largebatch.report.rates import Rates, remarks, write_rates_of
+
+    names = [recipe.name for recipe in recipes]
+    drawn = [
+        Rates(recipe.name if names.count(recipe.name) == 1 else str(path), recipe, follow(recipe))
+        for path, recipe in zip(args.recipes, recipes, strict=True)
+    ]
+    figure = args.out or Path("learning-rates.png")
+    write_rates_of(figure, drawn, by=args.by)
+    rows = [COLUMNS, *(_row(each, args.by) for each in drawn)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print(printable("  ".join(cells)))
+    for remark in remarks(drawn):
+        print(remark)
+    print(printable(f"drawn: {figure}"))
+    return 0
+
+
+def _row(each: "Rates", by: str) -> tuple[str, ...]:
+    """Return a row of the table: rates in four digits, the peak's place in the unit of the axis."""
+    course, plan = each.course, each.course.plan
+    steps, peak = len(course.rates), course.peak
+    place = {"epoch": f"{plan.epoch(peak):.2f}", "step": f"{peak:,}"}
+    return (
+        each.label,
+        each.optimizer,
+        f"{plan.global_batch:,}",
+        f"{steps:,}",
+        f"{plan.epoch(steps):.4g}",
+        f"{course.rates[peak]:.4g}",
+        f"{by} {place.get(by) or format(plan.position(peak), ',')}",
+        f"{course.rates[-1]:.4g}",
+        f"{each.mean:.4g}",
+    )
+
+
+def _recipe(path: Path, overrides: list[str]) -> Recipe:
+    """Read a recipe, or that of a run folder."""
+    if path.is_dir():
+        if not (path / RECIPE).exists():
+            raise RecipeError(f"{path}: this folder holds no run: no {RECIPE}")
+        path /= RECIPE
+    return load_recipe(path, overrides)
