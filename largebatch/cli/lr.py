@@ -1,11 +1,22 @@
 """The `lr` commands: look at learning rates and measure them. They print."""
 
 import argparse
+import math
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import add_command, add_set
+from largebatch.cli.arguments import (
+    INTERRUPTED,
+    add_command,
+    add_execution,
+    add_machine,
+    add_set,
+    count,
+    options_of,
+)
+from largebatch.distributed.environment import own_rank
 from largebatch.errors import RecipeError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -17,6 +28,8 @@ if TYPE_CHECKING:
 
 BY = ("epoch", "step", "samples")
 """What rates can be drawn over; known here, so that the parser needs no NumPy."""
+
+WIDTH = 100
 
 COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
 
@@ -33,6 +46,30 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add_set(shown)
     shown.add_argument("--by", choices=BY, default=BY[0], help=f"the axis ({BY[0]})")
     shown.add_argument("--out", type=Path, metavar="PNG", help="learning-rates.png")
+
+    text = "train while the rate rises, and find the rates that a recipe can take"
+    ranged = command("range", _range, text)
+    ranged.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
+    add_set(ranged)
+    add_execution(ranged)
+    ranged.add_argument("--low", type=_rate, metavar="LR", help="first rate (peak_lr / 1000)")
+    ranged.add_argument("--high", type=_rate, metavar="LR", help="last rate (100 x peak_lr)")
+    ranged.add_argument("--steps", type=count, metavar="N", help="updates from one to the other")
+    ranged.add_argument("--seeds", type=count, default=3, metavar="N", help="runs (3)")
+    ranged.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_machine(ranged)
+    ranged.add_argument("--out", type=Path, metavar="DIR", help="folder (runs/<name>-<time>)")
+
+
+def _rate(text: str) -> float:
+    """Read a learning rate."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a rate above 0, such as 0.1, got {text!r}")
+    return found
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -85,3 +122,27 @@ def _recipe(path: Path, overrides: list[str]) -> Recipe:
             raise RecipeError(f"{path}: this folder holds no run: no {RECIPE}")
         path /= RECIPE
     return load_recipe(path, overrides)
+
+
+def _range(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.set)
+    from largebatch.report.lr_range_chart import describe
+    from largebatch.runs.critical_batch import InterruptedStudyError
+    from largebatch.runs.folder import default_folder
+    from largebatch.runs.lr_range import CHART, choose_range, read_range, train_range
+
+    rates = choose_range(
+        recipe, low=args.low, high=args.high, steps=args.steps, seeds=args.seeds
+    )  # fmt: skip
+    options = options_of(args, out=args.out or default_folder(recipe))
+    try:
+        train_range(recipe, options, rates, workers=args.workers)
+    except InterruptedStudyError:
+        if own_rank() == 0:
+            print(printable(f"to go on: the same command with --out {options.out}"))
+        return INTERRUPTED
+    if own_rank() == 0:
+        for sentence in describe(read_range(recipe, options.out, rates)):
+            print(printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ")))
+        print(printable(f"figure: {options.out / CHART}"))
+    return 0
