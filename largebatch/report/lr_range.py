@@ -7,8 +7,8 @@ exponential moving average of other finders does not lag behind the rate.
 A test goes through every rate within a few steps, so that the loss turns only after the limit of
 stability: what the rates below the limit have shrunk has to grow again first. On a quadratic
 without gradient noise that takes until the rate is `overshoot` times the limit, whatever the number
-of steps; with noise it takes less. The upper bound is therefore the rate at which the loss turns
-over that.
+of steps; with noise, and smoothed, less. So the limit lies between the rate at which the loss turns
+and that over `overshoot`, and the upper bound is their geometric mean.
 """
 
 import math
@@ -224,7 +224,7 @@ class RangeTest:
 
     @cached_property
     def overshoot(self) -> float:
-        """What the rate at which the loss turns is divided by."""
+        """How far beyond the limit the loss may turn, at most, with this momentum."""
         found = self.recipe.optimizer
         nesterov = isinstance(found, SGD) and found.nesterov
         return overshoot(momentum_of(self.recipe), nesterov=nesterov)
@@ -256,8 +256,8 @@ class RangeTest:
 
     @property
     def upper(self) -> Bound | None:
-        """The upper bound: where it turns, over `overshoot`."""
-        return None if self.turn is None else self.turn.over(self.overshoot)
+        """The upper bound: the mean of where it turns, and that over `overshoot`."""
+        return None if self.turn is None else self.turn.over(math.sqrt(self.overshoot))
 
     @property
     def peak_is(self) -> Literal["below", "inside", "above"] | None:

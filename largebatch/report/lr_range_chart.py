@@ -31,13 +31,16 @@ def _found(test: RangeTest) -> Iterator[str]:
         f"{seeds}he loss begins to fall at a rate of {_interval(lower)}, falls fastest at "
         f"{_interval(steepest)}" + (f" and turns at {_interval(turn)}." if turn else ".")
     )
-    if upper is not None:
+    if upper is not None and turn is not None:
+        if upper.value <= lower.value:
+            yield "It turns so soon that no range is left between bounds: try more --steps."
+            return
         yield (
             f"Suggested bounds: {rate(lower.value)} to {rate(upper.value)}. The upper one is the "
-            f"rate at which the loss turns over {test.overshoot:.2g}: a test goes through every "
-            "rate in a few updates, and the loss turns only when an instability has grown; on a "
-            f"quadratic with momentum {momentum_of(test.recipe):g} that is at most so far beyond "
-            "the limit."
+            f"mean of the rate at which the loss turns and of that over {test.overshoot:.2g}: a "
+            "test goes through every rate in a few updates and the loss turns only when an "
+            "instability has grown, on a quadratic with momentum "
+            f"{momentum_of(test.recipe):g} at 1 to {test.overshoot:.2g} times the limit."
         )
         yield (
             f"A cyclic policy (tri, sin, cos, restarts) would have low_lr {rate(lower.value)} and "
@@ -218,7 +221,7 @@ def draw_range(figure: "Figure", test: RangeTest) -> None:
 def _draw_bounds(axes: "Axes", test: RangeTest) -> None:
     """Shade what lies between the bounds, and mark the rates with their intervals."""
     lower, upper, colour = test.lower, test.upper, COLOURS["statistics"]
-    if lower is not None and upper is not None:
+    if lower is not None and upper is not None and lower.value < upper.value:
         axes.axvspan(lower.value, upper.value, color=colour, alpha=0.1, lw=0)
     marks = {"lower": lower, "steepest": test.steepest, "upper": upper, "turn": test.turn}
     for place, (name, found) in enumerate(marks.items()):
