@@ -77,14 +77,15 @@ class Curve:
     @cached_property
     def _fits(self) -> tuple[FloatArray, FloatArray]:
         losses, reach = self._cut, self._edge
-        found = np.empty((len(losses), 2))
-        for step in range(len(losses)):
-            near = np.arange(max(0, step - reach), min(len(losses), step + reach + 1))
-            away = near - step
-            roots = np.sqrt((1 - np.abs(away / (reach + 1)) ** 3) ** 3)
-            columns = np.column_stack((roots, roots * away))
-            found[step] = np.linalg.lstsq(columns, roots * losses[near], rcond=None)[0]
-        return found[:, 0], found[:, 1]
+        away = np.arange(-reach, reach + 1)
+        near = np.arange(len(losses))[:, np.newaxis] + away
+        inside = (near >= 0) & (near < len(losses))
+        weights = _tricube(reach) * inside
+        values = losses[near.clip(0, len(losses) - 1)]
+        w, wx, wxx = (np.sum(weights * away**power, axis=1) for power in (0, 1, 2))
+        wy, wxy = (np.sum(weights * away**power * values, axis=1) for power in (0, 1))
+        spread = w * wxx - wx**2
+        return (wxx * wy - wx * wxy) / spread, (w * wxy - wx * wy) / spread
 
     @property
     def _whole(self) -> slice:
@@ -105,8 +106,7 @@ class Curve:
     def error(self) -> float:
         """The standard error of the smoothed loss, by its distance from the losses that fall."""
         falling = slice(0, max(self.place, 2 * self._edge))
-        reach = np.arange(-self._edge, self._edge + 1)
-        weights = (1 - np.abs(reach / (self._edge + 1)) ** 3) ** 3
+        weights = _tricube(self._edge)
         weights /= weights.sum()
         squares, own = float((weights**2).sum()), float(weights.max())
         spread = float(np.sqrt(np.mean((self._cut - self.smooth)[falling] ** 2)))
@@ -156,6 +156,12 @@ class Curve:
     def turn(self) -> float | None:
         """The rate of the lowest smoothed loss; None if it never falls or does not rise again."""
         return float(self.rates[self.place]) if self.falls and self.rises else None
+
+
+def _tricube(reach: int) -> FloatArray:
+    """Return the weights of so many neighbours on either side."""
+    away = np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
+    return np.asarray((1 - away**3) ** 3, dtype=np.float64)
 
 
 def momentum_of(recipe: Recipe) -> float:

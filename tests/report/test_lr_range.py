@@ -106,7 +106,8 @@ def test_the_overshoot_is_what_integrals_and_simulations_give() -> None:
 def sigmoid(rates: FloatArray, *, center: float, fall: float, wall: float) -> FloatArray:
     """Return losses that fall along a sigmoid of the decades of the rate, and explode at a wall."""
     decades = np.log10(rates / center)
-    return 2.3 - fall / (1 + np.exp(-4 * decades)) + np.minimum((rates / wall) ** 4, 1e9)
+    losses: FloatArray = 2.3 - fall / (1 + np.exp(-4 * decades))
+    return losses + np.minimum((rates / wall) ** 4, 1e9)
 
 
 def fastai_steepest(rates: FloatArray, losses: FloatArray, *, beta: float) -> float:

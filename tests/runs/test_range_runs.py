@@ -10,6 +10,7 @@ import plain
 import pytest
 import torch
 import torch.nn.functional as F
+from crown import EPS, ETA, MOMENTUM, WEIGHT_DECAY
 from safetensors.torch import save_file
 from torch import nn
 
@@ -29,10 +30,9 @@ from largebatch.runs.options import Options
 LENET = ("model={name: lenet5}", "batch={global_batch: 48, bn_span: null}", "polish=null",
          "data.image_size=16", "execution.cache=memory", "loss.label_smoothing=0.1")  # fmt: skip
 OPTIMIZERS = {
-    "sgd": f"optimizer={{kind: sgd, momentum: {plain.MOMENTUM}, "
-    f"weight_decay: {plain.WEIGHT_DECAY}}}",
-    "reference": f"optimizer={{kind: lars, convention: reference, momentum: {plain.MOMENTUM}, "
-    f"weight_decay: {plain.WEIGHT_DECAY}, eta: {plain.ETA}, eps: {plain.EPS}}}",
+    "sgd": f"optimizer={{kind: sgd, momentum: {MOMENTUM}, weight_decay: {WEIGHT_DECAY}}}",
+    "reference": f"optimizer={{kind: lars, convention: reference, momentum: {MOMENTUM}, "
+    f"weight_decay: {WEIGHT_DECAY}, eta: {ETA}, eps: {EPS}}}",
 }
 RATES = {
     "sgd": Range(low=0.003, high=0.03, steps=20, seeds=1),
@@ -87,7 +87,7 @@ def plain_losses(kind: str, weights: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "workers", "device_batch"),
     [
-        ("sgd", 1, 48),
+        pytest.param("sgd", 1, 48, marks=pytest.mark.long),
         ("sgd", 1, 16),
         ("reference", 1, 24),
         pytest.param("sgd", 2, 12, marks=pytest.mark.long),
