@@ -62,7 +62,7 @@ def _open(test: RangeTest) -> Iterator[str]:
     """Yield which side to widen, and what is badly determined."""
     still = [curve for curve in test.curves if not curve.falls]
     if still:
-        only_rises = all(curve.rises for curve in still)
+        only_rises = all(curve.rises or curve.diverged is not None for curve in still)
         side = "it only rises: give a lower --low" if only_rises else "give a higher --high"
         yield (
             f"In {len(still)} of {len(test.curves)} seeds the loss does not fall by more than its "

@@ -209,4 +209,6 @@ def _curve(recipe: Recipe, folder: Path, rates: Range) -> Curve:
     losses = np.full(rates.steps, math.nan)
     for step in record.steps:
         losses[step.step] = step.loss
+    if not math.isfinite(losses[0]):
+        raise LargebatchError(f"{folder}: the first loss is no number, before any rate had effect")
     return Curve(recipe.seed, np.geomspace(rates.low, rates.high, rates.steps), losses)

@@ -178,6 +178,8 @@ def test_a_side_that_the_range_does_not_reach_is_named() -> None:
     rising = np.geomspace(1, 100, 60)
     test = ranged(Curve(0, rising, sigmoid(rising, center=0.01, fall=0, wall=5)))
     assert "it only rises: give a lower --low" in describe(test)[0]
+    at_once = np.where(rising < 1.3, 2.3, math.nan)
+    assert "it only rises: give a lower" in describe(ranged(Curve(0, rising, at_once)))[0]
 
 
 def test_losses_that_are_no_numbers_are_a_wall_and_not_an_error() -> None:

@@ -20,10 +20,12 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.models.lenet5 import LeNet5
+from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
 from largebatch.runs import lr_range
+from largebatch.runs.critical_batch import InterruptedStudyError
 from largebatch.runs.lr_range import Range, choose_range, range_recipe, read_range, train_range
 from largebatch.runs.options import Options
 
@@ -231,3 +233,36 @@ def test_a_test_that_is_asked_to_stop_begins_no_other_run(
     assert main(["lr", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
     assert begun == [tmp_path / "out" / "seed-1"]
     assert capsys.readouterr().out == f"to go on: the same command with --out {tmp_path / 'out'}\n"
+
+
+@pytest.mark.long
+def test_a_test_that_was_stopped_goes_on_to_the_same_losses(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], lr_range.run
+
+    def stop(recipe: Recipe, *, out: Path, workers: int, **_: object) -> SimpleNamespace:
+        original(recipe, out=out, workers=workers, resume="auto", max_steps=8)
+        return SimpleNamespace(status="interrupted")
+
+    train_range(recipe, Options(out=tmp_path / "whole"), rates)
+    monkeypatch.setattr(lr_range, "run", stop)
+    with pytest.raises(InterruptedStudyError):
+        train_range(recipe, Options(out=tmp_path / "parts"), rates)
+    monkeypatch.setattr(lr_range, "run", original)
+    train_range(recipe, Options(out=tmp_path / "parts"), rates)
+    ours, whole = (read_range(recipe, tmp_path / name, rates) for name in ("parts", "whole"))
+    assert ours.curves[0].losses.tolist() == whole.curves[0].losses.tolist()
+
+
+def test_a_first_loss_that_is_no_number_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, rates = load_recipe("digits_96"), RATES["reference"]
+    text = dump_recipe(range_recipe(recipe, rates, seed=1))
+    record = SimpleNamespace(
+        path=tmp_path, recipe=text, steps=[SimpleNamespace(step=0, loss=math.nan)]
+    )
+    monkeypatch.setattr(lr_range, "read_run", lambda _: record)
+    with pytest.raises(LargebatchError, match="the first loss is no number"):
+        read_range(recipe, tmp_path, rates)
