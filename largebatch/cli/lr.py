@@ -77,10 +77,13 @@ def _show(args: argparse.Namespace) -> int:
     from largebatch.report.rates import Rates, remarks, write_rates_of
 
     names = [recipe.name for recipe in recipes]
-    drawn = [
-        Rates(recipe.name if names.count(recipe.name) == 1 else str(path), recipe, follow(recipe))
-        for path, recipe in zip(args.recipes, recipes, strict=True)
-    ]
+    drawn = []
+    for path, recipe in zip(args.recipes, recipes, strict=True):
+        label = recipe.name if names.count(recipe.name) == 1 else str(path)
+        try:
+            drawn.append(Rates(label, recipe, follow(recipe)))
+        except RecipeError as error:  # of several recipes: which?
+            raise RecipeError(f"{path}: {error}") from None
     figure = args.out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=args.by)
     rows = [COLUMNS, *(_row(each, args.by) for each in drawn)]
