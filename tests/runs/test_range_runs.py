@@ -14,7 +14,7 @@ from crown import EPS, ETA, MOMENTUM, WEIGHT_DECAY
 from safetensors.torch import save_file
 from torch import nn
 
-from largebatch import load_recipe
+from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
@@ -239,7 +239,7 @@ def test_a_test_that_is_asked_to_stop_begins_no_other_run(
 def test_a_test_that_was_stopped_goes_on_to_the_same_losses(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], lr_range.run
+    recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], run
 
     def stop(recipe: Recipe, *, out: Path, workers: int, **_: object) -> SimpleNamespace:
         original(recipe, out=out, workers=workers, resume="auto", max_steps=8)
