@@ -17,6 +17,7 @@ CLUSTERS = ROOT / "docs" / "clusters.md"
 DOCUMENTS = [
     *(ROOT / "README.md", POLISHING),
     *(ROOT / "docs" / name for name in ("which-batch.md", "planner.md", "mlperf.md")),
+    ROOT / "docs" / "learning-rates.md",
 ]
 PARTS = ROOT / "docs" / "parts.md"  # its code runs in test_parts.py
 

@@ -47,12 +47,16 @@ class MultiStepDecay(Section):
 
 
 class Exponential(Section):
-    """Multiply the rate by gamma at every step."""
+    """Multiply the rate by gamma at every step, or divide it by gamma if it begins low."""
 
     kind: Literal["exp"]
 
     gamma: Fraction
     """The rate of a step over that of the step before: 0.99 leaves a third after 110 steps."""
+
+    begin: Literal["low", "peak"] = "peak"
+    """`low`: it rises, and reaches peak_lr in the last update of the run, or piece, as in a range
+    test (arXiv:1506.01186). The rates are those of `peak` in reverse."""
 
 
 class Inverse(Section):

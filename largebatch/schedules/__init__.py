@@ -17,6 +17,7 @@ from largebatch.schedules.functions import Schedule as Schedule
 from largebatch.schedules.functions import constant as constant
 from largebatch.schedules.functions import cosine as cosine
 from largebatch.schedules.functions import exponential as exponential
+from largebatch.schedules.functions import exponential_rise as exponential_rise
 from largebatch.schedules.functions import inverse as inverse
 from largebatch.schedules.functions import multistep as multistep
 from largebatch.schedules.functions import piecewise as piecewise

@@ -117,6 +117,8 @@ def _build(  # noqa: C901, PLR0911, PLR0912 -- one case for each kind
             return functions.step(peak=peak, steps=stairs, gamma=gamma)
         case schedule.MultiStepDecay(at=at, gamma=gamma):
             return functions.multistep(peak=peak, boundaries=stretch.points(at), gamma=gamma)
+        case schedule.Exponential(gamma=gamma, begin="low"):
+            return functions.exponential_rise(peak=peak, gamma=gamma, steps=stretch.steps - 1)
         case schedule.Exponential(gamma=gamma):
             return functions.exponential(peak=peak, gamma=gamma)
         case schedule.Sigmoid(half_at=half_at, gamma=gamma):

@@ -86,6 +86,19 @@ def exponential(*, peak: float, gamma: float) -> Policy:
     return lambda step: peak * gamma**step
 
 
+def exponential_rise(*, peak: float, gamma: float, steps: int) -> Policy:
+    """Divide the rate by `gamma` at every step, up to `peak` at `steps`, and stay there.
+
+    >>> rate = exponential_rise(peak=8.0, gamma=0.5, steps=3)
+    >>> [rate(step) for step in range(5)]
+    [1.0, 2.0, 4.0, 8.0, 8.0]
+    """
+    require_rates(peak=peak)
+    require_fraction(gamma)
+    require_not_negative(steps)
+    return lambda step: peak * gamma ** max(0.0, steps - step)
+
+
 def inverse(*, peak: float, gamma: float, power: float) -> Policy:
     """Fall from `peak` along (1 + gamma t)**-power (INV).
 

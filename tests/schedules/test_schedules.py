@@ -390,6 +390,11 @@ WRONG: dict[str, tuple[Callable[..., Schedule], dict[str, Any], dict[str, tuple[
         {"peak": 1.0, "gamma": 0.5},
         {"peak": NO_RATE, "gamma": (-0.5, 0.0, 1.5, NAN, INF)},
     ),
+    "exponential_rise": (
+        functions.exponential_rise,
+        {"peak": 1.0, "gamma": 0.5, "steps": 3},
+        {"peak": NO_RATE, "gamma": (-0.5, 0.0, 1.5, NAN, INF), "steps": (-1, NAN, INF)},
+    ),
     "inverse": (
         functions.inverse,
         {"peak": 1.0, "gamma": 0.5, "power": 2.0},

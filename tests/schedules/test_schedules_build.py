@@ -153,6 +153,17 @@ def test_lrbenchs_name_is_a_second_spelling(short: str, long: str) -> None:
     assert parse_recipe(dump_recipe(ours)) == ours
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_exponential_that_begins_low_is_numpys_geometric_series(first: int) -> None:
+    words = ("duration={steps: 41}", "schedule.warmup=null", f"schedule.first_step={first}")
+    gamma = (1e-3 / 20) ** (1 / 40)
+    decay = f"schedule.decay={{kind: exp, gamma: {gamma!r}, begin: low}}"
+    rates = follow(digits("polish=null", "schedule.peak_lr=20", decay, *words)).rates
+    expected = np.geomspace(1e-3, 20, 41)
+    np.testing.assert_allclose(rates, expected, rtol=1e-12)
+    assert rates[-1] == 20
+
+
 def test_a_spline_goes_through_its_points_after_the_warm_up() -> None:
     words = "{kind: spline, end_lr: 0.1, points: [[0.25, 0.8], [0.5, 0.3]], over: {steps: 400}}"
     rate = build_schedule(digits("schedule.peak_lr=2", f"schedule.decay={words}"))

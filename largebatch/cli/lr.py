@@ -1,0 +1,151 @@
+"""The `lr` commands: look at learning rates and measure them. They print."""
+
+import argparse
+import math
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli.arguments import (
+    INTERRUPTED,
+    add_command,
+    add_execution,
+    add_machine,
+    add_set,
+    count,
+    options_of,
+)
+from largebatch.distributed.environment import own_rank
+from largebatch.errors import RecipeError, printable
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.schedules.build import follow
+from largebatch.tracking.events import RECIPE
+
+if TYPE_CHECKING:
+    from largebatch.report.rates import Rates
+
+BY = ("epoch", "step", "samples")
+"""What rates can be drawn over; known here, so that the parser needs no NumPy."""
+
+WIDTH = 100
+
+COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below `lr`."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = partial(add_command, commands)
+
+    shown = command("show", _show, "draw the learning rates of several recipes in one figure")
+    shown.add_argument(
+        "recipes", type=Path, nargs="+", metavar="recipe", help="a recipe, or a run folder"
+    )
+    add_set(shown)
+    shown.add_argument("--by", choices=BY, default=BY[0], help=f"the axis ({BY[0]})")
+    shown.add_argument("--out", type=Path, metavar="PNG", help="learning-rates.png")
+
+    text = "train while the rate rises, and find the rates that a recipe can take"
+    ranged = command("range", _range, text)
+    ranged.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
+    add_set(ranged)
+    add_execution(ranged)
+    ranged.add_argument("--low", type=_rate, metavar="LR", help="first rate (peak_lr / 1000)")
+    ranged.add_argument("--high", type=_rate, metavar="LR", help="last rate (100 x peak_lr)")
+    ranged.add_argument("--steps", type=count, metavar="N", help="updates from one to the other")
+    ranged.add_argument("--seeds", type=count, default=3, metavar="N", help="runs (3)")
+    ranged.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_machine(ranged)
+    ranged.add_argument("--out", type=Path, metavar="DIR", help="folder (runs/<name>-<time>)")
+
+
+def _rate(text: str) -> float:
+    """Read a learning rate."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a rate above 0, such as 0.1, got {text!r}")
+    return found
+
+
+def _show(args: argparse.Namespace) -> int:
+    recipes = [_recipe(path, args.set) for path in args.recipes]
+    from largebatch.report.rates import Rates, remarks, write_rates_of
+
+    names = [recipe.name for recipe in recipes]
+    drawn = []
+    for path, recipe in zip(args.recipes, recipes, strict=True):
+        label = recipe.name if names.count(recipe.name) == 1 else str(path)
+        try:
+            drawn.append(Rates(label, recipe, follow(recipe)))
+        except RecipeError as error:  # of several recipes: which?
+            raise RecipeError(f"{path}: {error}") from None
+    figure = args.out or Path("learning-rates.png")
+    write_rates_of(figure, drawn, by=args.by)
+    rows = [COLUMNS, *(_row(each, args.by) for each in drawn)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print(printable("  ".join(cells)))
+    for remark in remarks(drawn):
+        print(remark)
+    print(printable(f"drawn: {figure}"))
+    return 0
+
+
+def _row(each: "Rates", by: str) -> tuple[str, ...]:
+    """Return a row of the table: rates in four digits, the peak's place in the unit of the axis."""
+    course, plan = each.course, each.course.plan
+    steps, peak = len(course.rates), course.peak
+    place = {"epoch": f"{plan.epoch(peak):.2f}", "step": f"{peak:,}"}
+    return (
+        each.label,
+        each.optimizer,
+        f"{plan.global_batch:,}",
+        f"{steps:,}",
+        f"{plan.epoch(steps):.4g}",
+        f"{course.rates[peak]:.4g}",
+        f"{by} {place.get(by) or format(plan.position(peak), ',')}",
+        f"{course.rates[-1]:.4g}",
+        f"{each.mean:.4g}",
+    )
+
+
+def _recipe(path: Path, overrides: list[str]) -> Recipe:
+    """Read a recipe, or that of a run folder."""
+    if path.is_dir():
+        if not (path / RECIPE).exists():
+            raise RecipeError(f"{path}: this folder holds no run: no {RECIPE}")
+        path /= RECIPE
+    return load_recipe(path, overrides)
+
+
+def _range(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.set)
+    from largebatch.report.lr_range_chart import describe
+    from largebatch.runs.critical_batch import InterruptedStudyError
+    from largebatch.runs.folder import default_folder
+    from largebatch.runs.lr_range import CHART, choose_range, read_range, train_range
+
+    rates = choose_range(
+        recipe, low=args.low, high=args.high, steps=args.steps, seeds=args.seeds
+    )  # fmt: skip
+    options = options_of(args, out=args.out or default_folder(recipe))
+    try:
+        train_range(recipe, options, rates, workers=args.workers)
+    except InterruptedStudyError:
+        if own_rank() == 0:
+            print(printable(f"to go on: the same command with --out {options.out}"))
+        return INTERRUPTED
+    if own_rank() == 0:
+        for sentence in describe(read_range(recipe, options.out, rates)):
+            print(printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ")))
+        print(printable(f"figure: {options.out / CHART}"))
+    return 0

@@ -1,0 +1,151 @@
+"""The command `lr show`: rates of several recipes in a table and in one figure."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.recipe.loading import load_recipe
+from largebatch.report import rates
+from largebatch.report.rates import Rates, remarks
+from largebatch.report.style import save_png
+from largebatch.schedules.build import follow
+
+
+def rates_of(name: str, *changes: str) -> Rates:
+    recipe = load_recipe(name, changes)
+    return Rates(recipe.name, recipe, follow(recipe))
+
+
+def drawn_lines(drawn: list[Rates], by: rates.By, path: Path) -> dict[str, tuple[float, ...]]:
+    """Return the largest x, the largest rate and the number of points of every line."""
+    found: dict[str, tuple[float, ...]] = {}
+
+    def draw(figure: Figure) -> None:
+        rates._draw(figure, drawn, by)
+        for axes in figure.axes:
+            for line in axes.lines:
+                x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+                found[str(line.get_label())] = (float(x.max()), float(y.max()), len(x))
+
+    save_png(path, draw, size=(600, 400), pixels=600)
+    return found
+
+
+def test_a_table_has_the_rates_of_the_published_recipes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FACTS section 3: MLPerf's points, 21.2 after 16 epochs and 24.699 after 31, from step 1."""
+    figure = tmp_path / "rates.png"
+    names = ["resnet50_32768_mlperf", "resnet50_65536_mlperf", "resnet50_32768_nesterov"]
+    assert main(["lr", "show", *names, "--out", str(figure)]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r"  +", line) for line in lines[:4]]
+    assert rows[0] == ["recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last",
+                       "mean"]  # fmt: skip
+    assert rows[1][1:3] == ["LARS, eta 0.001", "32,768"]
+    assert [row[5:7] for row in rows[1:3]] == [["21.2", "epoch 15.99"], ["24.7", "epoch 30.95"]]
+    assert rows[3][1] == "SGD"
+    assert lines[4].startswith("Rates of different optimizers do not compare by height")
+    assert lines[-1] == f"drawn: {figure}"
+    with Image.open(figure) as image:
+        assert image.width == 1920
+        assert len(image.convert("RGB").getcolors(2**20) or []) > 50
+
+
+def test_the_mean_is_the_area_below_the_curve_over_the_samples() -> None:
+    """A square of the line from 1 to 0 has the mean 1/3; half the ramp before it has 1/2."""
+    words = ("schedule.peak_lr=1", "duration={steps: 3000}", "schedule.warmup={steps: 1500}",
+             "schedule.decay.end_lr=0")  # fmt: skip
+    assert rates_of("digits_96", *words).mean == pytest.approx((1 / 2 + 1 / 3) / 2, rel=1e-3)
+
+
+def test_the_mean_of_a_run_whose_batch_grows_counts_samples() -> None:
+    words = ("duration={steps: 30}", "schedule={peak_lr: 1, warmup: null, decay: {kind: constant}}",
+             "polish=null", "evaluation={}",
+             "batch.schedule=[{after: {steps: 10}, global_batch: 192, lr_factor: 2}]")  # fmt: skip
+    each = rates_of("digits_96", *words)
+    assert len(each.course.rates) == 30
+    assert each.mean == pytest.approx((10 * 96 * 1 + 20 * 192 * 2) / (10 * 96 + 20 * 192))
+
+
+@pytest.mark.parametrize(
+    ("by", "large", "small"),
+    [
+        ("step", 2268, 1740),
+        ("epoch", 2268 * 32_768 / 1_281_167, 1740 * 65_536 / 1_281_167),
+        ("samples", 2268 * 32_768, 1740 * 65_536),
+    ],
+)
+def test_the_axis_ends_where_each_run_does(
+    by: rates.By, large: float, small: float, tmp_path: Path
+) -> None:
+    drawn = [rates_of("resnet50_32768_mlperf"), rates_of("resnet50_65536_mlperf")]
+    ends = list(drawn_lines(drawn, by, tmp_path / "a.png").values())
+    assert [end[0] for end in ends] == pytest.approx([large, small])
+    assert [end[1] for end in ends] == pytest.approx([21.2, 24.699])
+    assert [end[2] for end in ends] == [2269, 1741]
+
+
+def test_a_policy_that_reads_evaluations_is_marked(tmp_path: Path) -> None:
+    plain, plateau = rates_of("digits_96"), rates_of("digits_96", "schedule.plateau={}")
+    assert remarks([plain]) == []
+    assert remarks([plain, plateau])[0].startswith("* schedule.plateau reads the evaluations")
+    labels = list(drawn_lines([plain, plateau], "epoch", tmp_path / "a.png"))
+    assert [" *" in label for label in labels] == [False, True]
+    other = rates_of("digits_96", "optimizer.eta=0.01")
+    assert remarks([plain, other]) == [
+        "With LARS it is rate times eta that compares, and eta differs here."
+    ]
+
+
+def test_recipes_of_one_name_are_told_apart_by_their_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder is drawn by its recipe.yaml."""
+    text = Path("recipes/quickstart/digits_96.yaml").read_text()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(text.replace("peak_lr: 0.5", "peak_lr: 0.25"))
+    words = ["lr", "show", "digits_96", str(folder), "--out", str(tmp_path / "a.png")]
+    assert main([*words, "--by", "samples"]) == DONE
+    rows = capsys.readouterr().out.splitlines()[1:3]
+    assert [row.split()[0] for row in rows] == ["digits_96", str(folder)]
+    assert re.search(r" 0.5 +samples 7,200 ", rows[0])
+    assert re.search(r" 0.25 +samples 7,200 ", rows[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["."], ".: this folder holds no run: no recipe.yaml"),
+        (["digits_96", "--out", "rates.pdf"], "rates.pdf: the chart is a PNG file"),
+        (["digits_96", "digits_97"], "digits_97"),
+        (["digits_96", "--set", "schedule.start_lr=9"], "digits_96: schedule.start_lr (9) must be"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["lr", "show", *words]) == USER
+    found = capsys.readouterr()
+    assert message in found.err
+    assert not found.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_rates_are_drawn_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from largebatch.cli.main import main; "
+        f"main(['lr', 'show', 'digits_96', '--out', {str(tmp_path / 'a.png')!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
