@@ -313,6 +313,8 @@ class Summary:
 
     stages: tuple[StageResult, ...]
     status: Status
+    diverged: Printable | None = None
+    """Why it failed, where that was a loss or a gradient that is no number."""
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""
