@@ -45,19 +45,18 @@ def measure(logits: Tensor, labels: Tensor, *sizes: int) -> Metrics:
 @pytest.mark.parametrize("sizes", [(5,), (4, 1), (1,), (2, 3)])
 def test_confidence_by_hand(sizes: tuple[int, ...]) -> None:
     metrics = measure(*by_hand(), *sizes)
-    exactly = {"rel": 1e-14}
     assert metrics.top1 == 3 / 5
     # correct are the first, the second and the last: (0.7 + 0.5 + 0.9) / 3
-    assert metrics.average_confidence == pytest.approx(0.7, **exactly)
+    assert metrics.average_confidence == pytest.approx(0.7, rel=1e-14)
     # 0.7 lies 0 from this mean, 0.5 and 0.9 lie 0.2: the root of (0 + 0.04 + 0.04) / 3
-    assert metrics.confidence_deviation == pytest.approx(math.sqrt(0.08 / 3), **exactly)
+    assert metrics.confidence_deviation == pytest.approx(math.sqrt(0.08 / 3), rel=1e-14)
     # class 0 has (0.7 + 0.5) / 2 and class 3 has 0.9: both 0.15 from their mean, 0.75
-    assert metrics.class_confidence_deviation == pytest.approx(0.15, **exactly)
+    assert metrics.class_confidence_deviation == pytest.approx(0.15, rel=1e-14)
     assert metrics.classes_never_correct == 1
     assert metrics.by_class.samples == (3, 0, 1, 1)
     assert metrics.by_class.correct == (2, 0, 0, 1)
     expected = (0.6, math.nan, math.nan, 0.9)
-    assert metrics.by_class.average_confidence == pytest.approx(expected, nan_ok=True, **exactly)
+    assert metrics.by_class.average_confidence == pytest.approx(expected, rel=1e-14, nan_ok=True)
 
 
 def test_the_loss_by_hand() -> None:
