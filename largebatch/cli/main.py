@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from largebatch import __version__
 from largebatch.cli import data as cli_data
@@ -65,6 +65,9 @@ from largebatch.errors import (
 )
 from largebatch.recipe.loading import load_recipe
 from largebatch.tracking.events import REPORT
+
+if TYPE_CHECKING:
+    from largebatch.training.evaluation import Metrics
 
 DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 
@@ -211,13 +214,28 @@ def _train(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from largebatch.runs.checkpoints import evaluate_checkpoint
 
-    path, step, metrics = evaluate_checkpoint(args.checkpoint, options_of(args))
+    found = evaluate_checkpoint(args.checkpoint, options_of(args), training=args.training)
     if own_rank() == 0:
+        metrics, training = found.metrics, found.training
+        print(f"{_accuracies(metrics)}  {found.path}, after {found.step:,} updates")
+        never = metrics.classes_never_correct
         print(
-            f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
-            f"({metrics.samples} samples)  {path}, after {step:,} updates"
+            f"confidence of the correct: average {metrics.average_confidence:.4f} (AC), deviation "
+            f"{metrics.confidence_deviation:.4f} (CD), deviation of the classes' averages "
+            f"{metrics.class_confidence_deviation:.4f} (CDAC)"
+            + (f", without {never} classes of which none is correct" if never else "")
         )
+        if training is not None:
+            print(f"training images: {_accuracies(training)}")
+            print(f"validation loss - training loss: {metrics.loss - training.loss:+.4f}")
     return DONE
+
+
+def _accuracies(metrics: "Metrics") -> str:
+    return (
+        f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
+        f"({metrics.samples} samples)"
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -316,6 +334,9 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
     evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
+    evaluate.add_argument(
+        "--training", action="store_true", help="the training images too, for the loss difference"
+    )
     add_set(evaluate)
     add_execution(evaluate)
     add_processes(evaluate)

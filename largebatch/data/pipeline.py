@@ -21,7 +21,7 @@ from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
 from largebatch.data.order import divide
-from largebatch.data.types import Batches, IntArray, Request, View
+from largebatch.data.types import Batch, Batches, IntArray, Request, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -155,6 +155,18 @@ class Pipeline:
         """Deal batches of `size` out to the workers in turn; only the very last may be smaller."""
         for start in range(self.rank * size, len(samples), self.plan.workers * size):
             yield samples[start : start + size]
+
+
+@dataclass(frozen=True, slots=True)
+class CleanImages:
+    """Clean training images, which can be gone through again."""
+
+    pipeline: Pipeline
+    samples: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        with closing(self.pipeline.statistics(self.samples)) as batches:
+            yield from batches
 
 
 def open_pipeline(

@@ -7,7 +7,7 @@ from typing import Literal
 
 Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
 Kernels = Literal["torch", "apex"]
-Monitor = Literal["noise_scale", "gradient_norm", "trust_ratios", "system"]
+Monitor = Literal["noise_scale", "gradient_norm", "trust_ratios", "system", "generalization_gap"]
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "mlperf"]
 OffTarget = Literal["all", "others"]
 Precision = Literal["fp32", "bf16", "fp16"]

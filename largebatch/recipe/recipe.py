@@ -192,7 +192,9 @@ class Recipe(Section):
     it needs a device batch of whole BatchNorm spans that is smaller than the global batch.
     `gradient_norm`: the length of the gradient that every update is made from. `trust_ratios`: what
     LARS multiplied the step of each layer by. `system`: processor, memory, disk, network and GPU of
-    every worker, 200 times in a run."""
+    every worker, 200 times in a run. `generalization_gap`: at the end of every stage the loss on
+    all images trained on, shown as validation images are, and the validation loss minus it; one
+    forward pass over them."""
 
     @field_validator("monitor", mode="before")
     @classmethod

@@ -100,6 +100,30 @@ def pairs(found: Mistakes) -> list[Pair]:
     ]
 
 
+class ClassResult(NamedTuple):
+    """A class, how many of its images are right, and how sure the model is of those."""
+
+    name: str
+    correct: int
+    size: int
+    confidence: float
+    """Their mean confidence; NaN where none is right or in an older log."""
+
+
+def weakest(found: Mistakes) -> list[ClassResult]:
+    """Return the classes of the lowest accuracy, the lowest first; one without images has none."""
+    wrong = Counter(found.labels)
+    confidences = found.confidences or (math.nan,) * len(found.classes)
+    rows = [
+        ClassResult(name, size - wrong[label], size, confidence)
+        for label, (name, size, confidence) in enumerate(
+            zip(found.classes, found.sizes, confidences, strict=True)
+        )
+        if size
+    ]
+    return sorted(rows, key=lambda row: row.correct / row.size)[:_PAIRS]
+
+
 def confusion(found: Mistakes) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
     """Return how many images of each class (rows) are taken for each class (columns)."""
     matrix = np.diag(np.array(found.sizes, dtype=np.int64))

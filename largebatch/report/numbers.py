@@ -305,6 +305,42 @@ def describe_waits(run: Run) -> str:
     )
 
 
+def describe_confidence(run: Run) -> str | None:
+    """Return how sure the model is of what it gets right; None where that was not measured."""
+    found = run.result
+    if found is None or not math.isfinite(found.average_confidence):
+        return None
+    mean, deviation, across = (
+        f"{100 * part:.2f}"
+        for part in (
+            found.average_confidence,
+            found.confidence_deviation,
+            found.class_confidence_deviation,
+        )
+    )
+    never = found.classes_never_correct
+    left_out = f", without {never:,} of which no image is right" if never else ""
+    return (
+        f"Of the images that are classified right, the probability of their class is {mean} % on "
+        f"average (AC), with a standard deviation of {deviation} points over the images (CD) and "
+        f"of {across} points over the classes' averages (CDAC){left_out}."
+    )
+
+
+def describe_gap(run: Run) -> str | None:
+    """Return the losses on both sets of images after the last stage; None without the monitor."""
+    last = run.last_stage
+    found = next((gap for gap in run.gaps if last and gap.stage == last.name), None)
+    if last is None or found is None or not math.isfinite(found.gap):
+        return None
+    gap = f"{found.gap:+.4f}".replace("-", "−")
+    return (
+        f"Generalization gap: the validation loss, {last.after.loss:.4f}, minus {found.loss:.4f} "
+        f"on the {found.samples:,} images trained on, shown without augmentation, is {gap}; there "
+        f"top-1 is {percent(found.top1)} %."
+    )
+
+
 def _percent(part: float) -> str:
     """Return a share in percent.
 

@@ -15,11 +15,20 @@ from markupsafe import Markup
 
 from largebatch.report.drift import draw_drift
 from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
-from largebatch.report.mistakes import compare, draw_confusion, matrix_is_drawn, pairs, worst
+from largebatch.report.mistakes import (
+    compare,
+    draw_confusion,
+    matrix_is_drawn,
+    pairs,
+    weakest,
+    worst,
+)
 from largebatch.report.monitors import draw_norm, draw_ratios, draw_system, layers
 from largebatch.report.noise import describe_noise, draw_noise, has_course
 from largebatch.report.numbers import (
     UNKNOWN,
+    describe_confidence,
+    describe_gap,
     describe_waits,
     duration,
     headlines,
@@ -71,10 +80,13 @@ def make_page(run: Run) -> str:
         charts=CHARTS,
         widths=(WIDE, NARROW),
         environment=_environment(run),
+        confidence=describe_confidence(run),
+        gap=describe_gap(run),
         waits=describe_waits(run) if run.timed else None,
         noise=describe_noise(run) if has_course(run) else None,
         compare=compare,
         pairs=pairs,
+        weakest=weakest,
         worst=worst(run),
     )
 

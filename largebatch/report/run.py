@@ -26,6 +26,7 @@ from largebatch.tracking.events import (
     Drift,
     Evaluation,
     Event,
+    GeneralizationGap,
     Mistakes,
     Note,
     StageName,
@@ -92,6 +93,9 @@ class Run:
     drift: Drift | None
     decisions: tuple[Decision, ...] = ()
     mistakes: tuple[Mistakes, ...] = ()
+    gaps: tuple[GeneralizationGap, ...] = ()
+    """By stage, where they were monitored."""
+
     notes: tuple[Note, ...] = ()
     system: tuple[System, ...] = ()
     summary: Summary | None
@@ -211,6 +215,7 @@ def read_run(folder: Path) -> Run:
         drift=log.drift,
         decisions=tuple(log.decisions.values()),
         mistakes=tuple(log.mistakes.values()),
+        gaps=tuple(log.gaps.values()),
         notes=tuple(log.notes.values()),
         system=tuple(used for _, used in sorted(log.system.items())),
         summary=_read_summary(folder / SUMMARY),
@@ -227,6 +232,7 @@ class _Log:
     evaluations: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     decisions: dict[str, Decision] = field(default_factory=dict)
     mistakes: dict[str, Mistakes] = field(default_factory=dict)
+    gaps: dict[str, GeneralizationGap] = field(default_factory=dict)
     notes: dict[tuple[str, str], Note] = field(default_factory=dict)
     """By stage and first word: of many that begin alike the last is shown."""
 
@@ -248,6 +254,8 @@ class _Log:
                 self.decisions[event.stage] = event
             case Mistakes():
                 self.mistakes[event.stage] = event
+            case GeneralizationGap():
+                self.gaps[event.stage] = event
             case Note():
                 self.notes[event.stage, event.text.partition(" ")[0]] = event
             case Drift():
@@ -266,6 +274,7 @@ class _Log:
         self.mistakes = {
             key: found for key, found in self.mistakes.items() if found.step <= resume_step
         }
+        self.gaps = {key: found for key, found in self.gaps.items() if found.step <= resume_step}
         self.notes = {key: found for key, found in self.notes.items() if found.step <= resume_step}
         if self.drift is not None and self.drift.step > resume_step:
             self.drift = None

@@ -179,16 +179,24 @@ class Evaluated(NamedTuple):
     """Updates that made it."""
 
     metrics: Metrics
+    training: Metrics | None
+    """On all images trained on, shown as validation images are; None where not asked for."""
 
 
-def evaluate_checkpoint(path: Path, options: Options) -> Evaluated:
-    """Measure a checkpoint, or the newest one of a run folder, on its validation data."""
+def evaluate_checkpoint(path: Path, options: Options, *, training: bool = False) -> Evaluated:
+    """Measure a checkpoint, or the newest one of a run folder, on its validation data.
+
+    And with `training` on its training images.
+    """
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
-    facts = {"command": "evaluate", "checkpoint": checksum(checkpoint.state["model"])}
+    checked = checksum(checkpoint.state["model"])
+    facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
         trainer.restore(checkpoint, source=str(path))
-        return Evaluated(path, checkpoint.progress.updates, trainer.measure())
+        found = trainer.measure()
+        on_training = trainer.measure_training() if training else None
+        return Evaluated(path, checkpoint.progress.updates, found, on_training)
 
 
 def polish_checkpoint(

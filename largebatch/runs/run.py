@@ -25,6 +25,7 @@ from largebatch.errors import (
     BackendError,
     CheckpointError,
     DataError,
+    DivergedError,
     LargebatchError,
     PeerLostError,
     PlanError,
@@ -228,7 +229,8 @@ def record(
             with suppress(CheckpointError):  # the first error is the one to fix
                 _save_what_is_sound(trainer, error)
             with suppress(CheckpointError):
-                _finish(trainer, folder, status)
+                diverged = str(error) if isinstance(error, DivergedError) else None
+                _finish(trainer, folder, status, diverged=diverged)
             raise
         if complete:
             return _finish(trainer, folder, "finished")
@@ -244,8 +246,10 @@ def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
     trainer.finish_saving()
 
 
-def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
-    summary = summarize(trainer, status)
+def _finish(
+    trainer: Trainer, folder: Path, status: Status, *, diverged: str | None = None
+) -> Summary:
+    summary = replace(summarize(trainer, status), diverged=diverged)
     if trainer.backend.rank == 0:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")

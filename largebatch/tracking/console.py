@@ -13,6 +13,7 @@ from largebatch.tracking.events import (
     Evaluation,
     Event,
     Finish,
+    GeneralizationGap,
     Note,
     Start,
     Step,
@@ -45,6 +46,11 @@ class Console:
                     f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
                     f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  "
                     f"val loss {event.loss:.4f}"
+                )
+            case GeneralizationGap():
+                self._console.print(
+                    f"{event.stage:>10}  training images  top-1 {event.top1:7.2%}  "
+                    f"loss {event.loss:.4f}  generalization gap {event.gap:+.4f}"
                 )
             case Note():
                 self._console.print(f"{event.stage:>10}  {event.text}", markup=False)

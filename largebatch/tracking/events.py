@@ -147,7 +147,29 @@ class Evaluation:
     top5: float
     loss: Measured
     samples: int
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    classes_never_correct: int | None = None
+    """As in evaluation.Metrics; null in older logs."""
+
     seconds: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneralizationGap:
+    """With monitor: generalization_gap, all images trained on, shown as validation images are."""
+
+    event: Literal["generalization_gap"] = "generalization_gap"
+    stage: StageName
+    step: int
+    samples: int
+    top1: float
+    loss: Measured
+    """Mean cross-entropy on them, without label smoothing."""
+
+    gap: Measured
+    """Validation loss minus this loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +197,10 @@ class Mistakes:
 
     losses: tuple[Measured, ...]
     """Those of the worst."""
+
+    confidences: tuple[Measured, ...] = ()
+    """By class, the mean confidence of its correct images; null where none is correct. None in
+    older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +339,8 @@ class Summary:
 
     stages: tuple[StageResult, ...]
     status: Status
+    diverged: Printable | None = None
+    """Why it failed, where that was a loss or a gradient that is no number."""
 
     def write(self, path: Path) -> None:
         """Write the summary as JSON."""
@@ -328,7 +356,18 @@ class Finish:
     summary: Summary
 
 
-Event = Start | Step | System | Evaluation | Mistakes | Decision | Note | Drift | Finish
+Event = (
+    Start
+    | Step
+    | System
+    | Evaluation
+    | GeneralizationGap
+    | Mistakes
+    | Decision
+    | Note
+    | Drift
+    | Finish
+)
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads and writes them."""
 

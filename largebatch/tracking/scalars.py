@@ -21,6 +21,7 @@ from largebatch.tracking.events import (
     Drift,
     Evaluation,
     Event,
+    GeneralizationGap,
     Start,
     Step,
     Summary,
@@ -30,8 +31,18 @@ from largebatch.tracking.events import (
 MOST_WORKERS = 16
 """Of more workers trackers get the least, the mean and the most, instead of each."""
 
+Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
+"""What has numbers for them."""
+
+_LOGGED = {"start", "step", "evaluation", "generalization_gap", "decision", "drift", "system"}
+"""Their kinds in a log, and the one that begins a part of the run."""
+
 _OF_A_STEP = (
     "loss lr images_per_second epoch data_seconds reduction_seconds noise_scale gradient_norm"
+)
+
+_OF_AN_EVALUATION = (
+    "top1 top5 loss average_confidence confidence_deviation class_confidence_deviation"
 )
 
 
@@ -57,7 +68,7 @@ class Scalars:
         if isinstance(event, Start):
             self._layers = event.layers or self._layers
             self._is_new("start", "", 0)
-        if not isinstance(event, Step | Evaluation | Decision | Drift | System):
+        if not isinstance(event, Plotted):
             return {}
         new = self._is_new(event.event, event.stage, event.step)
         return _numbers(event, self._layers) if new else {}
@@ -76,13 +87,11 @@ def _logged(log: Path) -> Iterator[tuple[str, str, int]]:
         for line in file:
             with suppress(ValueError):  # the end of what a killed run was writing
                 found = json.loads(line)
-                if found["event"] in {"start", "step", "evaluation", "decision", "drift", "system"}:
+                if found["event"] in _LOGGED:
                     yield found["event"], found.get("stage", ""), found.get("step", 0)
 
 
-def _numbers(
-    event: Step | Evaluation | Decision | Drift | System, layers: tuple[str, ...]
-) -> dict[str, float]:
+def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of an event; those that were not measured are left out, but for a loss."""
     match event:
         case Step():
@@ -90,7 +99,10 @@ def _numbers(
             ratios = zip(layers, event.trust_ratios, strict=False)  # none where LARS made no update
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
         case Evaluation():
-            values = _values("val", event, "top1 top5 loss")
+            values = _values("val", event, _OF_AN_EVALUATION)
+        case GeneralizationGap():
+            values = {"generalization/gap": event.gap, "generalization/train_loss": event.loss}
+            values["generalization/train_top1"] = event.top1
         case Decision():
             values = {"held_out/top1": event.after, "held_out/kept": float(event.kept)}
         case Drift():

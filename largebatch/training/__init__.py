@@ -4,5 +4,6 @@ If you read one file, read `loop`. It is `evaluation`, not evaluate, because a m
 would hide the function.
 """
 
+from largebatch.training.evaluation import ClassMetrics as ClassMetrics
 from largebatch.training.evaluation import Metrics as Metrics
 from largebatch.training.evaluation import evaluate as evaluate

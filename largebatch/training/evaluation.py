@@ -1,9 +1,15 @@
 """Exact distributed evaluation: every sample counts once.
 
-Each worker counts correct answers over its own share, which may be empty; counts and the sum of the
-losses go through one all-reduce. Means of batch means, and samplers that pad, are wrong.
+Each worker counts over its own share, which may be empty; what is counted adds over batches and
+workers. Means of batch means, and samplers that pad, are wrong.
+
+The confidence of a sample is the highest probability that the model gives to a class. Its mean and
+deviation are those of LRBench (arXiv:1908.06477). A deviation is small beside its mean
+where a model is sure of everything, and a sum of squares would lose it even in float64; so each
+class has the sum and the squared deviations from its own mean, which add exactly (`_about`).
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,8 +27,22 @@ from largebatch.models.wrappers import device_of, evaluation_mode, local_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassMetrics:
+    """What was found of each class: columns, by class number."""
+
+    samples: tuple[int, ...]
+    correct: tuple[int, ...]
+    average_confidence: tuple[float, ...]
+    """Mean confidence over the correct samples of a class; NaN where none is correct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Accuracy over all samples of all workers."""
+    """Accuracy and confidence over all samples of all workers.
+
+    Standard deviations divide by the number, as LRBench's code does: what was evaluated is all
+    there is, no sample of more.
+    """
 
     top1: float
     """Part of the samples whose label has the highest score, 0 .. 1."""
@@ -34,6 +54,21 @@ class Metrics:
     """Mean cross-entropy, without label smoothing."""
 
     samples: int
+
+    average_confidence: float
+    """AC: mean confidence over the correct samples; NaN where none is correct."""
+
+    confidence_deviation: float
+    """CD: standard deviation of the confidence over the correct samples; NaN as before."""
+
+    class_confidence_deviation: float
+    """CDAC: standard deviation over the classes of their AC. A class without a correct sample has
+    none and is left out; NaN where all are."""
+
+    classes_never_correct: int
+    """Those left out although they have samples."""
+
+    by_class: ClassMetrics
 
 
 @torch.no_grad()
@@ -55,47 +90,127 @@ def evaluate(
     workers, where it is known. `each` is called with the logits and the labels of every batch.
 
     Raises ValueError if another number was counted, if there was nothing to count, if a batch is
-    something else or the model is sharded (FSDP); BackendError if workers are not connected.
+    something else, if workers have other classes or the model is sharded (FSDP); BackendError if
+    workers are not connected.
     """
     model = local_model(model)
     device = device_of(model)
     if backend is None:
         backend = running_backend(device)
-    # Counts below 2**53 are exact in float64, so one tensor holds them and the loss.
-    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    tally = _Tally(device)
     with evaluation_mode(model):
         for batch in batches:
             images = images_of(batch).to(device, non_blocking=True)
             labels = labels_of(batch).to(device, non_blocking=True)
             logits = model(images)
-            totals += _count(logits, labels)
+            tally.add(logits, labels)
             each(logits, labels)
-    sum_over_workers(totals, backend)
-    top1, top5, loss, samples = totals.tolist()  # sync: the result is wanted
+    tally.sum(backend)
+    samples = tally.samples
     if expected is not None and samples != expected:
         raise ValueError(
-            f"{samples:.0f} samples were counted on {backend.world_size} workers, expected "
+            f"{samples} samples were counted on {backend.world_size} workers, expected "
             f"{expected}; a sampler that pads or drops (DistributedSampler, drop_last) changes it"
         )
     if not samples:
         raise ValueError("there is nothing to evaluate: no worker was given a batch")
-    return Metrics(
-        top1=top1 / samples, top5=top5 / samples, loss=loss / samples, samples=int(samples)
-    )
+    return tally.metrics()
 
 
-def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return top-1 and top-5 hits, the sum of the losses and the number of samples: 4, float64."""
-    if labels.shape != logits.shape[:1]:
-        raise ValueError(
-            f"labels are {' x '.join(map(str, labels.shape))} for scores of "
-            f"{' x '.join(map(str, logits.shape))}; expected one class number for each sample"
+_SAMPLES, _CORRECT, _TOP5, _LOSS, _CONFIDENCE, _SQUARES = range(6)
+"""The rows of a table that has a column for each class: samples, those that are correct, and those
+whose label is among the five; the sum of the losses; over the correct samples alone the sum of the
+confidences, and of their squared deviations from its mean."""
+
+
+class _Tally:
+    """What is counted, in float64, where counts below 2**53 are exact; nothing waits until `sum`.
+
+    Memory is that of the classes, however many samples there are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._table = torch.zeros(6, 0, dtype=torch.float64, device=device)
+        """Without a column before the first batch, which has the classes."""
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count one batch."""
+        if labels.shape != logits.shape[:1]:
+            raise ValueError(
+                f"labels are {' x '.join(map(str, labels.shape))} for scores of "
+                f"{' x '.join(map(str, logits.shape))}; expected one class number for each sample"
+            )
+        if not self._table.shape[1]:
+            self._table = self._table.new_zeros(6, logits.shape[1])
+        best = _best(_at_least_fp32(logits)).eq(labels.unsqueeze(1))
+        correct = best[:, 0]
+        log_probabilities = logits.double().log_softmax(1)
+        loss = F.nll_loss(log_probabilities, labels, reduction="none")
+        confidence = log_probabilities.amax(1).exp().where(correct, 0.0)
+        rows = torch.stack([torch.ones_like(loss), correct, best.any(1), loss, confidence])
+        sums = self._table[:_SQUARES].index_add(1, labels, rows)
+        means = _means(sums)
+        deviations = (confidence - means[labels]).where(correct, 0.0)
+        squares = _about(means, self._table).index_add(0, labels, deviations.square())
+        self._table = torch.cat([sums, squares.unsqueeze(0)])
+
+    def sum(self, backend: Backend) -> None:
+        """Add what all other workers have counted, and bring it to the CPU."""
+        own = torch.tensor([self._table.shape[1]], device=backend.device)
+        numbers = backend.all_gather(own).flatten().tolist()  # sync: how wide the table is
+        if len(widths := {number for number in numbers if number}) > 1:
+            raise ValueError(f"workers have scores for other classes: {sorted(widths)}")
+        if not self._table.shape[1]:
+            self._table = self._table.new_zeros(6, max(numbers))
+        sums = self._table[:_SQUARES].clone()
+        sum_over_workers(sums, backend)
+        squares = _about(_means(sums), self._table)
+        sum_over_workers(squares, backend)
+        self._table = torch.cat([sums, squares.unsqueeze(0)]).cpu()  # sync: the result is wanted
+
+    @property
+    def samples(self) -> int:
+        """How many there were."""
+        return int(self._table[_SAMPLES].sum())
+
+    def metrics(self) -> Metrics:
+        """Return what the sums say; there was a sample."""
+        by_class = self._table.numpy()
+        _, num_correct, top5, loss, confidence, _ = by_class.sum(axis=1).tolist()
+        samples, correct = by_class[_SAMPLES], by_class[_CORRECT]
+        known = correct > 0
+        own = np.where(known, by_class[_CONFIDENCE] / np.maximum(correct, 1), np.nan)
+        average = confidence / num_correct if num_correct else math.nan
+        squares = _about(torch.tensor(average, dtype=torch.float64), self._table).sum().item()
+        return Metrics(
+            top1=num_correct / self.samples,
+            top5=top5 / self.samples,
+            loss=loss / self.samples,
+            samples=self.samples,
+            average_confidence=average,
+            confidence_deviation=math.sqrt(squares / num_correct) if num_correct else math.nan,
+            class_confidence_deviation=own[known].std().item() if num_correct else math.nan,
+            classes_never_correct=int(np.count_nonzero((samples > 0) & ~known)),
+            by_class=ClassMetrics(
+                samples=tuple(samples.astype(np.int64).tolist()),
+                correct=tuple(correct.astype(np.int64).tolist()),
+                average_confidence=tuple(own.tolist()),
+            ),
         )
-    logits = _at_least_fp32(logits)
-    best = _best(logits).eq(labels.unsqueeze(1))
-    loss = F.cross_entropy(logits, labels, reduction="sum")
-    samples = loss.new_full((), len(labels))
-    return torch.stack([part.double() for part in (best[:, 0].sum(), best.sum(), loss, samples)])
+
+
+def _means(sums: Tensor) -> Tensor:
+    """Return the mean confidence of each class; 0 where no sample is correct."""
+    return sums[_CONFIDENCE] / sums[_CORRECT].clamp(min=1)
+
+
+def _about(mean: Tensor, table: Tensor) -> Tensor:
+    """Return the sums of squared deviations from another mean than that of each class.
+
+    They are larger by the number times the square between the means, which is what the formula of
+    Chan, Golub and LeVeque (1979) for merging two variances adds.
+    """
+    return table[_SQUARES] + table[_CORRECT] * (_means(table) - mean).square()
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

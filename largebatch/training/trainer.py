@@ -7,14 +7,14 @@ held out decide whether what it did is kept, or the state before it comes back.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from largebatch.data.pipeline import Pipeline
+from largebatch.data.pipeline import CleanImages, Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
@@ -32,6 +32,7 @@ from largebatch.tracking.events import (
     Decision,
     Evaluation,
     Event,
+    GeneralizationGap,
     Mistakes,
     Note,
     StageName,
@@ -151,9 +152,15 @@ class Trainer:
                 each=each,
             )
 
+    def measure_training(self) -> Metrics:
+        """Evaluate the model as it is on all images trained on, without augmentation."""
+        images = CleanImages(self.pipeline, self.recipe.train_samples)
+        with self._at_average():
+            return evaluate(self.state.model, images, self.backend, expected=images.samples)
+
     def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
         """Polish the statistics of the model over the first samples of the training order."""
-        images = _CleanImages(self.pipeline, samples)
+        images = CleanImages(self.pipeline, samples)
         return polish(self.state.model, images, self.backend, sequential=sequential)
 
     @contextmanager
@@ -194,7 +201,7 @@ class Trainer:
                 step=step,
                 epoch=self.plan.epoch(step),
                 seconds=time.perf_counter() - begun,
-                **asdict(metrics),
+                **{name: value for name, value in asdict(metrics).items() if name != "by_class"},
             )
         )
         return metrics
@@ -205,8 +212,25 @@ class Trainer:
         metrics = self.evaluate(stage, answers.add)
         found = answers.gather(self.pipeline.validation_samples, self.backend)
         classes, step = self.pipeline.val_index.classes, self.state.progress.step
-        self.emit(_mistakes(found, stage=stage, step=step, classes=classes))
+        mistakes = _mistakes(found, stage=stage, step=step, classes=classes)
+        confidences = metrics.by_class.average_confidence[: len(classes)]
+        self.emit(replace(mistakes, confidences=confidences))
+        if "generalization_gap" in self.recipe.monitor:
+            self._emit_gap(stage, metrics)
         return metrics
+
+    def _emit_gap(self, stage: StageName, validation: Metrics) -> None:
+        found = self.measure_training()
+        self.emit(
+            GeneralizationGap(
+                stage=stage,
+                step=self.state.progress.step,
+                samples=found.samples,
+                top1=found.top1,
+                loss=found.loss,
+                gap=validation.loss - found.loss,
+            )
+        )
 
     def note(self, stage: StageName, text: str) -> None:
         """Emit a note in words."""
@@ -352,18 +376,6 @@ class Trainer:
             )
         )
         return found.top1, kept
-
-
-@dataclass(frozen=True, slots=True)
-class _CleanImages:
-    """Clean training images, which can be gone through again."""
-
-    pipeline: Pipeline
-    samples: int
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        with closing(self.pipeline.statistics(self.samples)) as batches:
-            yield from batches
 
 
 def _mistakes(found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]) -> Mistakes:

@@ -1,5 +1,6 @@
 """Every way a command can go wrong: exit code, message, and nothing half-written."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -146,8 +147,15 @@ def test_a_checkpoint_is_measured_without_what_its_machine_had(
     path = write_checkpoint(
         tmp_path / "theirs", replace(state, recipe=load_recipe(DIGITS, elsewhere))
     )
-    assert main(["evaluate", str(path)]) == DONE
-    assert "top-1" in capsys.readouterr().out
+    assert main(["evaluate", str(path), "--training"]) == DONE
+    first, confidence, training, gap = capsys.readouterr().out.splitlines()[-4:]
+    assert "top-1" in first
+    assert re.search(
+        r"average 0\.\d{4} \(AC\), deviation 0\.\d{4} \(CD\), .* 0\.\d{4} \(CDAC\)", confidence
+    )
+    assert "(1437 samples)" in training
+    losses = [float(line.partition("loss ")[2].split()[0]) for line in (first, training)]
+    assert float(gap.split()[-1]) == pytest.approx(losses[0] - losses[1], abs=2e-4)
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["polish", "--out", "polished"]])

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from largebatch.report.mistakes import (
     confusion,
     draw_confusion,
     pairs,
+    weakest,
     worst,
     write_worst,
 )
@@ -67,6 +69,41 @@ def test_the_matrix_and_its_largest_entries_are_what_the_images_say(tmp_path: Pa
         "abcd"[first[0]], "abcd"[first[1]], off[first], sum(counted[first[0]])
     )
     assert [pair.images for pair in pairs(found)] == sorted(off.values(), reverse=True)[:10]
+
+
+def test_the_classes_of_the_lowest_accuracy_come_first(tmp_path: Path) -> None:
+    found = Mistakes(
+        stage="train", step=1, classes=("a", "b", "absent", "never"), sizes=(4, 10, 0, 2),
+        samples=(0, 4, 14, 15), labels=(0, 1, 3, 3), predicted=(1, 0, 0, 0),
+        worst=(), losses=(), confidences=(0.75, 0.8, math.nan, math.nan),
+    )  # fmt: skip
+    rows = weakest(found)
+    assert [row[:3] for row in rows] == [("never", 0, 2), ("a", 3, 4), ("b", 9, 10)]
+    assert [row.confidence for row in rows[1:]] == [0.75, 0.8]
+    assert math.isnan(rows[0].confidence)
+
+
+def test_the_page_shows_confidence_and_the_gap_where_they_were_measured(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    assert "confidence" not in make_page(read_run(run.write()))
+    run.folder = tmp_path / "measured"
+    confidences = [0.9, *[0.5] * 8, math.nan]
+    run.records[-1]["confidences"] = [None if math.isnan(one) else one for one in confidences]
+    evaluation = next(one for one in run.records if one["event"] == "evaluation")
+    evaluation |= {"average_confidence": 0.8765, "confidence_deviation": 0.1234}
+    evaluation |= {"class_confidence_deviation": 0.0456, "classes_never_correct": 1}
+    loss = evaluation["loss"] - 0.25
+    run.add(
+        "generalization_gap", stage="train", step=600, samples=1437, top1=0.999, loss=loss, gap=0.25
+    )
+    page = make_page(read_run(run.write()))
+    assert "is 87.65 % on average (AC)" in page
+    assert "12.34 points over the images (CD)" in page
+    assert "4.56 points over the classes&#39; averages (CDAC), without 1 of which" in page
+    assert '<td data-name="Average confidence">50.00 %</td>' in page
+    assert '<td data-name="Average confidence">–</td>' in page
+    assert f"minus {loss:.4f} on the 1,437 images trained on" in page
+    assert "is +0.2500; there top-1 is 99.90 %" in page
 
 
 def test_the_matrix_is_drawn_with_its_numbers(tmp_path: Path) -> None:

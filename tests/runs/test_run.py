@@ -285,6 +285,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) ->
     ):
         run(recipe, out=tmp_path / "run")
     assert summary(tmp_path / "run")["status"] == "failed"
+    assert "at step" in summary(tmp_path / "run")["diverged"]
     assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it
 
 

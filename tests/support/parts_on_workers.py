@@ -11,7 +11,6 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -241,7 +240,8 @@ def measured(model: nn.Module, batches: list[Any] | None = None, **how: Any) -> 
     layers = [layer.name for layer in polish(model, batches, **how)]
     state = plain_state(model)
     labelled = share() if batches and isinstance(batches[0], Tensor) else batches
-    metrics = asdict(evaluate(model, labelled))
+    found = evaluate(model, labelled)
+    metrics = {key: getattr(found, key) for key in ("top1", "top5", "loss", "samples")}
     assert modes == [module.training for module in model.modules()]
     return {"state": state, "layers": layers, "metrics": metrics}
 

@@ -255,4 +255,25 @@ MUTANTS = (
         "return zip(marks[-2::2], marks[-1::2], strict=True)",
         "training/test_step_times.py",
     ),
+    Mutant(
+        "a class without a correct sample has confidence 0",
+        "training/evaluation.py",
+        "own[known].std()",
+        "np.nan_to_num(own).std()",
+        "training/test_confidence.py::test_confidence_by_hand",
+    ),
+    Mutant(
+        "deviations from other means are added as they are",
+        "training/evaluation.py",
+        " + table[_CORRECT] * (_means(table) - mean).square()",
+        "",
+        "training/test_confidence.py::test_confidence_by_hand",
+    ),
+    Mutant(
+        "a target is reached by more than it",
+        "studies/metrics.py",
+        "found.top1 >= target",
+        "found.top1 > target",
+        "studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
+    ),
 )

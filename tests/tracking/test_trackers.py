@@ -24,7 +24,7 @@ from test_tracking import (
 
 from largebatch import load_recipe, run
 from largebatch.cli.main import USER, main
-from largebatch.tracking.events import SYSTEM, Event, System
+from largebatch.tracking.events import SYSTEM, Event, GeneralizationGap, System
 from largebatch.tracking.log import JsonLines, record
 from largebatch.tracking.mlflow import MLflow
 from largebatch.tracking.scalars import Scalars
@@ -90,6 +90,29 @@ class Recorder:
         """Take one event."""
 
 
+def test_confidence_and_the_generalization_gap_are_given_once() -> None:
+    scalars = Scalars()
+    sure = replace(
+        EVALUATION,
+        average_confidence=0.9,
+        confidence_deviation=0.1,
+        class_confidence_deviation=0.02,
+        classes_never_correct=0,
+    )
+    gap = GeneralizationGap(stage="clean", step=2, samples=9, top1=0.99, loss=0.05, gap=0.2)
+    assert scalars.take(sure) == {
+        "val/top1": 0.975,
+        "val/top5": 1.0,
+        "val/loss": 0.25,
+        "val/average_confidence": 0.9,
+        "val/confidence_deviation": 0.1,
+        "val/class_confidence_deviation": 0.02,
+    }
+    expected = {"gap": 0.2, "train_loss": 0.05, "train_top1": 0.99}
+    assert scalars.take(gap) == {f"generalization/{key}": one for key, one in expected.items()}
+    assert scalars.take(gap) == {}
+
+
 def in_two_parts() -> list[list[Event]]:
     """A part that was killed after its second update, and one that goes on after the first."""
     first, second = MONITORED
@@ -114,6 +137,7 @@ def test_the_names_and_numbers_that_all_trackers_get() -> None:
     assert "train/noise_scale" not in found
     assert found["drift/bn1/mean_shift"] == 0.5
     assert (found["held_out/top1"], found["held_out/kept"]) == (0.94, 0.0)
+    assert "val/average_confidence" not in found  # as in older logs
     overflowed = scalars.take(replace(LAST, loss=math.inf))
     assert overflowed["train/loss"] == math.inf
 

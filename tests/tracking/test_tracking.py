@@ -25,6 +25,7 @@ from largebatch.tracking.events import (
     Evaluation,
     Event,
     Finish,
+    GeneralizationGap,
     LayerDrift,
     StageResult,
     Start,
@@ -209,6 +210,9 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     console.record(START)
     for event in EVENTS_OF_A_RUN:
         console.record(event)
+    console.record(
+        GeneralizationGap(stage="clean", step=2, samples=9, top1=0.99, loss=0.05, gap=0.2)
+    )
     console.record(FINISH)
     assert stream.getvalue().splitlines() == [
         "digits-96: 2 steps of 96 samples = 2 workers x 1 x 48, 14.97 steps an epoch",
@@ -216,6 +220,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "     train  step 2/2  loss 1.5000  lr 0.125  192 samples/s  0:00:00 left",
         "     clean  epoch   0.13  top-1  97.50%  top-5 100.00%  val loss 0.2500",
         "     clean  rolled back: top-1 95.00% -> 94.00% on 1,200 training images held out",
+        "     clean  training images  top-1  99.00%  loss 0.0500  generalization gap +0.2000",
         "finished after 1.2 s",
     ]
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from confidence import assert_confident
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 
@@ -16,25 +17,17 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, CLASSES, generator=generator), torch.arange(SAMPLES) % CLASSES
 
 
-def expected() -> Metrics:
+def assert_same(metrics: Metrics) -> None:
     """Count one sample at a time."""
     logits, labels = data()
     ranks = [
         sorted(row.tolist(), reverse=True).index(row[label].item())
         for row, label in zip(logits, labels, strict=True)
     ]
-    return Metrics(
-        top1=sum(rank < 1 for rank in ranks) / SAMPLES,
-        top5=sum(rank < 5 for rank in ranks) / SAMPLES,
-        loss=F.cross_entropy(logits.double(), labels).item(),
-        samples=SAMPLES,
-    )
-
-
-def assert_same(metrics: Metrics) -> None:
-    wanted = expected()
-    assert (metrics.top1, metrics.top5, metrics.samples) == (wanted.top1, wanted.top5, SAMPLES)
-    assert metrics.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert metrics.top1 == sum(rank < 1 for rank in ranks) / SAMPLES
+    assert metrics.top5 == sum(rank < 5 for rank in ranks) / SAMPLES
+    assert metrics.samples == SAMPLES
+    assert metrics.loss == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 10, 23, 100])
@@ -58,7 +51,9 @@ def share() -> Metrics:
 
 
 def test_workers_with_unequal_shares_and_none_count_together() -> None:
-    assert_same(on_forked_workers(share, workers=3))
+    metrics = on_forked_workers(share, workers=3)
+    assert_same(metrics)
+    assert_confident(metrics, *data())
 
 
 def test_the_model_is_evaluated_in_evaluation_mode_and_put_back() -> None:

@@ -54,7 +54,7 @@ class Second:
             val_index=SimpleNamespace(classes=tuple("abcde")),
         )
         plan: Any = SimpleNamespace(val_samples=10, epoch=float)
-        recipe: Any = SimpleNamespace(polish=SimpleNamespace(keep="better"))
+        recipe: Any = SimpleNamespace(polish=SimpleNamespace(keep="better"), monitor=())
         self.trainer = Trainer(
             recipe=recipe,
             plan=plan,

@@ -1,7 +1,8 @@
 """What a run got wrong, image by image: checked with timm's model on images read by Pillow."""
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,28 +13,54 @@ from PIL import Image
 from plain_images import GREY, load
 from short_runs import LEARNED, a_recipe, log, timms, weights
 from threads import Thread, on_threads
+from torch import Tensor, nn
 
 from largebatch import run
 from largebatch.data.datasets import digits
+from largebatch.distributed.serial import Serial
 from largebatch.recipe.recipe import Recipe
-from largebatch.training.evaluation import Answer, Answers
+from largebatch.training.evaluation import Answer, Answers, evaluate
 from largebatch.training.trainer import WORST, _mistakes
+
+CPU = Serial(torch.device("cpu"))
 
 
 def be_worker(recipe: Recipe, folder: Path) -> None:
     run(recipe, out=folder)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_the_mistakes_of_a_run_are_those_of_its_model(workers: int, tmp_path: Path) -> None:
-    recipe, folder = a_recipe("clean: {steps: 2}", changes=LEARNED), tmp_path / "run"
-    on_forked_workers(be_worker, recipe, folder, workers=workers)
-    files = sorted(digits.write_digits().glob("val/*/*"), key=lambda file: file.parts[-2:])
+class Finished(NamedTuple):
+    """A run of so many workers, and what its final model makes of images read by Pillow."""
+
+    folder: Path
+    images: Tensor
+    labels: Tensor
+    logits: Tensor
+    model: nn.Module
+
+
+def looked_at(model: nn.Module, split: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images of a split, their labels and what the model makes of them."""
+    root = digits.write_digits()
+    files = sorted(root.glob(f"{split}/*/*"), key=lambda file: file.parts[-2:])
     images, labels = load(files, colours=GREY, size=16)
+    with torch.no_grad():
+        return images, labels, model.eval()(images)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    changes = (*LEARNED, "monitor=generalization_gap")
+    recipe = a_recipe("clean: {steps: 2}", changes=changes)
+    folder = tmp_path_factory.mktemp("mistakes") / "run"
+    on_forked_workers(be_worker, recipe, folder, workers=request.param)
     model = timms(recipe)
     model.load_state_dict(weights(folder))
-    with torch.no_grad():
-        logits = model.eval()(images)
+    return Finished(folder, *looked_at(model, "val"), model)
+
+
+def test_the_mistakes_of_a_run_are_those_of_its_model(finished: Finished) -> None:
+    folder, images, labels, logits, _ = finished
     losses, predicted = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1)
     wrong = (predicted != labels).nonzero().flatten()
     first, last = log(folder, "mistakes")
@@ -54,6 +81,30 @@ def test_the_mistakes_of_a_run_are_those_of_its_model(workers: int, tmp_path: Pa
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in GREY)
     shown = (images[last["worst"]] * std + mean).mul(255).permute(0, 2, 3, 1).numpy()
     assert np.abs(tiles - shown).max() <= 1.01
+
+
+def test_the_confidence_of_a_run_is_that_of_its_model(finished: Finished) -> None:
+    recorded = log(finished.folder, "evaluation")[-1]
+    expected = evaluate(nn.Identity(), [(finished.logits, finished.labels)], CPU)
+    for name in ("average_confidence", "confidence_deviation", "class_confidence_deviation"):
+        assert recorded[name] == pytest.approx(getattr(expected, name), rel=1e-4)
+    assert recorded["classes_never_correct"] == expected.classes_never_correct
+    by_class = log(finished.folder, "mistakes")[-1]["confidences"]
+    means = [math.nan if mean is None else mean for mean in by_class]
+    assert means == pytest.approx(expected.by_class.average_confidence, rel=1e-4, nan_ok=True)
+
+
+def test_the_gap_of_a_run_is_that_of_all_images_it_was_trained_on(finished: Finished) -> None:
+    """Without augmentation and dropout."""
+    first, last = log(finished.folder, "generalization_gap")
+    assert (first["stage"], last["stage"], last["step"]) == ("train", "clean", 40)
+    _, labels, logits = looked_at(finished.model, "train")
+    loss = F.cross_entropy(logits.double(), labels)
+    on_validation = F.cross_entropy(finished.logits.double(), finished.labels)
+    assert last["samples"] == len(labels) == 1437
+    assert last["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert last["top1"] == (logits.argmax(1) == labels).double().mean().item()
+    assert last["gap"] == pytest.approx((on_validation - loss).item(), abs=1e-4)
 
 
 def test_shares_of_any_length_are_gathered_in_the_order_of_the_index() -> None:

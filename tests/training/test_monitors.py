@@ -22,7 +22,8 @@ from largebatch.tracking.events import SYSTEM
 from largebatch.tracking.system import Sampler
 from largebatch.training.monitors import Monitors, gradient_norm
 
-ALL = "monitor=[noise_scale, gradient_norm, trust_ratios, system]"
+NO_BIT = "gradient_norm, trust_ratios, system, generalization_gap"
+ALL = f"monitor=[noise_scale, {NO_BIT}]"
 SHORT = ("duration={steps: 4}", "schedule.warmup=null", "evaluation={}", *SMALL)
 POLISH = "polish={clean: {steps: 1}, affine: {steps: 2, lr: 0.05}}"
 
@@ -45,8 +46,8 @@ def test_monitors_change_no_bit_of_the_weights_and_leave_their_records(tmp_path:
     run(a_recipe(), out=tmp_path / "without")
     run(a_recipe(ALL), out=tmp_path / "with")
     run(a_recipe("execution.device_batch=48"), out=tmp_path / "divided")  # as noise_scale divides
-    run(a_recipe("monitor=[gradient_norm, trust_ratios, system]"), out=tmp_path / "three")
-    for one, two in (("with", "divided"), ("three", "without")):
+    run(a_recipe(f"monitor=[{NO_BIT}]"), out=tmp_path / "others")
+    for one, two in (("with", "divided"), ("others", "without")):
         both = weights(tmp_path / one), weights(tmp_path / two)
         torch.testing.assert_close(*both, rtol=0, atol=0)
     for folder in ("without", "divided"):
@@ -54,6 +55,8 @@ def test_monitors_change_no_bit_of_the_weights_and_leave_their_records(tmp_path:
         for step in log(tmp_path / folder, "step"):
             assert step["gradient_norm"] is None
             assert step["trust_ratios"] == []
+    gaps = log(tmp_path / "others", "generalization_gap")
+    assert [gap["stage"] for gap in gaps] == ["train", "clean", "affine"]
     (start,) = log(tmp_path / "with", "start")
     steps = log(tmp_path / "with", "step")
     assert start["layers"][0] == "conv1.weight"

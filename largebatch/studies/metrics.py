@@ -1,0 +1,319 @@
+"""What LRBench measures of runs (arXiv:1908.06477), from run folders: utility, cost, robustness.
+
+Accuracy is measured at evaluations and nowhere between, so a target is reached at the first
+evaluation that has it, and nothing is interpolated: every cost comes with the evaluation before. A
+run that diverged is a result, as good as chance. Seeds are compared in pairs, for the same seed has
+the same weights at the start and the same order of samples whatever the policy.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from largebatch.errors import CheckpointError
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.report.run import Run
+from largebatch.tracking.events import Evaluation
+
+SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
+"""What the base rate is multiplied by to see how much its choice matters."""
+
+CONFIDENCE = 0.95
+
+_RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
+"""The learning rates of a schedule, at any depth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one run ended; accuracies are parts of 1."""
+
+    seed: int
+    top1: float
+    """Of the model as it was left; 1 / classes where the run diverged."""
+
+    top5: float
+    best_top1: float
+    """The highest of all evaluations in stages that were kept; as top1 where the run diverged."""
+
+    average_confidence: float
+    confidence_deviation: float
+    class_confidence_deviation: float
+    """As in training.Metrics; NaN in older logs and where the run diverged."""
+
+    loss_difference: float
+    """Validation loss minus training loss; LRBench takes its absolute value. NaN without monitor:
+    generalization_gap and where the run diverged."""
+
+    diverged: bool
+
+
+def outcome(run: Run) -> Outcome:
+    """Return how a run ended.
+
+    Raises CheckpointError for a run that has not ended or was not evaluated, and for a folder
+    without a recipe.
+    """
+    recipe, last = _recipe(run), run.result
+    if has_diverged(run):
+        chance, unknown = 1 / recipe.data.classes, math.nan
+        return Outcome(
+            seed=recipe.seed,
+            top1=chance,
+            top5=min(1.0, 5 * chance),
+            best_top1=chance,
+            average_confidence=unknown,
+            confidence_deviation=unknown,
+            class_confidence_deviation=unknown,
+            loss_difference=unknown,
+            diverged=True,
+        )
+    status = run.summary.status if run.summary else "killed"
+    if status != "finished" or last is None or run.last_stage is None:
+        raise CheckpointError(
+            f"{run.path}: expected a run that has finished and was evaluated, found one that is "
+            f"{status} after {run.num_steps:,} updates and {len(run.evaluations)} evaluations; go "
+            "on with it by --resume"
+        )
+    gaps = {found.stage: found.gap for found in run.gaps}
+    return Outcome(
+        seed=recipe.seed,
+        top1=last.top1,
+        top5=last.top5,
+        best_top1=max(found.top1 for found in _kept(run)),
+        average_confidence=last.average_confidence,
+        confidence_deviation=last.confidence_deviation,
+        class_confidence_deviation=last.class_confidence_deviation,
+        loss_difference=gaps.get(run.last_stage.name, math.nan),
+        diverged=False,
+    )
+
+
+def has_diverged(run: Run) -> bool:
+    """Return whether training stopped at a number that is not finite, or ends with such a loss.
+
+    A stage of polishing that diverges alone is rolled back and does not count.
+    """
+    if run.summary is None or run.summary.status != "finished":
+        return run.summary is not None and run.summary.diverged is not None
+    return run.result is not None and not math.isfinite(run.result.loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a run had taken at the first evaluation at or above a target."""
+
+    updates: int
+    updates_before: int
+    """At the evaluation before it, 0 without one: the target was reached between the two."""
+
+    images: int
+    """Training samples of these updates, those that were skipped included."""
+
+    seconds: float
+    """Of these updates and of all evaluations up to this one; NaN where they were not timed."""
+
+
+def cost(run: Run, target: float) -> Cost | None:
+    """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached.
+
+    Evaluations in stages that were rolled back are left out.
+    """
+    before = 0
+    evaluations = _kept(run)
+    for place, found in enumerate(evaluations):
+        if found.top1 >= target:
+            updates = [step for step in run.steps if step.step < found.step]
+            measured = [one.seconds for one in evaluations[: place + 1]]
+            timed = len(updates) == found.step
+            seconds = math.fsum([*(step.step_seconds for step in updates), *measured])
+            return Cost(
+                updates=found.step,
+                updates_before=before,
+                images=run.plan.position(found.step),
+                seconds=seconds if timed else math.nan,
+            )
+        before = found.step
+    return None
+
+
+def _kept(run: Run) -> list[Evaluation]:
+    """Return the evaluations of stages that were not rolled back, by updates."""
+    undone = {stage.name for stage in run.stages if not stage.kept}
+    kept = [found for found in run.evaluations if found.stage not in undone]
+    return sorted(kept, key=lambda found: found.step)
+
+
+def _recipe(run: Run) -> Recipe:
+    if run.recipe is None:
+        raise CheckpointError(f"{run.path}: holds no recipe.yaml, which has the seed")
+    return parse_recipe(run.recipe, source=str(run.path / "recipe.yaml"))
+
+
+class Interval(NamedTuple):
+    """A mean with its two-sided interval at CONFIDENCE, by Student's t."""
+
+    mean: float
+    low: float
+    high: float
+    """Infinite ends for one value, which has no spread."""
+
+    number: int
+    """How many values."""
+
+
+def interval(values: Iterable[float]) -> Interval:
+    """Return the mean of values that were drawn independently, such as those of seeds.
+
+    Raises ValueError without a value.
+    """
+    found = list(values)
+    if not found:
+        raise ValueError("expected one value or more")
+    mean = math.fsum(found) / len(found)
+    if len(found) == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    from scipy.stats import t  # half a second, which a command without it need not wait
+
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1))
+    reach *= statistics.stdev(found) / math.sqrt(len(found))
+    return Interval(mean, mean - reach, mean + reach, len(found))
+
+
+def difference(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+    """Return the mean of `one` minus `other`, both by seed, over the pairs of one seed.
+
+    Raises ValueError where no seed is in both.
+    """
+    return interval(one[seed] - other[seed] for seed in one.keys() & other.keys())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """How many times the cost of another one is, over the seeds where both reached the target."""
+
+    interval: Interval | None
+    """The geometric mean; its ends are those of the mean logarithm. None without such a seed."""
+
+    reached: int
+    """Seeds where the first one reached the target."""
+
+    reached_other: int
+    seeds: int
+    """Seeds that both have. Costs of the rest are only known to be higher than what was run, so
+    where fewer reached it than were run the interval favours what reaches it more rarely."""
+
+
+def ratio(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Ratio:
+    """Compare costs by seed; None is a run that never reached the target.
+
+    Raises ValueError for a cost that is not above 0.
+    """
+    seeds = sorted(one.keys() & other.keys())
+    pairs = [(one[seed], other[seed]) for seed in seeds]
+    logs = [math.log(a) - math.log(b) for a, b in pairs if a is not None and b is not None]
+    found = None
+    if logs:
+        mean, low, high, number = interval(logs)
+        found = Interval(math.exp(mean), math.exp(low), _exp(high), number)
+    return Ratio(
+        interval=found,
+        reached=sum(a is not None for a, _ in pairs),
+        reached_other=sum(b is not None for _, b in pairs),
+        seeds=len(seeds),
+    )
+
+
+def _exp(value: float) -> float:
+    """Return e to the value; infinity where no float is so large."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Costs of several runs to one target, over those that reached it."""
+
+    reached: int
+    runs: int
+    """The others are censored: their cost is only known to be higher than what was run."""
+
+    updates: Interval | None
+    images: Interval | None
+    seconds: Interval | None
+    """None where no run reached it."""
+
+
+def costs(found: Sequence[Cost | None]) -> Costs:
+    """Sum up the costs of runs with several seeds; None is a run that never reached the target."""
+    reached = [one for one in found if one is not None]
+    if not reached:
+        return Costs(reached=0, runs=len(found), updates=None, images=None, seconds=None)
+    return Costs(
+        reached=len(reached),
+        runs=len(found),
+        updates=interval(one.updates for one in reached),
+        images=interval(one.images for one in reached),
+        seconds=interval(one.seconds for one in reached),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robustness:
+    """How much top-1 depends on the base rate, by its means over seeds."""
+
+    by_scale: dict[float, Interval]
+    worst_drop: float
+    """The mean at scale 1 minus the lowest one: 0 where that is the lowest."""
+
+    mean: float
+    """Over the scales, each counting alike."""
+
+    area: float
+    """Under the mean over the logarithm of the scale, by trapezoids, divided by its length: the
+    average top-1 of a rate that is off by a factor drawn from the range on a logarithmic scale."""
+
+
+def robustness(top1: Mapping[float, Sequence[float]]) -> Robustness:
+    """Sum up accuracies by scale of the base rate; runs that diverged are there as chance.
+
+    Raises ValueError unless 1 is among two scales or more.
+    """
+    if 1.0 not in top1 or len(top1) < 2:
+        raise ValueError(f"expected scale 1 and others, got {sorted(top1)}")
+    by_scale = {scale: interval(top1[scale]) for scale in sorted(top1)}
+    means = [found.mean for found in by_scale.values()]
+    places = [math.log(scale) for scale in by_scale]
+    strips = zip(places, places[1:], means, means[1:], strict=False)
+    area = math.fsum((end - begin) * (a + b) / 2 for begin, end, a, b in strips)
+    return Robustness(
+        by_scale=by_scale,
+        worst_drop=by_scale[1.0].mean - min(means),
+        mean=math.fsum(means) / len(means),
+        area=area / (places[-1] - places[0]),
+    )
+
+
+def scaled(recipe: Recipe, scale: float) -> Recipe:
+    """Return the recipe with all learning rates of its schedule times a scale, above 0."""
+    tree = recipe.model_dump(mode="json")
+    tree["schedule"] = _scaled(tree["schedule"], scale)
+    return Recipe.model_validate_json(json.dumps(tree))
+
+
+def _scaled(tree: Any, scale: float) -> Any:  # noqa: ANN401 -- any JSON
+    """Multiply the rates in a part of a schedule; 0.3, and not 0.1 x 3 to the last bit."""
+    if isinstance(tree, list):
+        return [_scaled(each, scale) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: float(f"{value * scale:.12g}") if key in _RATES else _scaled(value, scale)
+        for key, value in tree.items()
+    }
