@@ -40,7 +40,7 @@ _LABEL = 48
 class Unread(NamedTuple):
     """A folder that holds no run that can be read, and why."""
 
-    path: Path
+    path: str
     reason: str
 
 
@@ -142,7 +142,7 @@ class Comparison:
 
     @cached_property
     def targets(self) -> tuple[float, ...]:
-        """Round accuracies that at least the best, half of the runs, and all have reached."""
+        """Round accuracies in percent that all runs, half of them, and the best one reached."""
         best = sorted(one.best for one in self.runs if not math.isnan(one.best))
         if not best:
             return ()
@@ -187,7 +187,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     Raises LargebatchError where a folder is missing or given twice, CheckpointError where no run
     can be read.
     """
-    twice = [path for place, path in enumerate(folders) if path in folders[:place]]
+    resolved = [path.resolve() for path in folders]
+    twice = [path for path, real in zip(folders, resolved, strict=True) if resolved.count(real) > 1]
     if twice:
         raise LargebatchError(f"{twice[0]}: given twice; a comparison takes each run once")
     missing = [path for path in folders if not path.exists()]
@@ -201,8 +202,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         try:
             runs.append(read_run(path))
         except (CheckpointError, OSError) as error:
-            reason = error.strerror or "" if isinstance(error, OSError) else str(error)
-            unread.append(Unread(path, printable(reason)))
+            reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            unread.append(Unread(printable(str(path)), printable(reason)))
     if not runs:
         raise CheckpointError(
             f"none of the {len(folders)} folders holds a run that can be read; the first: "
@@ -275,8 +276,6 @@ def _written(value: object) -> str:
     """Return a value as a recipe has it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
     return "null" if value is None or value == {} else printable(str(value))
 
 
@@ -306,11 +305,11 @@ def describe(comparison: Comparison) -> Iterator[str]:
             yield _best(group)
     if len(groups) == 1:
         yield from _fastest(comparison)
-        yield from _seeds(comparison)
+        yield from _seeds(groups[0])
 
 
 def _best(group: Group) -> str:
-    """Describe who ends with the highest top-1, and which others the images cannot tell from it."""
+    """Describe which run ends with the highest top-1, and which ones its images do not rule out."""
     best, *others = group.runs
     assert best.run.result is not None
     top1, samples = percent(best.run.result.top1), best.run.result.samples
@@ -329,34 +328,48 @@ def _best(group: Group) -> str:
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
-    """Yield who came first to the highest target that two runs reached."""
+    """Yield which run came first to the highest target that two runs reached."""
+    workers = {one.run.plan.workers for one in comparison.runs}
     for target in reversed(comparison.targets):
         times = [(one.seconds_to(target), one) for one in comparison.runs]
-        reached = sorted((time, one.label) for time, one in times if not math.isnan(time))
-        if len(reached) > 1:
-            (first, fastest), (second, next_label) = reached[:2]
-            yield (
-                f"Top-1 of {target:g} % came first in {fastest}, after {duration(first)}; next in "
-                f"{next_label}, after {duration(second)}; {len(reached)} of "
-                f"{plural(len(comparison.runs), 'run')} reached it."
-            )
-            return
+        reached = [(time, one) for time, one in times if not math.isnan(time)]
+        if len(reached) < 2:
+            continue
+        first, second = (
+            f"{one.label} after {duration(time)}"
+            + (f" on {plural(one.run.plan.workers, 'worker')}" if len(workers) > 1 else "")
+            for time, one in sorted(reached, key=lambda each: each[0])[:2]
+        )
+        yield (
+            f"First to reach a top-1 of {target:g} % was {first}, then {second}; {len(reached)} of "
+            f"{plural(len(comparison.runs), 'run')} reached it."
+        )
+        return
 
 
-def _seeds(comparison: Comparison) -> Iterator[str]:
-    """Yield the mean over runs that differ in nothing but the seed."""
-    runs = comparison.groups[0].runs
-    changed = {key for key in comparison.differences if not key.startswith("(")}
-    if "seed" not in changed or changed - {"seed", "name"} or len(runs) < 2:
-        return
-    if any(one.settings is None or one.status != "finished" for one in runs):
-        return
-    tops = [100 * _top1(one) for one in runs]
-    mean, deviation = statistics.fmean(tops), statistics.stdev(tops)
-    yield (
-        f"Their recipes differ in the seed alone: top-1 is {mean:.2f} ± {deviation:.2f} % (mean "
-        f"and standard deviation of {len(runs)} runs)."
-    )
+def _seeds(group: Group) -> Iterator[str]:
+    """Yield the means over runs that differ in nothing but the seed, the highest two."""
+    alike: dict[frozenset[tuple[str, str]], list[Compared]] = {}
+    for one in group.runs:
+        if one.settings is not None and one.status == "finished":
+            same = {item for item in one.settings.items() if item[0] not in {"name", "seed"}}
+            alike.setdefault(frozenset(same), []).append(one)
+    means = []
+    for runs in alike.values():
+        if len({one.settings["seed"] for one in runs if one.settings}) < 2:
+            continue
+        tops = [100 * _top1(one) for one in runs]
+        mean, deviation = statistics.fmean(tops), statistics.stdev(tops)
+        words = (
+            f"{mean:.2f} ± {deviation:.2f} % in the {len(runs)} finished runs like {runs[0].label}"
+        )
+        means.append((mean, words))
+    ranked = [words for _, words in sorted(means, reverse=True)[:2]]
+    if ranked:
+        yield (
+            "By recipe, as mean and standard deviation over its seeds, top-1 ends at "
+            f"{' and at '.join(ranked)}."
+        )
 
 
 def _named(runs: Sequence[Compared]) -> str:

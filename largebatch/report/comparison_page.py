@@ -94,7 +94,7 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
     groups = {one.label: group for group in comparison.groups for one in group.runs}
     ranked = [one for group in comparison.groups for one in group.runs]
     ranked += [one for one in comparison.runs if one.label not in groups]
-    colours = [series(comparison.runs.index(one), one.label).colour for one in ranked]
+    looks = {look.label: look for look, _ in _looks(comparison)}
 
     def column(title: str, value: Callable[[Compared], object], form: str | None = "0,0") -> Column:
         return Column(title, [value(one) for one in ranked], form)
@@ -137,7 +137,7 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
         ),
         column("Begun", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
     ]
-    return new_table(columns, colours=colours)
+    return new_table(columns, colours=[looks[one.label].colour for one in ranked])
 
 
 def _end(one: Compared) -> float | None:

@@ -3,8 +3,8 @@
 The only module that imports Bokeh, which draws them; its scripts are written into the page. A page
 is a Jinja template that extends interactive.html. There stand the legend, whose buttons hide a
 series in all charts of the page, and the choice of what lies along their horizontal axes. What a
-chart has for both is in the tags of its renderers. Colours of text and
-grids are CSS variables there too, so that they follow the reader's scheme.
+chart has for both is in the tags of its renderers. Colours of text and grids are CSS variables
+there too, so that they are light or dark as the page is.
 """
 
 import math
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     Source: TypeAlias = sources.ColumnDataSource
     Table: TypeAlias = tables.DataTable
 
-Values: TypeAlias = Sequence[Any]
-
 MISSING = "–"
+"""Stands for a value that there is not."""
 
 _ALONG = "along"
 """Tags what the choice of the horizontal axis moves, to a column of the choice's name."""
@@ -83,7 +82,7 @@ class Column:
     """A column of a table; it sorts by its values, of which None and NaN are missing."""
 
     title: str
-    values: Values
+    values: Sequence[Any]
     format: str | None = None
     """Of numbers, as in Bokeh's NumberFormatter: `0,0.00`; None: the values are texts."""
 
@@ -183,11 +182,16 @@ def add_hover(
     """Show a series and these rows where one of the renderers is pointed at.
 
     A row is its name and what it shows in Bokeh's words: `@top1{0.00} %`, a column and a format.
+    Bokeh escapes what it puts in.
     """
-    from bokeh import models
+    from bokeh.models import HoverTool
 
-    tooltips = [("", "$name"), *rows]
-    chart.add_tools(models.HoverTool(renderers=list(renderers), tooltips=tooltips))
+    cells = "".join(
+        f'<span style="color: var(--muted)">{escape(name)}</span><span>{value}</span>'
+        for name, value in rows
+    )
+    grid = f'<div style="display: grid; grid-template-columns: auto auto; gap: 0 1em">{cells}</div>'
+    chart.add_tools(HoverTool(renderers=list(renderers), tooltips=f"<b>$name</b>{grid}"))
 
 
 def new_table(columns: Sequence[Column], *, colours: Sequence[str] = ()) -> "Table":

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import colours_of, opened, point_at, rows_of, shown_axis, started_browser
@@ -53,7 +54,7 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
         yield shown
 
 
-def evaluations(folder: Path) -> list[dict[str, float]]:
+def evaluations(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [found for found in map(json.loads, lines) if found["event"] == "evaluation"]
 
@@ -62,8 +63,9 @@ def seconds_at(folder: Path, number: int) -> float:
     """The time of an evaluation of a run without interruption, by its log."""
     lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     spent, seen = 0.0, 0
-    for record in map(json.loads, lines):
-        spent += record.get("step_seconds", 0.0) + record.get("seconds", 0.0)
+    records: Iterator[dict[str, Any]] = map(json.loads, lines)
+    for record in records:
+        spent += float(record.get("step_seconds", 0)) + float(record.get("seconds", 0))
         seen += record["event"] == "evaluation"
         if seen > number:
             return spent
@@ -111,11 +113,11 @@ def test_pointing_at_a_point_shows_the_numbers_of_the_log(page: Page, runs: list
     found = evaluations(runs[1])[4]
     (tip,) = point_at(page, "accuracy", "short", 4)
     assert tip == (
-        f"short top-1: {100 * found['top1']:.2f} % loss: {found['loss']:.4f} stage: train "
-        f"step: {found['step']} epoch: {found['epoch']:.2f} images: {found['step'] * 192:,} "
-        f"time: {seconds_at(runs[1], 4):.2f} s"
+        f"short top-1 {100 * found['top1']:.2f} % loss {found['loss']:.4f} stage train "
+        f"step {found['step']} epoch {found['epoch']:.2f} images {found['step'] * 192:,} "
+        f"time {seconds_at(runs[1], 4):.2f} s"
     )
-    assert point_at(page, "times", HOSTILE, 0)[0].startswith(f"{HOSTILE} top-1:")
+    assert point_at(page, "times", HOSTILE, 0)[0].startswith(f"{HOSTILE} top-1")
 
 
 def test_the_legend_hides_a_run_in_every_chart_and_the_ranges_follow(page: Page) -> None:
@@ -147,7 +149,7 @@ def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -
             assert 0.98 * low <= axis.end <= high * low, (chart, axis)
         assert shown_axis(page, "times").title == "Top-1 to reach, %"
     page.get_by_text("Images", exact=True).first.click()
-    assert "images: 11,520" in point_at(page, "accuracy", "short", 1)[0]
+    assert "images 11,520" in point_at(page, "accuracy", "short", 1)[0]
     page.get_by_text("Steps", exact=True).first.click()
 
 

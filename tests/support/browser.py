@@ -51,9 +51,9 @@ def started_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]:
-    """Open a page; assert when it is closed that it asked for nothing and complained of nothing."""
+    """Open a page; assert at its end that it requested nothing and that no error was logged."""
     context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
-    complaints: list[str] = []
+    errors: list[str] = []
     requests: list[str] = []
 
     def answer(route: Route) -> None:
@@ -65,8 +65,8 @@ def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]
 
     context.route("**/*", answer)
     page = context.new_page()
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type != "log" else None)
     page.goto(path.as_uri())
     page.wait_for_function(
         "() => Bokeh.documents.length && Bokeh.documents.every((d) => d.is_idle)"
@@ -74,7 +74,7 @@ def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]
     yield page
     context.close()
     assert requests == [path.as_uri()]
-    assert complaints == []
+    assert errors == []
 
 
 def point_at(page: Page, section: str, label: str, row: int) -> list[str]:
@@ -111,7 +111,7 @@ def colours_of(page: Page, section: str) -> set[str]:
     drawn = page.locator(f"#{section} figure").screenshot()
     with Image.open(io.BytesIO(drawn)) as image:
         found = image.convert("RGB").getcolors(image.width * image.height) or []
-    return {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in found}
+    return {f"#{bytes(colour).hex()}" for _, colour in found if isinstance(colour, tuple)}
 
 
 def rows_of(page: Page, section: str) -> list[list[str]]:
