@@ -63,23 +63,34 @@ def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]
         else:
             route.abort()
 
+    context.set_default_timeout(120_000)  # milliseconds, on a busy machine
     context.route("**/*", answer)
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda line: errors.append(line.text) if line.type != "log" else None)
     page.goto(path.as_uri())
-    page.wait_for_function(
-        "() => Bokeh.documents.length && Bokeh.documents.every((d) => d.is_idle)"
-    )
+    page.wait_for_function("() => Bokeh.documents.length > 0")
+    _settle(page)
     yield page
     context.close()
     assert requests == [path.as_uri()]
     assert errors == []
 
 
+def _settle(page: Page) -> None:
+    """Wait until what was done to the page is drawn."""
+    page.wait_for_function("() => Bokeh.documents.every((one) => one.is_idle)")
+    page.evaluate(
+        "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
+    )
+
+
 def point_at(page: Page, section: str, label: str, row: int) -> list[str]:
     """Point at one of a series' points in the chart of a section; return all tool tips."""
+    page.mouse.move(0, 0)
+    page.wait_for_function("() => document.querySelector('.bk-Tooltip') === null")
     page.locator(f"#{section}").scroll_into_view_if_needed()
+    _settle(page)
     x, y = page.evaluate(_PLACE, [section, label, row])
     page.mouse.move(x - 3, y - 3)
     page.mouse.move(x, y)
@@ -94,6 +105,7 @@ def point_at(page: Page, section: str, label: str, row: int) -> list[str]:
 
 def shown_axis(page: Page, section: str) -> Axis:
     """Return what the horizontal axis of the chart of a section shows."""
+    _settle(page)
     return Axis(
         *page.evaluate(
             """(section) => {
@@ -108,6 +120,7 @@ def shown_axis(page: Page, section: str) -> Axis:
 
 def colours_of(page: Page, section: str) -> set[str]:
     """Return the colours, such as #0068a8, of the pixels of a section's chart."""
+    _settle(page)
     drawn = page.locator(f"#{section} figure").screenshot()
     with Image.open(io.BytesIO(drawn)) as image:
         found = image.convert("RGB").getcolors(image.width * image.height) or []
