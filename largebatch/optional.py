@@ -74,6 +74,13 @@ def require_matplotlib() -> ModuleType:
     return _import("matplotlib", "matplotlib", "a report")
 
 
+def require_bokeh() -> ModuleType:
+    """Import bokeh."""
+    return _import(
+        "bokeh", "bokeh", "a page that compares runs", install="pip install 'bokeh>=3.8'"
+    )
+
+
 def require_wandb() -> ModuleType:
     """Import wandb."""
     return _import("wandb", "wandb", "tracking: [wandb]")

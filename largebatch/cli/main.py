@@ -247,15 +247,15 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from largebatch.report import write_report
+    from largebatch.report import write_comparison, write_report
 
-    if args.out is not None and len(args.runs) > 1:
-        raise LargebatchError(
-            f"--out {args.out} is for the report of one run, and {len(args.runs)} are given; draw "
-            "each by a command of its own"
-        )
-    for folder in args.runs:
-        print(printable(str(write_report(folder, args.out))))
+    if len(args.runs) == 1:
+        print(printable(str(write_report(args.runs[0], args.out))))
+        return DONE
+    page, comparison = write_comparison(args.runs, args.out or Path())
+    for unread in comparison.unread:
+        _show(f"left out: {unread.reason}")
+    print(printable(str(page)))
     return DONE
 
 
@@ -360,9 +360,14 @@ def _parser() -> argparse.ArgumentParser:
     rates = commands.add_parser("lr", help="compare, draw and measure learning rates")
     cli_lr.add_commands(rates)
 
-    report = command("report", _report, "draw a run folder again")
-    report.add_argument("runs", type=Path, nargs="+", metavar="run")
-    report.add_argument("--out", type=Path, metavar="DIR", help="write elsewhere (the run folder)")
+    report = command("report", _report, "draw a run folder again, or compare several in one page")
+    report.add_argument("runs", type=Path, nargs="+", metavar="run", help="one; or all to compare")
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="the folder of the report (the run folder), or the comparison (compare.html)",
+    )
 
     _add_doctor(command)
     return parser

@@ -1,16 +1,22 @@
-"""A run folder -> charts and one self-contained page.
+"""A run folder -> charts and one self-contained page; several of them -> a page that compares them.
 
 Everything is drawn from the records of the run, so a run that was interrupted, failed or was killed
 has a report too: of what there is.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, LargebatchError
+from largebatch.report.comparison import Comparison, compare_runs
+from largebatch.report.comparison_page import make_comparison_page
 from largebatch.report.page import make_page, write_charts
 from largebatch.report.run import read_run
 from largebatch.storage import write_whole
 from largebatch.tracking.events import REPORT
+
+COMPARISON = "compare.html"
+"""What the page that compares runs is called, unless it gets a name of its own."""
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
@@ -31,3 +37,23 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
             "with: largebatch report RUN --out DIR"
         ) from None
     return page
+
+
+def write_comparison(run_folders: Sequence[Path], out: Path) -> tuple[Path, Comparison]:
+    """Write the page that compares these runs; return its path and what is in it.
+
+    `out` is the file, a name that ends in .html, or the folder of compare.html. Raises as
+    compare_runs, LargebatchError where the page cannot be written, MissingPackageError without
+    Bokeh.
+    """
+    page = out if out.suffix == ".html" else out / COMPARISON
+    comparison = compare_runs(run_folders)
+    content = make_comparison_page(comparison).encode()
+    try:
+        write_whole(page, content)
+    except OSError as error:
+        raise LargebatchError(
+            f"{page}: the comparison cannot be written: {error.strerror}; choose another place "
+            "with: largebatch report RUN RUN ... --out FILE.html"
+        ) from None
+    return page, comparison

@@ -219,7 +219,7 @@ def read_run(folder: Path) -> Run:
         notes=tuple(log.notes.values()),
         system=tuple(used for _, used in sorted(log.system.items())),
         summary=_read_summary(folder / SUMMARY),
-        recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
+        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.exists() else None,
     )
 
 

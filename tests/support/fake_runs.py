@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from largebatch.recipe.loading import dump_recipe, load_recipe
+
 Metrics = dict[str, float]
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 
 SMALL_RESNET = ["bn1", "layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2"]
 RESNET50 = [
@@ -183,6 +187,13 @@ class FakeRun:
         }
         (self.folder / "summary.json").write_text(json.dumps(content | summary), encoding="utf-8")
         return self.folder
+
+
+def give_recipe(folder: Path, *overrides: str) -> Path:
+    """Write the recipe of a run anew, a real one with these settings."""
+    text = dump_recipe(load_recipe(RECIPE, overrides))
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    return folder
 
 
 def full_run(folder: Path) -> Path:

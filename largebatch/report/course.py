@@ -1,0 +1,126 @@
+"""What a run had reached after so many steps, epochs, images and seconds.
+
+Time is that of updates, evaluations and stages without updates, each once: starting, saving and
+what a resumed run did again are not in it, so that runs which were disturbed compare with those
+which were not.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from largebatch.report.figures import thin
+from largebatch.report.run import FloatArray, Run
+
+POINTS = 2_000
+"""Evaluations that a curve shows at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a run had reached, by evaluations of what was kept, or by updates. One row each."""
+
+    step: FloatArray
+    """Updates made."""
+
+    epoch: FloatArray
+    images: FloatArray
+    seconds: FloatArray
+    """NaN in a run without updates, whose model was trained in another."""
+
+    values: Mapping[str, FloatArray]
+    """top1 in percent and loss of evaluations; loss and rate of updates, as running medians."""
+
+    stages: tuple[str, ...]
+
+    def at(self, places: npt.NDArray[np.intp]) -> "Course":
+        """Return these rows."""
+        return Course(
+            step=self.step[places],
+            epoch=self.epoch[places],
+            images=self.images[places],
+            seconds=self.seconds[places],
+            values={name: column[places] for name, column in self.values.items()},
+            stages=tuple(self.stages[place] for place in places),
+        )
+
+    def thinned(self) -> "Course":
+        """Return the first row, the last one, and of those between as many as a chart shows."""
+        rows = len(self.stages)
+        return self.at(np.unique(np.linspace(0, rows - 1, min(rows, POINTS)).round().astype(int)))
+
+
+def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds from the run's begin to each update's end, and to each evaluation's.
+
+    How long a stage without updates took is in the summary; without one its evaluation is counted.
+    """
+    lengths = np.array([_seconds(run, place) for place in range(len(run.steps))])
+    ends = np.concatenate(([0.0], np.cumsum(lengths)))
+    steps = np.array([step.step for step in run.steps])
+    logged = {step.stage for step in run.steps}
+    whole = {stage.name: stage.result.seconds for stage in run.stages if stage.result}
+    others, evaluations = 0.0, []
+    pauses = np.zeros(len(run.steps))
+    for found in run.evaluations:
+        alone = found.stage not in logged and found.stage in whole
+        pause = whole.pop(found.stage) if alone else _finite(found.seconds)
+        others += pause
+        place = int(np.searchsorted(steps, found.step))
+        pauses[place:] += pause
+        evaluations.append(float(ends[place]) + others)
+    return ends[1:] + pauses, np.array(evaluations)
+
+
+def _seconds(run: Run, place: int) -> float:
+    """Return how long an update took; older logs have only its images per second."""
+    step = run.steps[place]
+    if math.isfinite(step.step_seconds):
+        return step.step_seconds
+    rate = step.images_per_second
+    return _finite(run.plan.batch_at(step.step) / rate) if rate > 0 else 0.0
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def evaluations_of(run: Run) -> Course:
+    """Return every evaluation of what was kept; times are NaN where a checkpoint was polished."""
+    undone = {stage.name for stage in run.stages if not stage.kept}
+    every = zip(run.evaluations, _clock(run)[1], strict=True)
+    kept = [(found, seconds) for found, seconds in every if found.stage not in undone]
+    return Course(
+        step=np.array([found.step for found, _ in kept], dtype=np.float64),
+        epoch=np.array([found.epoch for found, _ in kept], dtype=np.float64),
+        images=np.array([run.plan.position(found.step) for found, _ in kept], dtype=np.float64),
+        seconds=np.array([seconds if run.steps else math.nan for _, seconds in kept]),
+        values={
+            "top1": np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
+            "loss": np.array([found.loss for found, _ in kept], dtype=np.float64),
+        },
+        stages=tuple(found.stage for found, _ in kept),
+    )
+
+
+def updates_of(run: Run) -> Course:
+    """Return as many updates as a chart shows, with the running medians over all of them."""
+    step = np.array([each.step for each in run.steps], dtype=np.float64)
+    if not step.size:
+        empty = np.empty(0)
+        return Course(empty, empty, empty, empty, {"loss": empty, "rate": empty}, ())
+    loss = thin(step, np.array([each.loss for each in run.steps]))
+    rate = thin(step, np.array([each.images_per_second for each in run.steps]))
+    places = np.searchsorted(step, loss.step)
+    made = [run.steps[place].step + 1 for place in places]
+    return Course(
+        step=np.array(made, dtype=np.float64),
+        epoch=np.array([run.plan.epoch(count) for count in made]),
+        images=np.array([run.plan.position(count) for count in made], dtype=np.float64),
+        seconds=_clock(run)[0][places],
+        values={"loss": loss.trend, "rate": rate.trend},
+        stages=tuple(run.steps[place].stage for place in places),
+    )

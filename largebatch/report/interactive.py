@@ -1,0 +1,288 @@
+"""Pages whose charts and tables answer to the pointer, each one file that loads nothing.
+
+The only module that imports Bokeh, which draws them; its scripts are written into the page. A page
+is a Jinja template that extends interactive.html. There stand the legend, whose buttons hide a
+series in all charts of the page, and the choice of what lies along their horizontal axes. What a
+chart has for both is in the tags of its renderers. Colours of text and grids are CSS variables
+there too, so that they are light or dark as the page is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from largebatch.optional import require_bokeh
+from largebatch.report import style
+
+if TYPE_CHECKING:
+    from bokeh import model, plotting
+    from bokeh.models import renderers, sources
+    from bokeh.models.widgets import tables
+
+    Chart: TypeAlias = plotting.figure
+    Model: TypeAlias = model.Model
+    Renderer: TypeAlias = renderers.GlyphRenderer[Any]
+    Source: TypeAlias = sources.ColumnDataSource
+    Table: TypeAlias = tables.DataTable
+
+MISSING = "–"
+"""Stands for a value that there is not."""
+
+_ALONG = "along"
+"""Tags what the choice of the horizontal axis moves, to a column of the choice's name."""
+
+_COLOURS = tuple(style.COLOURS.values())
+_DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3), (14, 4))
+"""In pixels; with 7 colours, 35 series look each different."""
+
+_ROW, _HEADER, _SCROLLBAR, _HIGHEST = 32, 38, 18, 760
+"""Of tables, in pixels; one of more rows than fit scrolls."""
+
+_NARROWEST, _WIDEST, _LETTER = 78, 240, 7.6
+"""Of a column, and of a character in it, in pixels."""
+
+_TABLE_CSS = """
+.slick-header-column, .slick-cell { font-family: inherit; font-size: 0.8125rem; }
+.slick-header-column, .slick-header-columns { background: var(--paper) !important; }
+.slick-header-column {
+  color: var(--muted); border: 0 !important; padding: 8px 8px 6px !important; font-weight: 400;
+}
+.slick-header-column:hover { color: var(--ink); }
+.slick-cell, .slick-cell.selected {
+  color: var(--ink); background: var(--paper) !important; border: 0 !important;
+  border-top: 1px solid var(--rule) !important; padding: 6px 8px !important;
+}
+.slick-cell > div { overflow: hidden; text-overflow: ellipsis; }
+.slick-row:hover .slick-cell { background: var(--tint) !important; }
+.bk-data-table, .slick-viewport { background: var(--paper) !important; }
+.bk-data-table { font: 0.8125rem/1.4 Inter, system-ui, -apple-system, "Segoe UI", sans-serif; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One button of the legend: what charts call it, and how they draw it."""
+
+    place: int
+    label: str
+    colour: str
+    dash: tuple[int, ...]
+    title: str = ""
+    """What the legend shows when it is pointed at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; it sorts by its values, of which None and NaN are missing."""
+
+    title: str
+    values: Sequence[Any]
+    format: str | None = None
+    """Of numbers, as in Bokeh's NumberFormatter: `0,0.00`; None: the values are texts."""
+
+
+def series(place: int, label: str, *, title: str = "") -> Series:
+    """Return a series in the colours of the house, the first ones solid, the next ones dashed."""
+    dash = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+    return Series(place, label, _COLOURS[place % len(_COLOURS)], dash, title)
+
+
+def new_chart(
+    *,
+    x: str,
+    y: str,
+    height: int = 340,
+    log: bool = False,
+    from_zero: bool = False,
+    categories: Sequence[str] = (),
+) -> "Chart":
+    """Return an empty chart whose axes have these titles; as wide as its place, `height` pixels.
+
+    Its ranges are those of what is shown; with `from_zero` the vertical one begins at 0. With
+    `categories` they are what lies along x. Raises MissingPackageError without Bokeh.
+    """
+    require_bokeh()
+    from bokeh import models, plotting
+
+    along = models.DataRange1d()
+    chart = plotting.figure(
+        height=height, sizing_mode="stretch_width", toolbar_location="above",
+        tools="box_zoom,reset,save", y_axis_type="log" if log else "linear",
+        x_range=models.FactorRange(factors=list(categories)) if categories else along,
+        y_range=models.DataRange1d(start=0) if from_zero else models.DataRange1d(),
+        y_axis_label=y, x_axis_label=x, output_backend="canvas", min_border_right=16,
+    )  # fmt: skip
+    for span in (chart.x_range, chart.y_range):
+        if isinstance(span, models.DataRange1d):
+            span.only_visible = True
+    chart.toolbar.logo = None
+    chart.toolbar.autohide = True
+    chart.outline_line_color = None
+    chart.background_fill_color = chart.border_fill_color = None
+    chart.xgrid.visible = bool(categories)
+    for axis in chart.axis:
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = "13px"
+        axis.minor_tick_line_color = axis.major_tick_line_color = None
+        if not categories or axis is not chart.xaxis[0]:
+            axis.formatter = models.NumeralTickFormatter(format="0,0.[0000]")
+    chart.yaxis.axis_line_color = None
+    return chart
+
+
+def new_source(columns: Mapping[str, Any]) -> "Source":
+    """Return the data of a series, columns of one length; several charts may draw it."""
+    from bokeh.models import ColumnDataSource
+
+    return ColumnDataSource(dict(columns))
+
+
+def add_line(
+    chart: "Chart", one: Series, source: "Source", x: str, y: str, *, moves: bool = False
+) -> "Renderer":
+    """Draw a series as a line through these columns of its data.
+
+    Where it `moves`, the choice of the horizontal axis puts other columns along x.
+    """
+    from bokeh.models import glyphs
+
+    line = glyphs.Line(
+        x=x, y=y, line_color=one.colour, line_width=2, line_dash=list(one.dash), line_join="round"
+    )
+    return chart.add_glyph(source, line, name=one.label, tags=_tags(one, moves=moves))
+
+
+def add_points(
+    chart: "Chart", one: Series, source: "Source", x: str, y: str, *, moves: bool = False
+) -> "Renderer":
+    """Draw a series as points, like add_line; a column `fill` has how opaque each is, if given."""
+    from bokeh.models import glyphs
+
+    own = "fill" in source.data
+    marks = glyphs.Scatter(
+        x=x, y=y, line_color=one.colour, fill_color=one.colour, size=8 if own else 6,
+        fill_alpha="fill" if own else 1.0,
+    )  # fmt: skip
+    return chart.add_glyph(source, marks, name=one.label, tags=_tags(one, moves=moves))
+
+
+def _tags(one: Series, *, moves: bool) -> list[str]:
+    return [f"series {one.place}", *([_ALONG] if moves else [])]
+
+
+def add_hover(
+    chart: "Chart", renderers: "Sequence[Renderer]", rows: Sequence[tuple[str, str]]
+) -> None:
+    """Show a series and these rows where one of the renderers is pointed at.
+
+    A row is its name and what it shows in Bokeh's words: `@top1{0.00} %`, a column and a format.
+    Bokeh escapes what it puts in.
+    """
+    from bokeh.models import HoverTool
+
+    cells = "".join(
+        f'<span style="color: var(--muted)">{escape(name)}</span><span>{value}</span>'
+        for name, value in rows
+    )
+    grid = f'<div style="display: grid; grid-template-columns: auto auto; gap: 0 1em">{cells}</div>'
+    chart.add_tools(HoverTool(renderers=list(renderers), tooltips=f"<b>$name</b>{grid}"))
+
+
+def new_table(columns: Sequence[Column], *, colours: Sequence[str] = ()) -> "Table":
+    """Return a table that a click on a header sorts; the first column stays in sight.
+
+    A column of which every value is missing is left out. `colours` are those of the first column's
+    texts, by row. Raises MissingPackageError without Bokeh.
+    """
+    require_bokeh()
+    from bokeh.models import ColumnDataSource
+    from bokeh.models.widgets import tables
+
+    columns = [columns[0], *(column for column in columns[1:] if _has_values(column))]
+    data: dict[str, Any] = {str(place): column.values for place, column in enumerate(columns)}
+    if colours:
+        data["colour"] = list(colours)
+    rows = len(columns[0].values)
+    return tables.DataTable(
+        source=ColumnDataSource(data),
+        columns=[
+            tables.TableColumn(
+                field=str(place), title=escape(column.title), width=_width(column),
+                formatter=_formatter(column, coloured=bool(colours) and place == 0),
+                default_sort="ascending" if column.format is None else "descending",
+            )
+            for place, column in enumerate(columns)
+        ],
+        index_position=None, frozen_columns=1, autosize_mode="none", sizing_mode="stretch_width",
+        row_height=_ROW, height=min(_HEADER + _ROW * rows + _SCROLLBAR, _HIGHEST),
+        selectable=False, reorderable=False, stylesheets=[_TABLE_CSS + _header_css(columns)],
+    )  # fmt: skip
+
+
+def _has_values(column: Column) -> bool:
+    return any(value is not None and not _is_nan(value) for value in column.values)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _header_css(columns: Sequence[Column]) -> str:
+    """Return what puts the titles of numbers to the right, above these."""
+    places = [place for place, column in enumerate(columns[1:], start=1) if column.format]
+    return "".join(
+        f".slick-header-columns-right > :nth-child({place}) .slick-column-name {{ float: right; }}"
+        for place in places
+    )
+
+
+def _formatter(column: Column, *, coloured: bool) -> Any:  # noqa: ANN401 -- one of two of Bokeh's
+    from bokeh.core.properties import field, value
+    from bokeh.models.widgets import tables
+
+    if column.format is not None:
+        return tables.NumberFormatter(
+            format=column.format, nan_format=MISSING, null_format=MISSING, text_align="right"
+        )
+    if not coloured:
+        return tables.StringFormatter(nan_format=MISSING, null_format=MISSING)
+    return tables.StringFormatter(text_color=field("colour"), font_style=value("bold"))
+
+
+def _width(column: Column) -> int:
+    """Return how wide a column is, in pixels: as its title or its longest text."""
+    longest = len(column.title) + 2
+    if column.format is None:
+        longest = max([longest, *(len(str(value)) for value in column.values)])
+    return round(min(max(_NARROWEST, 22 + _LETTER * longest), _WIDEST))
+
+
+def make_interactive_page(template: str, models: "Mapping[str, Model]", **content: object) -> str:
+    """Return the HTML of a page: the template of this name, which extends interactive.html.
+
+    In it `parts` has each of the models by its name, and `content` is what else it shows. All
+    text is escaped. Raises MissingPackageError without Bokeh.
+    """
+    require_bokeh()
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    library = Resources(
+        mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"], log_level="error"
+    )
+    script, parts = components(dict(models))
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    return templates.get_template(template).render(
+        library=Markup(library.render()),  # noqa: S704 -- Bokeh's own scripts
+        script=Markup(script),  # noqa: S704 -- Bokeh escapes the texts in it
+        parts={name: Markup(part) for name, part in parts.items()},  # noqa: S704 -- the same
+        **content,
+    )

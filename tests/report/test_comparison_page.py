@@ -1,0 +1,161 @@
+"""The page that compares runs in a real browser without a network: what a reader sees and does."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import colours_of, opened, point_at, rows_of, shown_axis, started_browser
+from fake_runs import SMALL_RESNET, FakeRun, give_recipe
+from playwright.sync_api import Browser, Page
+
+from largebatch.report import write_comparison
+from largebatch.report.interactive import series
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started_browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A good run with polishing, one that ends lower and sooner, one of a strange name."""
+    folder = tmp_path_factory.mktemp("runs")
+    good = FakeRun(folder / "good")
+    good.curve(525, best=0.965)
+    good.end("train", 525, 0.9583)
+    good.train(525, 600, stage="clean", rate=905.0)
+    good.end("clean", 75, 0.9722)
+    good.drift(SMALL_RESNET)
+    good.end("statistics", 0, 0.9861)
+    for name, top1 in (("short", 0.75), (HOSTILE, 0.875)):
+        run = FakeRun(folder / name, clean_steps=0, global_batch=192, steps=300)
+        run.curve(300, best=top1 - 0.01)
+        run.end("train", 300, top1)
+        give_recipe(run.write(), "batch.global_batch=192", f"seed={round(100 * top1)}")
+    return [give_recipe(good.write()), folder / "short", folder / HOSTILE]
+
+
+@pytest.fixture(scope="module")
+def path(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page") / "compare.html"
+    return write_comparison(runs, out)[0]
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, path: Path) -> Iterator[Page]:
+    """The page, which every test leaves as it found it, but for the order of a table."""
+    with opened(browser, path) as shown:
+        yield shown
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [found for found in map(json.loads, lines) if found["event"] == "evaluation"]
+
+
+def seconds_at(folder: Path, number: int) -> float:
+    """The time of an evaluation of a run without interruption, by its log."""
+    lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    spent, seen = 0.0, 0
+    records: Iterator[dict[str, Any]] = map(json.loads, lines)
+    for record in records:
+        spent += float(record.get("step_seconds", 0)) + float(record.get("seconds", 0))
+        seen += record["event"] == "evaluation"
+        if seen > number:
+            return spent
+    raise AssertionError(number)
+
+
+def test_the_page_says_which_run_is_best_and_a_click_on_a_header_sorts(
+    page: Page, runs: list[Path]
+) -> None:
+    assert page.locator(".verdict p").first.inner_text() == (
+        f"good ends with the highest top-1, 98.61 %, 11.11 points above {HOSTILE}: more than the "
+        "noise of the 360 validation images."
+    )
+    assert [row[:3] for row in rows_of(page, "runs")] == [
+        ["good", "98.61", "0.00"],
+        [HOSTILE, "87.50", "-11.11"],
+        ["short", "75.00", "-23.61"],
+    ]
+    titles = page.locator("#runs .slick-header-column").all_inner_texts()
+    reached = titles.index("75 % in, s")
+    for row in rows_of(page, "runs"):
+        folder = next(run for run in runs if run.name == row[0])
+        number = [found["top1"] >= 0.75 for found in evaluations(folder)].index(True)
+        assert row[reached] == f"{seconds_at(folder, number):.2f}"
+    steps = page.locator("#runs .slick-header-column", has_text="Steps")
+    steps.click()
+    assert rows_of(page, "runs")[0][0] == "good"
+    steps.click()
+    assert rows_of(page, "runs")[2][0] == "good"
+    page.locator("#runs .slick-header-column", has_text="Top-1, %").click()
+    assert [row[0] for row in rows_of(page, "runs")] == ["good", HOSTILE, "short"]
+
+
+def test_the_settings_that_differ_stand_beside_each_other(page: Page) -> None:
+    titles = page.locator("#differences .slick-header-column").all_inner_texts()
+    assert titles == ["Setting", "good", "short", HOSTILE]
+    assert rows_of(page, "differences") == [
+        ["seed", "1", "75", "88"],
+        ["batch.global_batch", "96", "192", "192"],
+    ]
+    assert page.locator("img").count() == 0  # that of the hostile name
+
+
+def test_pointing_at_a_point_shows_the_numbers_of_the_log(page: Page, runs: list[Path]) -> None:
+    found = evaluations(runs[1])[4]
+    (tip,) = point_at(page, "accuracy", "short", 4)
+    assert tip == (
+        f"short top-1 {100 * found['top1']:.2f} % loss {found['loss']:.4f} stage train "
+        f"step {found['step']} epoch {found['epoch']:.2f} images {found['step'] * 192:,} "
+        f"time {seconds_at(runs[1], 4):.2f} s"
+    )
+    assert point_at(page, "times", HOSTILE, 0)[0].startswith(f"{HOSTILE} top-1")
+
+
+def test_the_legend_hides_a_run_in_every_chart_and_the_ranges_follow(page: Page) -> None:
+    good = series(0, "good").colour
+    charts = ("accuracy", "loss", "throughput", "times", "stages")
+    assert all(good in colours_of(page, chart) for chart in charts)
+    end = shown_axis(page, "accuracy").end
+    page.get_by_role("button", name="good").click()
+    assert not any(good in colours_of(page, chart) for chart in charts)
+    assert shown_axis(page, "accuracy").end < 0.6 * end  # the others have half the steps
+    page.get_by_role("button", name="all or none").click()
+    assert series(1, "short").colour not in colours_of(page, "accuracy")
+    page.get_by_role("button", name="all or none").click()
+    assert all(good in colours_of(page, chart) for chart in charts)
+
+
+def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -> None:
+    last = seconds_at(runs[0], len(evaluations(runs[0])) - 2)
+    for title, low, high in (
+        ("Epochs", 600 * 96 / 1437, 1.1),
+        ("Images", 600 * 96, 1.1),
+        ("Time, s", last, 1.2),
+        ("Steps", 600, 1.1),
+    ):
+        page.get_by_text(title, exact=True).first.click()
+        for chart in ("accuracy", "loss", "throughput"):
+            axis = shown_axis(page, chart)
+            assert axis.title == title
+            assert 0.98 * low <= axis.end <= high * low, (chart, axis)
+        assert shown_axis(page, "times").title == "Top-1 to reach, %"
+    page.get_by_text("Images", exact=True).first.click()
+    assert "images 11,520" in point_at(page, "accuracy", "short", 1)[0]
+    page.get_by_text("Steps", exact=True).first.click()
+
+
+def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
+    browser: Browser, path: Path
+) -> None:
+    with opened(browser, path, width=400) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+        assert len(rows_of(page, "runs")) == 3
