@@ -53,10 +53,12 @@ class RecipeReference(SphinxDirective):
     def _entry(self, key: str) -> Iterator[nodes.Node]:
         """Yield a definition for each meaning; the first one is what a link to the key leads to."""
         self._note(key)
+        if key.endswith(".kind"):  # the list of kinds stands above
+            return
         for place, meaning in enumerate(meanings(key)):
             term = nodes.term("", "", nodes.literal(text=key), ids=[] if place else [key])
             if meaning.kinds:
-                term += nodes.inline(text=f"  {', '.join(meaning.kinds)}", classes=["kinds"])
+                term += nodes.Text(f" (kind: {', '.join(meaning.kinds)})")
             text = [nodes.paragraph("", "", nodes.emphasis(text=meaning.values))]
             text += [*self._text(meaning.text), *self._kinds(key), *self._elsewhere(key)]
             yield nodes.definition_list_item("", term, nodes.definition("", *text))
@@ -82,7 +84,7 @@ class RecipeReference(SphinxDirective):
         """Return where the keys of a section stand that was there before."""
         before = dict.fromkeys(self.first.get(section, key) for section in sections_below(key))
         return [
-            nodes.paragraph("", "keys as those of ", nodes.reference(place, place, refid=place))
+            nodes.paragraph("", "Keys as those of ", nodes.reference(place, place, refid=place))
             for place in before
             if place != key
         ]
@@ -106,6 +108,7 @@ def _mark_up_help(parser: argparse.ArgumentParser) -> None:
     parser.description = parser.description and _escape(parser.description)
     for action in parser._actions:  # argparse has no other list of them
         action.help = action.help and _escape(action.help)
+        action.default = action.default or None  # an empty list is none
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 _mark_up_help(below)

@@ -83,6 +83,8 @@ def test_every_key_of_a_recipe_is_on_one_page_with_its_values(site: Path) -> Non
     found = list(keys("", []))
     assert len(found) > 100
     for key in found:
+        if key.endswith(".kind"):
+            continue
         assert f'id="{key}"' in page, key
         for meaning in meanings(key):
             values = meaning.values.replace("<", "&lt;").replace(">", "&gt;")

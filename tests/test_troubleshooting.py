@@ -1,4 +1,4 @@
-"""Every message of docs/troubleshooting.md is one that the package really ends with, and its kind."""
+"""Every message of docs/troubleshooting.md is one that the package really ends with."""
 
 import contextlib
 import inspect
@@ -78,7 +78,7 @@ train digits_96 --restarts 2
 train digits_96 --backend torch
 doctor --network
 train digits_96 --set execution.kernels=apex
-train small.yaml --out nan --set "optimizer={kind: sgd}" --set schedule.peak_lr=1e30 --set schedule.warmup=null
+train small.yaml --out nan --set optimizer.kind=sgd --set schedule.peak_lr=1e30
 train small.yaml --out unused --import unused --set "model={name: unused_net}" --max-steps 1
 train small.yaml --out tracked --set tracking=[wandb] --max-steps 1
 plan resnet50_86016_fujitsu --workers 2048 --cluster dgx-z100
@@ -97,8 +97,8 @@ IMAGES = """
 name: images
 seed: 1
 duration: {steps: 4}
-data: {source: folder, classes: 2, train_samples: 4, val_samples: 4, image_size: 32, eval_resize: 32,
-       crop_area: [0.5, 1.0], flip: true}
+data: {source: folder, classes: 2, train_samples: 4, val_samples: 4, image_size: 32,
+       eval_resize: 32, crop_area: [0.5, 1.0], flip: true}
 model: {name: resnet18}
 batch: {global_batch: 2, bn_span: 2}
 optimizer: {kind: sgd}
