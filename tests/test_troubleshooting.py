@@ -5,8 +5,10 @@ import inspect
 import io
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,16 +18,19 @@ from safetensors.torch import save_file
 from short_runs import a_recipe
 from threads import Thread, on_threads
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch import errors
 from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
+from largebatch.distributed.horovod import open_horovod
 from largebatch.distributed.torch_distributed import _lost_peers_named
 from largebatch.distributed.watch import describe
-from largebatch.errors import LargebatchError, PeerLostError
+from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.polish import polish
 from largebatch.recipe.loading import dump_recipe
+from largebatch.runs.launch import _cause
 from largebatch.tracking.log import JsonLines
 
 ENTRIES = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
@@ -41,6 +46,10 @@ plan digits_96 --workers 7
 launch slurm resnet50_32768_mlperf --nodes 33
 plan digits_96 --set batch.bn_span=null
 plan digits_96 --set model.name=resnet5
+plan digits_96 --set model.arguments.layer=3
+plan digits_96 --set monitor=noise_scale --set batch.bn_span=96
+check digits_96 --set "polish={swa: {over: {epochs: 5}, every: {epochs: 1}}}"
+launch slrum digits_96 --nodes 1
 suggest --batch 100000
 suggest --batch 512
 train resnet50_8192_mlperf
@@ -50,6 +59,9 @@ train digits_96 --data images
 data index photos
 data index damaged
 data import imagefolder empty --out shards
+data import imagefolder damaged --out shards
+data pack images --out photos
+init images --out images.yaml
 data verify images
 init photos
 train images.yaml --data changed
@@ -217,6 +229,23 @@ def a_worker_that_died() -> None:
         raise torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:4711")
 
 
+def a_worker_that_was_killed() -> None:
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="no-such-file")
+    raise _cause({1: failure}, stopping=False, ended=None)
+
+
+def horovod_for_another_torch() -> None:
+    Path("horovod").mkdir()
+    Path("horovod/__init__.py").touch()
+    Path("horovod/torch.py").write_text("raise ImportError('undefined symbol')", encoding="utf-8")
+    there = {name for name in sys.modules if name.startswith("horovod.")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in there | {"horovod", "horovod.torch"}:
+            patch.setitem(sys.modules, name, ModuleType(name))  # the end restores what was there
+            del sys.modules[name]
+        open_horovod()
+
+
 def a_worker_that_hangs() -> None:
     raise PeerLostError(describe("all_reduce float32 [25557032]", [2], 300))
 
@@ -228,7 +257,9 @@ CALLS: list[Callable[[], None]] = [
     more_workers_than_gpus,
     two_runs_in_a_folder,
     a_worker_that_died,
+    a_worker_that_was_killed,
     a_worker_that_hangs,
+    horovod_for_another_torch,
 ]
 
 
@@ -237,7 +268,7 @@ def found(place: Path) -> dict[str, Exception]:
     """What every command and call ends with, by its words."""
     ends: dict[str, Exception] = {command: ended_with(command) for command in COMMANDS}
     for call in CALLS:
-        with pytest.raises((LargebatchError, PeerLostError)) as caught:
+        with pytest.raises((LargebatchError, PeerLostError, WorkerFailedError)) as caught:
             call()
         ends[call.__name__] = caught.value
     return ends
