@@ -1,6 +1,7 @@
 """What the documents tell people to copy works: recipes load, commands are understood."""
 
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,16 @@ def test_the_document_on_polishing_names_every_key() -> None:
         assert re.search(rf"\b{key}:", longest), key
 
 
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return make_parser()
+
+
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_command_is_one_that_the_program_understands(words: list[str]) -> None:
-    make_parser().parse_args(words)
+def test_every_command_is_one_that_the_program_understands(
+    words: list[str], parser: ArgumentParser
+) -> None:
+    parser.parse_args(words)
 
 
 def test_commands_were_found_on_most_pages_and_every_prompt_stands_in_a_console_block() -> None:
