@@ -48,8 +48,9 @@ quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
 
+# -E: pages made from the package are older than it without a file of theirs having changed.
 docs: $(VENV)/.installed-for-docs
-	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
+	$(BIN)/python -m sphinx -E -W --keep-going -q -c docs . build/docs
 	@echo "the documents: $(CURDIR)/build/docs/index.html"
 
 test: lint $(VENV)/.horovod
