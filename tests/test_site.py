@@ -16,6 +16,7 @@ from largebatch.recipe.explain import meanings, sections_below
 
 PUBLIC = {
     *(f"largebatch.{name}" for name in largebatch.__all__ if name in {"load_recipe", "run"}),
+    "largebatch.tracking.events.Summary",
     "largebatch.polish.polish",
     "largebatch.training.evaluate",
     "largebatch.optim.LARS",
