@@ -1,4 +1,5 @@
 # make quickstart   install, train the embedded digits recipe on two workers, polish it, draw a report
+# make docs         the documents as a site, with every key, command and function, in build/docs
 # make test         install with everything optional, build Horovod, run the checks and the tests
 # make test-all     the same with the tests marked `long` (planted faults, long fuzzing, repetitions),
 #                   and how much of the package the tests cover; then the core's tests on the
@@ -38,7 +39,7 @@ COVERAGE := --cov --cov-report=term --cov-fail-under=90
 # What depends on torch the most.
 TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/test_run.py)
 
-.PHONY: quickstart test test-all test-torch test-hosts lint bench bench-gpu study measure soak clean
+.PHONY: quickstart docs test test-all test-torch test-hosts lint bench bench-gpu study measure soak clean
 
 # The checks run while Horovod is built.
 MAKEFLAGS += --jobs=2
@@ -46,6 +47,11 @@ MAKEFLAGS += --jobs=2
 quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
+
+# -E: pages made from the package are older than it without a file of theirs having changed.
+docs: $(VENV)/.installed-for-docs
+	$(BIN)/python -m sphinx -E -W --keep-going -q -c docs . build/docs
+	@echo "the documents: $(CURDIR)/build/docs/index.html"
 
 test: lint $(VENV)/.horovod
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
@@ -127,6 +133,11 @@ $(VENV)/.installed: setup.cfg | $(VENV)/bin/python
 	@echo "installing largebatch and PyTorch into $(VENV), which takes a minute or two ..."
 	$(PIP_INSTALL) --editable . $(TORCH)
 	@touch $@
+
+$(VENV)/.installed-for-docs: setup.cfg | $(VENV)/bin/python
+	@echo "installing largebatch, PyTorch and Sphinx into $(VENV), which takes a minute or two ..."
+	$(PIP_INSTALL) --editable '.[docs]' $(TORCH)
+	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-for-tests: setup.cfg | $(VENV)/bin/python
 	@echo "installing largebatch, PyTorch and everything optional into $(VENV) ..."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.cli.main import DONE, _parser, main
+from largebatch.cli.main import DONE, main, make_parser
 
 PAGE = Path(__file__).parents[1] / "docs" / "your-own-data.md"
 SHORT = ("duration={epochs: 2}", "schedule.warmup={steps: 2}", "polish.clean={epochs: 1}")
@@ -60,7 +60,7 @@ def test_every_command_of_the_table_is_understood() -> None:
     )
     assert len(found) >= 6
     for words in found:
-        _parser().parse_args(shlex.split(words))
+        make_parser().parse_args(shlex.split(words))
 
 
 def test_there_are_at_most_ten_commands() -> None:

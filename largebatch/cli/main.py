@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     join_slurm()
     let_threads_sleep()
-    args = _parser().parse_args(_with_resume(words))
+    args = make_parser().parse_args(_with_resume(words))
     try:
         code = _call(args, words)
         sys.stdout.flush()
@@ -291,7 +291,8 @@ def _add_doctor(command: Callable[[str, Call, str], argparse.ArgumentParser]) ->
     add_processes(doctor)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of every command; what a command does is `call` of its arguments."""
     parser: argparse.ArgumentParser = _Parser(
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",

@@ -3,7 +3,8 @@
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -16,8 +17,18 @@ from largebatch.recipe.sections import Section
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _WIDTH = 100
 
-_Found = Sequence[tuple[type[Section], FieldInfo]]
-"""Everything that a dotted key may be: the kinds of a union may share the names of keys."""
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a key means in the kinds of its section that share the meaning."""
+
+    kinds: tuple[str, ...]
+    """The kinds; none where the section has no kinds, or for `kind` itself."""
+
+    values: str
+    """Which values it takes, and which one if it is left out."""
+
+    text: str
 
 
 def explain(key: str) -> str:
@@ -31,14 +42,46 @@ def explain(key: str) -> str:
     """
     if not key:
         return _list_fields("", Recipe)
+    blocks = [_block(key, meaning) for meaning in meanings(key)]
+    lists = [_list_fields(f"{key}.", section) for section in sections_below(key)]
+    return "\n\n".join([*blocks, *lists])
+
+
+def meanings(key: str) -> list[Meaning]:
+    """Return what a dotted key means, once for all kinds in which it means the same.
+
+    Raises RecipeError for a key that no recipe has, with the nearest one.
+    """
+    found = _find(key)
+    if key.endswith(".kind"):
+        words = " | ".join(kind for section, _ in found for kind in kinds_of(section))
+        return [Meaning((), f"{words}, required", f"See: largebatch explain {key[:-5]}")]
+    owners: dict[tuple[str, str], list[str]] = {}
+    for section, field in found:
+        meaning = (_values(section, field, key.rpartition(".")[2]), field.description or "")
+        owners.setdefault(meaning, []).extend(kinds_of(section)[:1])
+    return [Meaning(tuple(kinds), values, text) for (values, text), kinds in owners.items()]
+
+
+def sections_below(key: str) -> list[type[Section]]:
+    """Return the sections that a dotted key may hold, one for each kind; those of an empty key too.
+
+    Raises RecipeError for a key that no recipe has, with the nearest one.
+    """
+    if not key:
+        return [Recipe]
+    fields = [field for _, field in _find(key)]
+    return list(dict.fromkeys(one for field in fields for one in sections_of(field.annotation)))
+
+
+def _find(key: str) -> list[tuple[type[Section], FieldInfo]]:
+    """Return everything that a dotted key may be: the kinds of a union may share names of keys."""
     found = [(section, field) for name, section, field in _every_field(Recipe, "") if name == key]
     if not found:
         known = dict.fromkeys(name for name, _, _ in _every_field(Recipe, ""))
         hint = nearest(key, known, otherwise="`largebatch explain` lists them")
         raise RecipeError(f"no recipe has the key {clip(repr(key), LONGEST_NAME)}; {hint}")
-    below = dict.fromkeys(one for _, field in found for one in sections_of(field.annotation))
-    lists = [_list_fields(f"{key}.", section) for section in below]
-    return "\n\n".join([*_describe(key, found), *lists])
+    return found
 
 
 def _every_field(
@@ -51,23 +94,10 @@ def _every_field(
             yield from _every_field(below, f"{dotted}.")
 
 
-def _describe(key: str, found: _Found) -> Iterator[str]:
-    """Say what a key may hold, once for all kinds in which it means the same."""
-    if key.endswith(".kind"):
-        words = " | ".join(kind for section, _ in found for kind in kinds_of(section))
-        yield _block(f"{key}: {words}, required", f"See: largebatch explain {key[:-5]}")
-        return
-    owners: dict[tuple[str, str], list[str]] = {}
-    for section, field in found:
-        meaning = (_values(section, field, key.rpartition(".")[2]), field.description or "")
-        owners.setdefault(meaning, []).extend(kinds_of(section)[:1])
-    for (values, text), kinds in owners.items():
-        owner = f" (kind: {', '.join(kinds)})" if kinds else ""
-        yield _block(f"{key}{owner}: {values}", text)
-
-
-def _block(head: str, text: str) -> str:
-    return f"{head}\n{textwrap.indent(textwrap.fill(text, _WIDTH - 4), '    ')}".rstrip()
+def _block(key: str, meaning: Meaning) -> str:
+    owner = f" (kind: {', '.join(meaning.kinds)})" if meaning.kinds else ""
+    text = textwrap.indent(textwrap.fill(meaning.text, _WIDTH - 4), "    ")
+    return f"{key}{owner}: {meaning.values}\n{text}".rstrip()
 
 
 def _values(section: type[Section], field: FieldInfo, name: str) -> str:

@@ -277,7 +277,7 @@ def refusal_of_a_sharded_model() -> str:
 
 
 def run_the_page() -> list[str]:
-    """Run every block of the page, the first of which opens the process group, and README's.
+    """Run every block of the page, the first of which opens the process group.
 
     Return the headings.
     """
@@ -287,9 +287,8 @@ def run_the_page() -> list[str]:
         vars(stand_in)["SGDScheduleFree"] = ScheduleFree
         sys.modules["schedulefree"] = stand_in
     headings = []
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("The parts work alone")[2]
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
-    for section in [*sections, f"README\n{readme}"]:
+    for section in sections:
         heading, _, rest = section.partition("\n")
         code = rest.partition("```python\n")[2].partition("\n```")[0]
         assert code.count("\n") <= 12, heading

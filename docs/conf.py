@@ -1,0 +1,40 @@
+"""How Sphinx makes the documents a site: `make docs`.
+
+Its sources are the repository itself, so that a link between files is the same here and on a code
+host: a page of docs/, README.md and the other Markdown files are pages, any other file that is
+linked is copied. What is generated comes from the package: no copy of it is kept.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import largebatch  # noqa: E402 -- this checkout's, found by the line above
+
+project = "largebatch"
+version = release = largebatch.__version__
+copyright = ""  # noqa: A001 -- Sphinx's name for it
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxarg.ext", "generated"]
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "*.md", "benchmarks/README.md"]
+exclude_patterns = [".venv*", "build", ".git", "*.egg-info", "shared", "recipes", "largebatch"]
+
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 4
+smartquotes = False  # options begin with two hyphens
+myst_ref_domains = ["std"]
+default_role = "code"  # docstrings write `name`
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+
+html_theme = "furo"
+html_title = "largebatch"
+html_additional_pages = {"index": "index.html"}
+html_copy_source = False
+html_show_sphinx = html_show_copyright = False
+templates_path = ["templates"]

@@ -1,0 +1,62 @@
+"""The documents as tests read them: their blocks, the commands in these, their links.
+
+A block that cannot run here says on the line before it what it needs: <!-- needs a cluster -->.
+Neither the site nor a code host shows that line.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+_BLOCK = re.compile(
+    r"^(?:<!-- needs (?P<needs>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of code of a document."""
+
+    page: Path
+    language: str
+    text: str
+    needs: str | None
+    """What it needs that is not here; None: nothing, so it has to run."""
+
+    @property
+    def commands(self) -> list[str]:
+        """What stands behind a prompt, each on one line."""
+        joined = self.text.replace("\\\n", " ")
+        return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+
+
+def name_of(page: Path) -> str:
+    """Return the page's path from the root of the repository."""
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    """Return the blocks of a page in this language, in order."""
+    found = _BLOCK.finditer(page.read_text(encoding="utf-8"))
+    every = [Block(page, one["language"], one["text"], one["needs"]) for one in found]
+    return [block for block in every if block.language == language]
+
+
+_STARTERS = ("largebatch", "horovodrun", "torchrun", "docker run")
+
+
+def arguments(command: str) -> list[list[str]]:
+    """Return the arguments of each call of the program in a command, without where output goes."""
+    calls = []
+    for part in re.split(r" (?:&&|\|) ", command):
+        if part.startswith(_STARTERS):
+            words = shlex.split(part, comments=True)
+            ours = words[words.index("largebatch") + 1 :]
+            calls.append(ours[: ours.index(">")] if ">" in ours else ours)
+    return calls

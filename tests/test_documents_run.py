@@ -1,0 +1,118 @@
+"""Every command of the documents that needs nothing but this machine runs, in the page's order."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from documents import DOCS, PAGES, ROOT, arguments, blocks, name_of
+
+from largebatch.cli.main import DONE, FAILED, main
+
+QUICK = {"check", "explain", "launch", "recipes", "suggest", "sweep"}
+"""What these do takes no PyTorch."""
+
+ENDS_WITH = {"check --mlperf-closed resnet50_86016_fujitsu": FAILED}
+"""Exit codes of those that find what they look for."""
+
+SHORT = ["--max-steps", "60"]
+"""What is added to a command that trains to its end, which takes a minute or more."""
+
+ELSEWHERE = {
+    "docs/your-own-data.md": "test_own_data.py",
+    "docs/own-code.md": "test_own_code.py",
+}
+"""Pages whose commands need photographs or modules: the tests that run them with these."""
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of a page that have to run here."""
+    found = [block for block in blocks(page, "console") if block.needs is None]
+    return [command for block in found for command in block.commands]
+
+
+def is_quick(command: str) -> bool:
+    (words,) = arguments(command)
+    planned = "--cluster" in words and not any(word.endswith(".yaml") for word in words)
+    return words[0] in QUICK or words[:2] == ["lr", "show"] or planned
+
+
+def run(command: str, printed: pytest.CaptureFixture[str]) -> None:
+    """Do what a shell does with a command."""
+    (words,) = arguments(command)
+    trains = words[0] in {"train", "noise"} and "--max-steps" not in words
+    code = main([*words, *SHORT] if trains else words)
+    assert code == ENDS_WITH.get(" ".join(words), DONE), printed.readouterr()
+    out = printed.readouterr().out
+    if to_file := re.search(r" > (\S+)$", command):
+        Path(to_file[1]).write_text(out, encoding="utf-8")
+    else:
+        assert out
+
+
+RUN_HERE = [page for page in PAGES if commands(page) and name_of(page) not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=name_of)
+def test_the_quick_commands_of_a_page_run(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in filter(is_quick, commands(page)):
+        run(command, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "page", [page for page in RUN_HERE if not all(map(is_quick, commands(page)))], ids=name_of
+)
+def test_every_command_of_a_page_runs(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    draws: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in commands(page):
+        run(command, capsys)
+
+
+def test_other_pages_are_run_by_tests_of_their_own() -> None:
+    for page, test in ELSEWHERE.items():
+        assert f'"{Path(page).name}"' in (Path(__file__).parent / test).read_text(encoding="utf-8")
+        assert commands(ROOT / page)
+
+
+@pytest.mark.long
+def test_the_python_of_the_reference_trains_on_two_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
+) -> None:
+    """Of its other blocks, those of parts.md and own-code.md, test_parts and test_own_code."""
+    (block,) = blocks(DOCS / "reference" / "python.md", "python")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    short = block.text.replace('["', '["duration={steps: 90}", "')  # 75 of these are clean
+    assert short != block.text
+    exec(compile(short, str(block.page), "exec"), names)
+    assert (tmp_path / "runs/eta/report.html").exists()
+
+
+def test_python_stands_on_pages_that_run_it() -> None:
+    pages = {name_of(page): len(blocks(page, "python")) for page in PAGES}
+    assert {page: number for page, number in pages.items() if number} == {
+        "docs/own-code.md": 3,
+        "docs/parts.md": 7,
+        "docs/reference/python.md": 1,
+    }
+
+
+def test_a_command_is_split_as_a_shell_splits_it() -> None:
+    command = "largebatch launch slurm r --nodes 2 > job.sh && sbatch job.sh"
+    assert arguments(command) == [shlex.split("launch slurm r --nodes 2")]
+    assert arguments("horovodrun -np 2 largebatch train r  # all") == [["train", "r"]]
+    assert arguments("git clone x && cd largebatch") == []

@@ -1,0 +1,110 @@
+"""The site that `make docs` makes has every key, every command and the Python that others use."""
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import PAGES, ROOT
+
+import largebatch
+from largebatch.cli.main import make_parser
+from largebatch.recipe.explain import meanings, sections_below
+
+PUBLIC = {
+    *(f"largebatch.{name}" for name in largebatch.__all__ if name in {"load_recipe", "run"}),
+    "largebatch.tracking.events.Summary",
+    "largebatch.polish.polish",
+    "largebatch.training.evaluate",
+    "largebatch.optim.LARS",
+    "largebatch.schedules.functions.polynomial",
+    "largebatch.models.build",
+    "largebatch.models.param_groups",
+    "largebatch.models.with_span",
+    "largebatch.distributed.connect",
+    "largebatch.distributed.Serial",
+    "largebatch.errors.RecipeError",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build it as `make docs` does: a warning is an error."""
+    pytest.importorskip("sphinx", reason="sphinx is not installed: pip install 'largebatch[docs]'")
+    out = tmp_path_factory.mktemp("site")
+    (line,) = re.findall(r"-m (sphinx .*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    words = line.replace("build/docs", str(out)).split()
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "-d", str(out / ".doctrees")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return out
+
+
+def commands(parser: argparse.ArgumentParser, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield every command with its options."""
+    below = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    for action in below:
+        for name, inner in action.choices.items():
+            yield from commands(inner, f"{prefix} {name}")
+    if not below:
+        yield prefix, [word for one in parser._actions for word in one.option_strings]
+
+
+def keys(key: str, seen: list[str]) -> Iterator[str]:
+    """Yield the keys below a key, but those of a section that stood on the page before."""
+    for section in sections_below(key):
+        if section.__name__ not in seen:
+            seen.append(section.__name__)
+            for name in section.model_fields:
+                dotted = f"{key}.{name}".lstrip(".")
+                yield dotted
+                yield from keys(dotted, seen)
+
+
+@pytest.mark.long
+def test_every_page_is_there(site: Path) -> None:
+    for page in PAGES:
+        assert (site / page.relative_to(ROOT)).with_suffix(".html").exists(), page
+    assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_every_key_of_a_recipe_is_on_one_page_with_its_values(site: Path) -> None:
+    page = (site / "docs/reference/recipe.html").read_text(encoding="utf-8")
+    text = re.sub(r"<[^>]+>", "", page)
+    found = list(keys("", []))
+    assert len(found) > 100
+    for key in found:
+        if key.endswith(".kind"):
+            continue
+        assert f'id="{key}"' in page, key
+        for meaning in meanings(key):
+            values = meaning.values.replace("<", "&lt;").replace(">", "&gt;")
+            assert values.replace('"', "&quot;") in text or values in text, (key, values)
+
+
+@pytest.mark.long
+def test_every_command_is_on_one_page_with_its_options(site: Path) -> None:
+    page = (site / "docs/reference/commands.html").read_text(encoding="utf-8")
+    text = re.sub(r"<[^>]+>", "", page)
+    found = list(commands(make_parser(), "largebatch"))
+    assert len(found) > 20
+    for command, options in found:
+        assert f"{command} [-h]" in text, command
+        assert all(option in text for option in options), command
+
+
+@pytest.mark.long
+def test_the_python_that_others_use_is_on_one_page(site: Path) -> None:
+    page = (site / "docs/reference/python.html").read_text(encoding="utf-8")
+    for name in PUBLIC:
+        assert f'id="{name}"' in page, name
