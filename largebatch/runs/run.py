@@ -79,6 +79,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     allow: Sequence[str] = (),
     restarts: int = 0,
     min_workers: int | None = None,
+    report: bool = True,
 ) -> Summary:
     """Train, polish and evaluate as the recipe says; return what summary.json holds.
 
@@ -104,6 +105,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         max_steps=max_steps,
         time_limit=time_limit,
         allow=tuple(allow),
+        report=report,
     )
     rank = worker_rank()
     if restarts and (workers == 1 or rank is not None):
@@ -197,7 +199,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             return run_stages(trainer, until=until)
 
         ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
-        return record(trainer, folder, train, resume=bool(options.resume), ids=ids)
+        resume, draws = bool(options.resume), options.report
+        return record(trainer, folder, train, resume=resume, ids=ids, draws=draws)
 
 
 def record(
@@ -207,8 +210,9 @@ def record(
     *,
     resume: bool = False,
     ids: Mapping[str, str | None] = MappingProxyType({}),
+    draws: bool = True,
 ) -> Summary:
-    """Do the work in a run folder; whatever comes of it, leave a summary and a report.
+    """Do the work in a run folder; whatever comes of it, leave a summary and, to draw, a report.
 
     `ids` are those that the trackers gave the run before it was stopped.
     `work` returns whether the run is complete. Only worker 0 touches the folder.
@@ -228,11 +232,12 @@ def record(
             with suppress(CheckpointError):  # the first error is the one to fix
                 _save_what_is_sound(trainer, error)
             with suppress(CheckpointError):
-                _finish(trainer, folder, status)
+                _finish(trainer, folder, status, draws=draws)
             raise
         if complete:
-            return _finish(trainer, folder, "finished")
-        return _finish(trainer, folder, "interrupted" if trainer.step_log.stopped else "paused")
+            return _finish(trainer, folder, "finished", draws=draws)
+        status = "interrupted" if trainer.step_log.stopped else "paused"
+        return _finish(trainer, folder, status, draws=draws)
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
@@ -244,14 +249,14 @@ def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
     trainer.finish_saving()
 
 
-def _finish(trainer: Trainer, folder: Path, status: Status) -> Summary:
+def _finish(trainer: Trainer, folder: Path, status: Status, *, draws: bool) -> Summary:
     summary = summarize(trainer, status)
     if trainer.backend.rank == 0:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
             summary.write(folder / SUMMARY)
-            if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
+            if draws and not trainer.step_log.stopped:  # then time is short; it is drawn later
                 with trainer.backend.busy():
                     _draw(trainer, folder)
         except OSError as error:
