@@ -1,0 +1,1 @@
+"""Studies: which policy, which configuration, measured with intervals."""
