@@ -22,6 +22,7 @@ from largebatch import __version__
 from largebatch.cli import data as cli_data
 from largebatch.cli import init as cli_init
 from largebatch.cli import launch as cli_launch
+from largebatch.cli import lr as cli_lr
 from largebatch.cli import noise as cli_noise
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
@@ -334,6 +335,9 @@ def _parser() -> argparse.ArgumentParser:
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)
+
+    lr = commands.add_parser("lr", help="find learning rates and compare policies")
+    cli_lr.add_commands(lr)
 
     report = command("report", _report, "draw a run folder again")
     report.add_argument("runs", type=Path, nargs="+", metavar="run")
