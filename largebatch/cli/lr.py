@@ -1,7 +1,6 @@
 """The `lr` commands: which learning-rate policy, at which rate. It prints."""
 
 import argparse
-import os
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from largebatch.cli.arguments import (
 )
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
+from largebatch.runs.interrupts import STOPS
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,8 @@ def _bench(args: argparse.Namespace) -> int:
             return 0
         done = progress.num_done
     print(f"{done} of {bench.num_runs} runs are done; to go on: the same command")
-    return INTERRUPTED if os.EX_TEMPFAIL in codes else max(1, *codes)
+    stopped = any(code == INTERRUPTED or -code in STOPS for code in codes)
+    return INTERRUPTED if stopped else max(1, *codes)
 
 
 def _folder(out: Path) -> Path:

@@ -55,7 +55,8 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
 def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
     """Do the same in several processes of this machine, each with its share of cores and GPUs.
 
-    Returns their exit codes: 0 where nothing is left, 75 where one was asked to stop.
+    Returns their exit codes: 0 where nothing is left, 75 where one was asked to stop, the negative
+    number of a signal where one ended by it.
     """
     command = [
         sys.executable,
@@ -118,20 +119,18 @@ def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
 
 
 def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Result:
-    """Train what was claimed and record its result; a run that is stopped is given back."""
+    """Train what was claimed and record its result; a run without one is given back."""
     folder = bench.out / phase.cell.configuration / phase.cell.policy / claim.slot
     make = _search if phase.is_search else _train_seed
     with beating(claim.trial, owners):
         try:
             values, result = make(bench, phase, claim, folder)
-        except (Interrupted, KeyboardInterrupt):
+        except BaseException:
             phase.queue.give_back(claim)
             raise
-    for key, value in {"values": dict(values), **result}.items():
-        claim.trial.set_user_attr(key, value)
-    pruned = "pruned_after" in result
-    value = None if pruned else result[bench.study.search.metric]
-    phase.queue.tell(claim.trial.number, state="PRUNED" if pruned else "COMPLETE", value=value)
+    result = {"values": dict(values), **result}
+    value = None if "pruned_after" in result else result[bench.study.search.metric]
+    phase.queue.finish(claim, result, value=value)
     return result
 
 

@@ -117,8 +117,8 @@ class Cell:
                 f"{self.name}: the recipe has data.held_out, and a study holds out images by "
                 "itself; leave it out of the recipe"
             )
-        ends = [{key: ends[place] for key, ends in self.ranges.items()} for place in (0, 1)]
-        for values in ends:
+        for end in (0, 1):
+            values = {key: bounds[end] for key, bounds in self.ranges.items()}
             for recipe in (self.trial_recipe(values), self.seed_recipe(values, seed=1)):
                 make_plan(recipe, workers=1)
                 build_schedule(recipe)

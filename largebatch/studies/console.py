@@ -5,7 +5,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from scipy.stats import t
 
@@ -13,19 +12,15 @@ from largebatch.errors import printable
 from largebatch.recipe.plan import make_plan
 from largebatch.runs.estimate import estimate
 from largebatch.studies.cells import Values
-from largebatch.studies.database import Claim
+from largebatch.studies.database import Claim, Json
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
 from largebatch.studies.trial import Result
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
 
 CONFIDENCE = 0.95
 
 
 def print_run(progress: Progress, phase: Phase, claim: Claim, result: Result) -> None:
     """Print what a run has reached, how many are done, and the time left."""
-    values = claim.trial.user_attrs["values"]
     ended = f"top-1 {result['top1']:.2%}"
     if "diverged" in result:
         ended = "diverged"
@@ -35,7 +30,7 @@ def print_run(progress: Progress, phase: Phase, claim: Claim, result: Result) ->
     rest = "" if left is None else f"; {timedelta(seconds=round(left))} left"
     line = (
         f"{progress.num_done}/{progress.bench.num_runs}  {phase.cell.name} {claim.slot}, "
-        f"{describe_values(values)}: {ended}{rest}"
+        f"{describe_values(result['values'])}: {ended}{rest}"
     )
     sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
@@ -58,9 +53,12 @@ def describe_study(progress: Progress) -> str:
     rows = [heads]
     phases = progress.phases()
     for search, seeds in zip(phases[::2], phases[1::2], strict=True):
-        done = [one for one in seeds.queue.done().values() if one.user_attrs["scale"] == 1]
-        top1 = [one.user_attrs["top1"] for one in done]
-        diverged = sum("diverged" in one.user_attrs for one in done)
+        slots = seeds.queue.slots
+        done = [
+            one for name, one in seeds.queue.results().items() if slots[name].about["scale"] == 1
+        ]
+        top1 = [one["top1"] for one in done]
+        diverged = sum("diverged" in one for one in done)
         rows.append(
             [
                 *(search.cell.configuration, search.cell.policy),
@@ -92,16 +90,16 @@ def describe_mean(values: Sequence[float]) -> str:
 def _edge(search: Phase, values: Values) -> str:
     """Return a remark where a value that was found has no trial below it, or none above."""
     for key, value in values.items():
-        tried = [one.user_attrs["values"][key] for one in search.queue.done().values()]
+        tried = [one["values"][key] for one in search.queue.results().values()]
         if len(set(tried)) > 1 and value in {min(tried), max(tried)}:
             return f" (the {'lowest' if value == min(tried) else 'highest'} tried)"
     return ""
 
 
-def _updates_to(done: Sequence["FrozenTrial"], target: float) -> str:
+def _updates_to(done: Sequence[Json], target: float) -> str:
     """Return the mean updates to an accuracy, and how many seeds reached it."""
     firsts = [
-        next((step for step, _, top1, *_ in one.user_attrs["evaluations"] if top1 >= target), None)
+        next((step for step, _, top1, *_ in one["evaluations"] if top1 >= target), None)
         for one in done
     ]
     reached = [step for step in firsts if step is not None]
@@ -124,7 +122,7 @@ def describe_budget(bench: Bench, *, processes: int) -> str:
         lines.append(
             f"{cell.name}: {number} trials of {trial_updates(cell):,} updates around "
             f"{describe_values({key: cell.own(key) for key in cell.ranges})}, then {seeds} runs of "
-            f"{plan.updates:,}"
+            f"{plan.updates:,} updates"
         )
         each = estimate(cell.recipe, plan).run_seconds / plan.updates
         total += each * (trials + seeds * plan.updates)

@@ -32,7 +32,7 @@ FORMAT = 1
 JOURNAL = ".journal"
 """The ending of a storage that is Optuna's journal file, which a network file system may hold."""
 
-_DEFINITION, _SLOT, OWNER = "definition", "slot", "owner"
+_DEFINITION, _SLOT, _RESULT, OWNER = "definition", "slot", "result", "owner"
 _BUSY_SECONDS = 120
 """How long a process waits for others that write to the same SQLite file."""
 
@@ -87,13 +87,14 @@ def _connect(url: str) -> "BaseStorage":
 def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":
     """Connect; where another process makes the same tables at this moment, do it again."""
     from optuna.storages import RDBStorage
-    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.exc import DBAPIError, IntegrityError
 
     for left in reversed(range(5)):
         try:
             return RDBStorage(url, engine_kwargs={"connect_args": arguments})
         except DBAPIError as error:
-            if not left or "already exists" not in str(error):
+            made_elsewhere = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not left or not made_elsewhere:
                 raise
             time.sleep(0.2)
     raise AssertionError
@@ -165,6 +166,7 @@ class Queue:
         import optuna
 
         self.name, self.slots = name, {slot.name: slot for slot in slots}
+        self._all_done: dict[str, FrozenTrial] | None = None
         self.study = optuna.create_study(
             storage=storage,
             study_name=name,
@@ -185,7 +187,16 @@ class Queue:
 
     def done(self) -> "dict[str, FrozenTrial]":
         """Return the trials with a result, those that were stopped early among them."""
-        return {name: one for name, one in self.trials().items() if one.state.is_finished()}
+        if self._all_done is not None:
+            return self._all_done
+        found = {name: one for name, one in self.trials().items() if one.state.is_finished()}
+        if len(found) == len(self.slots):
+            self._all_done = found
+        return found
+
+    def results(self) -> dict[str, Json]:
+        """Return the results of the slots that have one."""
+        return {name: trial.user_attrs[_RESULT] for name, trial in self.done().items()}
 
     @property
     def is_done(self) -> bool:
@@ -194,6 +205,8 @@ class Queue:
 
     def claim(self, owners: Owners) -> Claim | None:
         """Return a slot for this process to work on; None if none is free."""
+        if self.is_done:
+            return None
         self._release(owners)
         self._enqueue_missing()
         while any(trial.state.name == "WAITING" for trial in self.trials().values()):
@@ -210,6 +223,12 @@ class Queue:
         """Let another process, or this one later, go on with a slot."""
         self.tell(claim.trial.number, state="FAIL")
         self._enqueue_missing()
+
+    def finish(self, claim: Claim, result: Json, *, value: float | None) -> None:
+        """Record the result of a slot; one without a value was stopped early."""
+        claim.trial.set_user_attr(_RESULT, result)
+        state = "PRUNED" if value is None else "COMPLETE"
+        self.tell(claim.trial.number, state=state, value=value)
 
     def tell(self, number: int, *, state: str, value: float | None = None) -> bool:
         """End a trial; return False if another process has ended it."""

@@ -33,7 +33,7 @@ class Owners:
     ) -> None:
         """`parent` is the process without which this one is to stop."""
         self.parent, self._clock = parent, clock
-        self._seen: dict[Hashable, tuple[object, float]] = {}
+        self._seen: dict[Hashable, tuple[tuple[object, ...], float]] = {}
 
     def own(self, *, beat: int) -> dict[str, object]:
         """Return what this process writes into its trial."""
@@ -47,10 +47,10 @@ class Owners:
         owner = attributes.get("owner", {})
         if owner.get("host") == platform.node() and not _lives_elsewhere(owner["process"]):
             return True
-        now = self._clock()
-        beat, since = self._seen.get(trial, (None, now))
-        if trial not in self._seen or beat != owner:
-            self._seen[trial] = owner, now
+        now, beat = self._clock(), tuple(owner.values())
+        seen, since = self._seen.get(trial, (None, now))
+        if seen != beat:
+            self._seen[trial] = beat, now
             return False
         return now - since > GRACE_SECONDS
 

@@ -3,6 +3,7 @@
 All of it is read from the storage, so that every process sees the same.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,6 @@ from largebatch.studies.trial import Machine
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial
 
 FIRST_FACTORS = (1.0, 0.4, 2.5)
 """The first trials of every search have the recipe's own rate times these, within the range."""
@@ -102,9 +102,9 @@ class Progress:
             left[name] += phase.updates * (len(phase.queue.slots) - len(done))
             running = (one.state.name == "RUNNING" for one in phase.queue.trials().values())
             at_work += sum(running)
-            for one in done.values():
-                seconds[name] += one.user_attrs.get("seconds") or 0.0
-                updates[name] += one.user_attrs["updates"] if "seconds" in one.user_attrs else 0
+            for one in phase.queue.results().values():
+                seconds[name] += one.get("seconds", 0.0)
+                updates[name] += one["updates"] if "seconds" in one else 0
         for cell in self.bench.cells:
             if cell.name not in self._seeds:
                 each = make_plan(cell.recipe, workers=1).updates
@@ -188,11 +188,12 @@ def rounded(value: float) -> float:
 
 def best_values(search: Queue) -> Values:
     """Return the values of the best trial; of equal accuracies that of the lower loss."""
+    results = search.results()
 
-    def merit(trial: "FrozenTrial") -> tuple[float, float]:
-        loss = trial.user_attrs["loss"]
-        return trial.values[0], -float("inf") if loss is None else -loss
+    def merit(slot: str) -> tuple[float, float]:
+        loss = results[slot]["loss"]
+        return search.done()[slot].values[0], -math.inf if loss is None else -loss
 
-    complete = [one for one in search.done().values() if one.state.name == "COMPLETE"]
-    values: Values = max(complete, key=merit).user_attrs["values"]
+    complete = [slot for slot, one in search.done().items() if one.state.name == "COMPLETE"]
+    values: Values = results[max(complete, key=merit)]["values"]
     return values
