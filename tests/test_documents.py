@@ -16,7 +16,10 @@ POLISHING = ROOT / "docs" / "final-polishing.md"
 CLUSTERS = ROOT / "docs" / "clusters.md"
 DOCUMENTS = [
     *(ROOT / "README.md", POLISHING),
-    *(ROOT / "docs" / name for name in ("which-batch.md", "planner.md", "mlperf.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("which-batch.md", "planner.md", "mlperf.md", "lr-bench.md")
+    ),
 ]
 PARTS = ROOT / "docs" / "parts.md"  # its code runs in test_parts.py
 

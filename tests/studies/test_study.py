@@ -16,6 +16,7 @@ from largebatch.studies.cells import Cell, cells_of, rungs
 from largebatch.studies.phases import first_values
 from largebatch.studies.study import RATE, load_study
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TRIANGLE = {"kind": "tri", "low_lr": 0.05, "half_cycle": {"steps": 3}}
 PIECES = [
     {"length": {"steps": 4}, "peak_lr": 0.5, "decay": {"kind": "constant"}},
@@ -183,3 +184,8 @@ def test_all_searches_have_the_same_budget_and_begin_at_the_same_factors(tmp_pat
             {RATE: 1.25, "loss.label_smoothing": 0.1},  # 0.4 times the rate is out of the range
             *({}, {}, {}),
         ]
+
+
+def test_the_example_can_be_run() -> None:
+    study = load_study(EXAMPLES / "digits_policies.yaml")
+    assert len(cells_of(study, EXAMPLES)) == 4

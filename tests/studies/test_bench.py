@@ -1,0 +1,242 @@
+"""A study carried out: the same budget for every policy, what is found, and seeds as train's.
+
+Most runs here are made up, by accuracies that depend on the rate; a few are real.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from short_studies import STUDY, write_study
+
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.runs.run import run
+from largebatch.studies import bench as bench_module
+from largebatch.studies.bench import work
+from largebatch.studies.cells import cells_of
+from largebatch.studies.console import describe_study
+from largebatch.studies.database import Claim, open_storage
+from largebatch.studies.phases import Bench, Phase, Progress
+from largebatch.studies.study import RATE, load_study
+from largebatch.studies.trial import Hopeless, Interrupted, Machine, Result, train
+from largebatch.tracking.events import Evaluation
+
+BEST = {"fall": 0.8, "flat": 0.1}
+"""The rate that suits each policy, in the world that is made up."""
+
+DIVERGES_FROM = 4.0
+
+
+def accuracy(policy: str, rate: float) -> float:
+    return math.exp(-(math.log(rate / BEST[policy]) ** 2) / 20)
+
+
+class World:
+    """Runs that take no time."""
+
+    def __init__(self, *, interrupted_at: int | None = None) -> None:
+        self.made: list[tuple[str, str, Recipe]] = []
+        self.interrupted_at = interrupted_at
+
+    def train(
+        self, recipe: Recipe, folder: Path, _: Machine, *, stops: Sequence[int], hopeless: Hopeless
+    ) -> Result:
+        if len(self.made) == self.interrupted_at:
+            self.interrupted_at = None
+            raise Interrupted
+        policy, rate = folder.parent.name, recipe.schedule.peak_lr
+        self.made.append((policy, folder.name, recipe))
+        top1 = accuracy(policy, rate)
+        rest: Result = {"top5": 1.0, "loss": 1 - top1, "updates": 12, "evaluations": [[9, 1, top1]]}
+        if rate >= DIVERGES_FROM:
+            return {**rest, "top1": 0.1, "loss": None, "diverged": "the loss is infinite"}
+        for stop in stops:
+            found = Evaluation(
+                stage="train", step=stop, epoch=1, top1=top1, top5=1, loss=1, samples=9
+            )
+            if hopeless(stop, found):
+                return {**rest, "top1": top1, "pruned_after": stop}
+        return {**rest, "top1": top1, "seconds": 24.0}
+
+    def of(self, policy: str, word: str) -> list[Recipe]:
+        return [recipe for name, slot, recipe in self.made if name == policy and word in slot]
+
+
+def a_bench(folder: Path, **changes: Any) -> tuple[Bench, str]:  # noqa: ANN401 -- parts of a study
+    study = load_study(write_study(folder, **changes))
+    cells = tuple(cells_of(study, folder))
+    bench = Bench(study=study, cells=cells, out=folder / "out", machine=Machine())
+    return bench, f"sqlite:///{folder}/study.db"
+
+
+def ignore(*_: object) -> None:
+    """Print nothing."""
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(bench_module, "train", world.train)
+    return world
+
+
+def table(bench: Bench, url: str) -> list[str]:
+    with open_storage(url) as storage:
+        return describe_study(Progress(bench, storage)).splitlines()
+
+
+def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world: World) -> None:
+    search = {"trials": 6, "held_out": 300, "prune": False}
+    bench, url = a_bench(tmp_path, search=search, targets=[0.999, 0.5])
+    assert work(bench, url, ignore)
+    assert len(world.made) == bench.num_runs == 2 * (6 + 2)
+    for policy in BEST:
+        trials = world.of(policy, "search")
+        assert len(trials) == 6
+        assert [one.schedule.peak_lr for one in trials[:3]] == [0.5, 0.2, 1.25]
+        assert {one.seed for one in trials} == {100}
+        assert all(one.data.held_out and one.data.held_out.samples == 300 for one in trials)
+        best = max(trials, key=lambda one: accuracy(policy, one.schedule.peak_lr))
+        seeds = world.of(policy, "seed")
+        assert [one.seed for one in seeds] == [1, 2]
+        assert {one.schedule.peak_lr for one in seeds} == {best.schedule.peak_lr}
+        assert not any(one.data.held_out for one in seeds)
+    heads, *rows = table(bench, url)
+    assert re.split(" {2,}", heads) == [
+        *("recipe", "policy", "found", "top-1 (2 seeds)"),
+        *("updates to 99.9%", "updates to 50.0%"),
+    ]
+    for policy, row in zip(BEST, rows, strict=True):
+        rate = world.of(policy, "seed")[0].schedule.peak_lr
+        assert f"peak_lr {rate:g}" in row
+        assert f"{100 * accuracy(policy, rate):.2f} % +- 0.00" in row
+        assert row.endswith("9 (2 of 2)")
+
+
+def test_a_study_that_is_stopped_goes_on_and_makes_no_run_twice(
+    tmp_path: Path, world: World
+) -> None:
+    policies = {"fall": STUDY["policies"]["fall"]}
+    bench, url = a_bench(tmp_path, policies=policies)
+    for stop in (0, 2, 4):
+        world.interrupted_at = stop
+        assert not work(bench, url, ignore)
+        assert len(world.made) == stop
+    assert work(bench, url, ignore)
+    assert len(world.made) == bench.num_runs
+    assert len({(policy, slot) for policy, slot, _ in world.made}) == bench.num_runs
+    assert work(bench, url, ignore)
+    assert len(world.made) == bench.num_runs
+
+
+def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, world: World) -> None:
+    keys = {RATE: [1.0, 16.0]}
+    search = {"trials": 4, "held_out": 300, "keys": keys, "prune": False}
+    policies = {"fall": STUDY["policies"]["fall"]}
+    bench, url = a_bench(tmp_path, policies=policies, search=search, robustness_seeds=1)
+    assert work(bench, url, ignore)
+    with open_storage(url) as storage:
+        search_phase, seeds = Progress(bench, storage).phases()[:2]
+        found = search_phase.queue.done()
+        results = search_phase.queue.results()
+        diverged = [slot for slot, one in results.items() if "diverged" in one]
+        assert diverged
+        assert {one.state.name for one in found.values()} == {"COMPLETE"}
+        assert all(found[slot].values == [0.1] for slot in diverged)
+        scaled = seeds.queue.results()
+    rates = sorted(one.schedule.peak_lr for one in world.of("fall", "seed-1"))
+    found_rate = world.of("fall", "seed-2")[0].schedule.peak_lr
+    assert rates == pytest.approx([found_rate * scale for scale in (0.1, 0.5, 1, 5, 10)])
+    assert "diverged" in scaled["seed-1-rate-x10"]
+    assert all("diverged" not in row for row in table(bench, url))  # that is not the policy's rate
+
+
+def test_a_hopeless_trial_is_stopped_by_others_of_its_policy_alone(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flat is far below fall everywhere, and its best trials go on all the same."""
+    monkeypatch.setitem(BEST, "flat", 1e-5)
+    bench, url = a_bench(tmp_path, search={"trials": 6, "held_out": 300})
+    assert work(bench, url, ignore)
+    with open_storage(url) as storage:
+        phases = Progress(bench, storage).phases()
+        for phase in phases[::2]:
+            done = list(phase.queue.done().values())
+            results = phase.queue.results()
+            assert [one.state.name for one in done[:3]] == ["COMPLETE"] * 3
+            median = sorted(one.values[0] for one in done[:3])[1]
+            for slot, one in list(phase.queue.done().items())[3:]:
+                if "diverged" not in results[slot] and results[slot]["top1"] < median:
+                    assert one.state.name == "PRUNED"
+        names = [one.state.name for phase in phases[::2] for one in phase.queue.done().values()]
+    assert "PRUNED" in names
+    best_flat = max(accuracy("flat", one.schedule.peak_lr) for one in world.of("flat", "search"))
+    worst_fall = min(accuracy("fall", one.schedule.peak_lr) for one in world.of("fall", "search"))
+    assert best_flat < worst_fall
+
+
+def test_time_left_is_that_of_the_runs_that_are_left(tmp_path: Path, world: World) -> None:
+    """24 seconds a run of 12 updates, in trials and seeds alike."""
+    del world
+    bench, url = a_bench(tmp_path, search={"trials": 2, "held_out": 300, "prune": False})
+    left: list[float | None] = []
+
+    def note(progress: Progress, _: Phase, __: Claim, ___: Result) -> None:
+        left.append(progress.remaining_seconds())
+
+    assert work(bench, url, note)
+    assert left == pytest.approx([24.0 * (8 - done) for done in range(1, 9)])
+
+
+def test_the_lower_loss_decides_between_equal_accuracies(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {0.5: 0.3, 0.2: 0.1, 1.25: 0.2}
+
+    def same(recipe: Recipe, folder: Path, machine: Machine, **rest: Any) -> Result:  # noqa: ANN401
+        found = World.train(world, recipe, folder, machine, **rest)
+        return {**found, "top1": 0.7, "loss": losses[recipe.schedule.peak_lr]}
+
+    monkeypatch.setattr(bench_module, "train", same)
+    bench, url = a_bench(tmp_path, search={"trials": 3, "held_out": 300, "prune": False})
+    assert work(bench, url, ignore)
+    assert {one.schedule.peak_lr for one in world.of("fall", "seed")} == {0.2}
+    assert "peak_lr 0.2 (the lowest tried)" in table(bench, url)[1]
+
+
+def test_a_seed_is_the_run_that_train_makes(tmp_path: Path) -> None:
+    policies = {"fall": STUDY["policies"]["fall"]}
+    search = {"trials": 1, "held_out": 300}
+    bench, url = a_bench(tmp_path, policies=policies, seeds=1, search=search)
+    assert work(bench, url, ignore)
+    with open_storage(url) as storage:
+        trials, seeds = Progress(bench, storage).phases()
+        (trial,), (seed,) = (one.queue.results().values() for one in (trials, seeds))
+        reported = trials.queue.done()["search-001"].intermediate_values
+    text = Path(seed["folder"], "recipe.yaml")
+    assert load_recipe(text).data.held_out is None
+    summary = run(load_recipe(text), out=tmp_path / "alone", report=False)
+    assert summary.weights_sha256 == seed["weights_sha256"]
+    assert summary.top1 == seed["top1"]
+    assert seed["evaluations"][-1][:1] == [12]
+    assert [step for step, *_ in trial["evaluations"]] == [3, 6, 9, 12]
+    assert reported.keys() == {3, 6, 9}
+    correct = trial["top1"] * 300
+    assert correct == pytest.approx(round(correct))  # of the images held out, and not of 360
+
+
+def test_a_run_that_diverges_is_recorded_and_not_raised(tmp_path: Path) -> None:
+    bench, _ = a_bench(tmp_path)
+    sgd = bench.cells[0].recipe.model_dump(mode="json")
+    sgd["optimizer"] = {"kind": "sgd", "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
+    sgd["schedule"]["peak_lr"] = 1e30
+    recipe = Recipe.model_validate_json(json.dumps(sgd))
+    found = train(recipe, tmp_path / "run", Machine(), stops=(), hopeless=lambda *_: False)
+    assert (found["top1"], found["top5"], found["loss"]) == (0.1, 0.5, None)
+    assert "diverged" in found
+    assert (tmp_path / "run.log").exists()
