@@ -12,7 +12,7 @@ from largebatch.cli.arguments import (
     machine_of,
 )
 from largebatch.distributed.environment import worker_rank
-from largebatch.errors import BackendError, StudyError, printable
+from largebatch.errors import BackendError, DataError, StudyError, printable
 from largebatch.runs.interrupts import STOPS
 
 
@@ -47,6 +47,11 @@ def _bench(args: argparse.Namespace) -> int:
         )
     study = load_study(args.study)
     cells = cells_of(study, args.study.parent)
+    given = args.data or args.dataset
+    if given and all(cell.recipe.data.source != "folder" for cell in cells):
+        raise DataError(
+            f"{given} would not be read: no recipe of the study has data.source: folder"
+        )
     from largebatch.studies.bench import work, work_together
     from largebatch.studies.console import describe_budget, describe_study, print_run
     from largebatch.studies.database import open_storage

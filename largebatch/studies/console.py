@@ -14,6 +14,7 @@ from largebatch.runs.estimate import estimate
 from largebatch.studies.cells import Values
 from largebatch.studies.database import Claim, Json
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
+from largebatch.studies.study import SCALES
 from largebatch.studies.trial import Result
 
 CONFIDENCE = 0.95
@@ -48,23 +49,28 @@ def describe_values(values: Values) -> str:
 def describe_study(progress: Progress) -> str:
     """Return the table of a study that is done: one line for each recipe with each policy."""
     study = progress.bench.study
-    heads = ["recipe", "policy", "found", f"top-1 ({study.seeds} seeds)"]
-    heads += [f"updates to {target:.1%}" for target in study.targets]
-    rows = [heads]
+    scales = SCALES if study.robustness_seeds else ()
+    rows = [
+        [
+            *("recipe", "policy", "found", f"top-1 ({study.seeds} seeds)"),
+            *(f"updates to {target:.1%}" for target in study.targets),
+            *(f"rate x {scale:g}" for scale in scales),
+        ]
+    ]
     phases = progress.phases()
     for search, seeds in zip(phases[::2], phases[1::2], strict=True):
-        slots = seeds.queue.slots
-        done = [
-            one for name, one in seeds.queue.results().items() if slots[name].about["scale"] == 1
-        ]
-        top1 = [one["top1"] for one in done]
+        done = _results(seeds, scale=1.0)
         diverged = sum("diverged" in one for one in done)
         rows.append(
             [
                 *(search.cell.configuration, search.cell.policy),
                 describe_values(seeds.values or {}) + _edge(search, seeds.values or {}),
-                describe_mean(top1) + (f", {diverged} diverged" if diverged else ""),
+                describe_mean(_top1(done)) + (f", {diverged} diverged" if diverged else ""),
                 *(_updates_to(done, target) for target in study.targets),
+                *(
+                    f"{statistics.mean(_top1(_results(seeds, scale=scale))):.2%}"
+                    for scale in scales
+                ),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -72,6 +78,17 @@ def describe_study(progress: Progress) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _results(seeds: Phase, *, scale: float) -> list[Json]:
+    """Return the results of the seeds at a multiple of the rate."""
+    slots = seeds.queue.slots
+    results = seeds.queue.results()
+    return [one for name, one in results.items() if slots[name].about["scale"] == scale]
+
+
+def _top1(results: Sequence[Json]) -> list[float]:
+    return [one["top1"] for one in results]
 
 
 def describe_mean(values: Sequence[float]) -> str:

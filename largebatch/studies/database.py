@@ -213,7 +213,7 @@ class Queue:
             trial = self.study.ask()
             slot = trial.user_attrs.get(_SLOT)
             counts = self.trials().get(slot) if slot else None
-            if counts is not None and counts.number == trial.number:
+            if slot and counts is not None and counts.number == trial.number:
                 trial.set_user_attr(OWNER, owners.own(beat=0))
                 return Claim(slot, trial)
             self.tell(trial.number, state="FAIL")

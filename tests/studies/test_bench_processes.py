@@ -101,7 +101,8 @@ def test_a_dry_run_prints_the_runs_and_leaves_nothing(
         ({}, ("--storage", "nonsense"), "--storage nonsense: cannot be used"),
         ({"policies": {"a": {"dekay": 1}}}, (), "schedule.dekay: unknown key"),
         ({"name": "a b"}, (), "study.yaml: 1 problem"),
-        ({}, ("--data", "/no/such/folder", "--out", "/proc/no"), "--out /proc/no: cannot be made"),
+        ({}, ("--out", "/proc/no"), "--out /proc/no: cannot be made"),
+        ({}, ("--data", "/images"), "/images would not be read: no recipe of the study"),
     ],
 )
 def test_what_a_user_can_mend_is_one_message(
