@@ -129,24 +129,20 @@ def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Resu
             phase.queue.give_back(claim)
             raise
     result = {"values": dict(values), **result}
-    value = None if "pruned_after" in result else result[bench.study.search.metric]
-    phase.queue.finish(claim, result, value=value)
+    phase.queue.finish(claim, result, value=result[bench.study.search.metric])
     return result
 
 
 def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
     """Make one trial of a search.
 
-    TPE learns from trials that were stopped early too, and needs nothing but NumPy; Optuna's
-    Gaussian process passes those over.
+    One that is stopped early has the accuracy where it stopped, so that the search learns from it;
+    Optuna's state for such trials would hide it from the Gaussian process.
     """
     import optuna
 
     cell, trial, search = phase.cell, claim.trial, bench.study.search
-    # Seeded by the slot: no two processes draw the same, and one that goes on draws it again.
-    seed = (search.seed + int(claim.slot.rpartition("-")[2])) % 2**32
     first = len(FIRST_FACTORS)
-    phase.queue.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=first)
     phase.queue.study.pruner = optuna.pruners.MedianPruner(
         n_startup_trials=first, n_min_trials=first
     )

@@ -12,7 +12,7 @@ the same gap at once: of two trials of one slot the one of the lower number coun
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from largebatch.studies.owners import Owners
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage, RDBStorage
     from optuna.trial import FrozenTrial
 
@@ -156,16 +157,24 @@ class Queue:
     """The slots of one Optuna study."""
 
     def __init__(
-        self, storage: "BaseStorage", name: str, definition: Json, slots: Sequence[Slot]
+        self,
+        storage: "BaseStorage",
+        name: str,
+        definition: Json,
+        slots: Sequence[Slot],
+        *,
+        sampler: "Callable[[int], BaseSampler] | None" = None,
     ) -> None:
         """Open the queue of this name, or make it.
 
+        `sampler` makes what draws the values of a trial from the number of trials before it.
         Raises StudyError where it was made for something else than `definition`, or by a program
         with another format.
         """
         import optuna
 
         self.name, self.slots = name, {slot.name: slot for slot in slots}
+        self._sampler = sampler
         self._all_done: dict[str, FrozenTrial] | None = None
         self.study = optuna.create_study(
             storage=storage,
@@ -186,7 +195,7 @@ class Queue:
         return found
 
     def done(self) -> "dict[str, FrozenTrial]":
-        """Return the trials with a result, those that were stopped early among them."""
+        """Return the trials with a result."""
         if self._all_done is not None:
             return self._all_done
         found = {name: one for name, one in self.trials().items() if one.state.is_finished()}
@@ -210,6 +219,9 @@ class Queue:
         self._release(owners)
         self._enqueue_missing()
         while any(trial.state.name == "WAITING" for trial in self.trials().values()):
+            if self._sampler is not None:  # before it asks: then values are drawn together
+                before = [one.state.name != "WAITING" for one in self.study.get_trials()]
+                self.study.sampler = self._sampler(sum(before))
             trial = self.study.ask()
             slot = trial.user_attrs.get(_SLOT)
             counts = self.trials().get(slot) if slot else None
@@ -224,11 +236,10 @@ class Queue:
         self.tell(claim.trial.number, state="FAIL")
         self._enqueue_missing()
 
-    def finish(self, claim: Claim, result: Json, *, value: float | None) -> None:
-        """Record the result of a slot; one without a value was stopped early."""
+    def finish(self, claim: Claim, result: Json, *, value: float) -> None:
+        """Record the result of a slot, and the value that is maximized."""
         claim.trial.set_user_attr(_RESULT, result)
-        state = "PRUNED" if value is None else "COMPLETE"
-        self.tell(claim.trial.number, state=state, value=value)
+        self.tell(claim.trial.number, state="COMPLETE", value=value)
 
     def tell(self, number: int, *, state: str, value: float | None = None) -> bool:
         """End a trial; return False if another process has ended it."""
@@ -264,9 +275,10 @@ class Queue:
 
 def _require_same(study: "optuna.Study", definition: Json) -> None:
     """Note what a queue is made for; raise StudyError where it was made for something else."""
+    is_empty = not study.get_trials(deepcopy=False)  # read first: trials come after the definition
     there = study.user_attrs.get(_DEFINITION)
     here = json.loads(json.dumps(definition))
-    if there is None and not study.get_trials(deepcopy=False):
+    if there is None and is_empty:
         study.set_user_attr(_DEFINITION, here)
         return
     if there is None or there.get("format") != FORMAT:

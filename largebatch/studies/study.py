@@ -41,7 +41,7 @@ class Search(Section):
 
     trials: Annotated[int, Field(ge=1, le=1000)]
     """Runs for each recipe with each policy. The first ones have the recipe's own rate and a few
-    factors of it, the others what Optuna draws from the results so far (TPE, NeurIPS 2011)."""
+    factors of it, the others what Optuna draws by a Gaussian process from the results so far."""
 
     held_out: Samples
     """How many training images judge; the same ones in every trial."""

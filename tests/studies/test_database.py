@@ -126,7 +126,7 @@ def test_a_run_beats_and_stops_where_the_process_that_started_it_is_gone(
 ) -> None:
     monkeypatch.setattr(owners_module, "BEAT_SECONDS", 0.01)
     stopped: list[int] = []
-    monkeypatch.setattr(owners_module.os, "kill", lambda _, number: stopped.append(number))
+    monkeypatch.setattr(os, "kill", lambda _, number: stopped.append(number))
     with a_queue(f"sqlite:///{tmp_path}/study.db", 1) as queue:
         claim = queue.claim(Owners())
         assert claim is not None
