@@ -12,6 +12,7 @@ from largebatch.errors import CheckpointError, DivergedError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
+from largebatch.runs.interrupts import noting_requests
 from largebatch.runs.run import run
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import Evaluation, Summary
@@ -60,28 +61,47 @@ def train(
     Interrupted where it was asked to stop.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    options = machine.options(recipe)
-
-    def go_on(until: int | None) -> Summary:
-        summary = run(recipe, out=folder, resume="auto", max_steps=until, report=False, **options)
-        if summary.status == "interrupted":
-            raise Interrupted
-        return summary
-
     output = folder.with_name(f"{folder.name}.log")
-    with output.open("a", encoding="utf-8") as log, redirect_stdout(log):
+    with (
+        noting_requests() as was_asked_to_stop,
+        output.open("a", encoding="utf-8") as log,
+        redirect_stdout(log),
+    ):
+
+        def go_on(until: int | None) -> Summary:
+            options = machine.options(recipe)
+            summary = run(
+                recipe, out=folder, resume="auto", max_steps=until, report=False, **options
+            )
+            if summary.status == "interrupted" or was_asked_to_stop():
+                raise Interrupted
+            return summary
+
         try:
-            for stop in stops:
-                if stop not in _evaluations(folder):
-                    go_on(stop)
-                found = _evaluations(folder).get(stop)
-                if found is not None and hopeless(stop, found):
-                    reached = {"top1": found.top1, "top5": found.top5, "loss": found.loss}
-                    return {**_circumstances(recipe, folder), **reached, "pruned_after": stop}
-            summary = go_on(None)
+            reached = _in_parts(folder, go_on, stops=stops, hopeless=hopeless)
         except DivergedError as error:
-            return {**_circumstances(recipe, folder), **_chance(recipe), "diverged": str(error)}
-    return {**_circumstances(recipe, folder), **_reached(summary)}
+            if was_asked_to_stop():
+                raise Interrupted from None
+            reached = {**_chance(recipe), "diverged": str(error)}
+    return {**_circumstances(recipe, folder), **reached}
+
+
+def _in_parts(
+    folder: Path,
+    go_on: Callable[[int | None], Summary],
+    *,
+    stops: Sequence[int],
+    hopeless: Hopeless,
+) -> Result:
+    """Train from stop to stop, and to the end unless a run is hopeless; return what it reached."""
+    for stop in stops:
+        if stop not in _evaluations(folder):
+            go_on(stop)
+        found = _evaluations(folder).get(stop)
+        if found is not None and hopeless(stop, found):
+            top = {"top1": found.top1, "top5": found.top5, "loss": found.loss}
+            return {**top, "pruned_after": stop}
+    return _reached(go_on(None))
 
 
 def _evaluations(folder: Path) -> dict[int, Evaluation]:

@@ -5,17 +5,22 @@ Most runs here are made up, by accuracies that depend on the rate; a few are rea
 
 import json
 import math
+import os
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from short_studies import write_study
 
+from largebatch.errors import DivergedError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.run import run
 from largebatch.studies import bench as bench_module
 from largebatch.studies.bench import work
@@ -255,3 +260,28 @@ def test_a_run_that_diverges_is_recorded_and_not_raised(tmp_path: Path) -> None:
     assert (found["top1"], found["top5"], found["loss"]) == (0.1, 0.5, None)
     assert "diverged" in found
     assert (tmp_path / "run.log").exists()
+
+
+@pytest.mark.parametrize("ending", ["paused", "finished", "diverges"])
+def test_a_request_to_stop_that_comes_as_a_run_ends_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """It comes after the run has last looked, so that its summary tells nothing of it."""
+
+    def end(*_: object, **__: object) -> SimpleNamespace:
+        with stop_requests(heard=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if ending == "diverges":
+            raise DivergedError("the loss is infinite")
+        return SimpleNamespace(status=ending)
+
+    monkeypatch.setattr("largebatch.studies.trial.run", end)
+    bench, _ = a_bench(tmp_path)
+    with pytest.raises(Interrupted):
+        train(
+            bench.cells[0].recipe,
+            tmp_path / "run",
+            Machine(),
+            stops=[3] if ending == "paused" else [],
+            hopeless=lambda *_: False,
+        )
