@@ -140,8 +140,8 @@ class Progress:
 def _sampler(study: Study) -> "Callable[[int], BaseSampler]":
     """Return what makes the sampler of a trial: a Gaussian process over the trials so far.
 
-    Of made-up bells over the logarithm of the rate, its best of 5 trials lay 0.17 points below the
-    summit, TPE's 1.9. The seed differs from trial to trial, so that no two processes draw the same.
+    With so few trials it comes closer to the summit of a noisy bell over the logarithm of the rate
+    than TPE does. The seed differs from trial to trial, so that no two processes draw the same.
     """
     from optuna.samplers import GPSampler
 

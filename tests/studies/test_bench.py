@@ -138,6 +138,9 @@ def test_a_study_that_is_stopped_goes_on_and_makes_no_run_twice(
     assert len({(policy, slot) for policy, slot, _ in world.made}) == bench.num_runs
     assert work(bench, url, ignore)
     assert len(world.made) == bench.num_runs
+    more, _ = a_bench(tmp_path, policies=ONE, seeds=3)
+    assert work(more, url, ignore)
+    assert len(world.made) == bench.num_runs + 1
 
 
 def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, world: World) -> None:
