@@ -65,6 +65,10 @@ class RecipeError(LargebatchError):
     """A recipe, or an override of one, says something it may not say."""
 
 
+class StudyError(LargebatchError):
+    """A study cannot be carried out, or the database of studies holds another one."""
+
+
 class PlanError(LargebatchError):
     """A recipe cannot be divided over this many workers and this device batch."""
 

@@ -129,6 +129,11 @@ def require_schedulefree() -> ModuleType:
     return _import("schedulefree", "schedulefree", "optimizer.kind: schedule-free")
 
 
+def require_optuna() -> ModuleType:
+    """Import optuna."""
+    return _import("optuna", "optuna", "a study", install="pip install 'largebatch[studies]'")
+
+
 def require_horovod() -> ModuleType:
     """Import horovod.torch."""
     return _import("horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD)

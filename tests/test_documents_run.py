@@ -34,7 +34,7 @@ def commands(page: Path) -> list[str]:
 def is_quick(command: str) -> bool:
     (words,) = arguments(command)
     planned = "--cluster" in words and not any(word.endswith(".yaml") for word in words)
-    return words[0] in QUICK or words[:2] == ["lr", "show"] or planned
+    return words[0] in QUICK or words[:2] == ["lr", "show"] or "--dry-run" in words or planned
 
 
 def run(command: str, printed: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +60,7 @@ def test_the_quick_commands_of_a_page_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "docs").symlink_to(DOCS)
     monkeypatch.chdir(tmp_path)
     for command in filter(is_quick, commands(page)):
         run(command, capsys)
@@ -76,6 +77,7 @@ def test_every_command_of_a_page_runs(
     capsys: pytest.CaptureFixture[str],
     draws: None,
 ) -> None:
+    (tmp_path / "docs").symlink_to(DOCS)
     monkeypatch.chdir(tmp_path)
     for command in commands(page):
         run(command, capsys)

@@ -31,6 +31,7 @@ from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.polish import polish
 from largebatch.recipe.loading import dump_recipe
 from largebatch.runs.launch import _cause
+from largebatch.studies.database import Queue, open_storage
 from largebatch.tracking.log import JsonLines
 
 ENTRIES = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
@@ -246,6 +247,17 @@ def horovod_for_another_torch() -> None:
         open_horovod()
 
 
+def a_database_that_is_none() -> None:
+    with open_storage("sqlite:///notes.pth"):
+        pass
+
+
+def two_studies_of_a_name() -> None:
+    with open_storage("sqlite:///study.db") as storage:
+        for held_out in (200, 300):
+            Queue(storage, "digits/lenet5/cosine/search", {"held_out": held_out}, [])
+
+
 def a_worker_that_hangs() -> None:
     raise PeerLostError(describe("all_reduce float32 [25557032]", [2], 300))
 
@@ -259,6 +271,8 @@ CALLS: list[Callable[[], None]] = [
     a_worker_that_died,
     a_worker_that_was_killed,
     a_worker_that_hangs,
+    a_database_that_is_none,
+    two_studies_of_a_name,
     horovod_for_another_torch,
 ]
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from largebatch.cli import bench
 from largebatch.cli.arguments import (
     INTERRUPTED,
     add_command,
@@ -59,6 +60,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ranged.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(ranged)
     ranged.add_argument("--out", type=Path, metavar="DIR", help="folder (runs/<name>-<time>)")
+
+    bench.add_commands(command)
 
 
 def _rate(text: str) -> float:

@@ -75,7 +75,8 @@ def _plan(args: argparse.Namespace) -> int:
         f"micro-batches x {plan.device_batch}",
         **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
-        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples",
+        "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
+        + (", held out of the training images" if recipe.data.held_out else ""),
         "images": describe_decoding(recipe),
         **_image_sizes(recipe, plan),
         "an epoch": _epoch(plan),

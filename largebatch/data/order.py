@@ -31,6 +31,7 @@ class Stream(enum.IntEnum):
     PATTERN = 4
     HELD_OUT = 5
     REPLICA = 6
+    VALIDATION = 7
 
 
 def random_words(
@@ -71,14 +72,16 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
     return np.concatenate(parts, dtype=np.int64)
 
 
-def divide(num_samples: int, *, held_out: int, seed: int) -> tuple[IntArray, IntArray]:
+def divide(
+    num_samples: int, *, held_out: int, seed: int, stream: Stream = Stream.HELD_OUT
+) -> tuple[IntArray, IntArray]:
     """Return the samples to train on and those held out, both in rising order.
 
-    A function of the seed and the two numbers alone, drawn from a stream of its own.
+    A function of the seed, the stream and the two numbers alone.
     """
     if not 0 < held_out < num_samples:
         raise ValueError(f"held_out must be from 1 to {num_samples - 1}, got {held_out}")
-    order = _draw(seed, Stream.HELD_OUT, part=0, num_samples=num_samples)
+    order = _draw(seed, stream, part=0, num_samples=num_samples)
     return np.sort(order[held_out:]).astype(np.int64), np.sort(order[:held_out]).astype(np.int64)
 
 

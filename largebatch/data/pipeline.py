@@ -20,7 +20,7 @@ from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torch
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
-from largebatch.data.order import divide
+from largebatch.data.order import Stream, divide
 from largebatch.data.types import Batch, Batches, IntArray, Request, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
@@ -48,8 +48,17 @@ class Pipeline:
     decode_to: Callable[[int], Decode]
     """Returns what decodes to another size."""
 
+    evaluated_samples: IntArray
+    """The rows of val_index that an evaluation measures."""
+
     held_out_samples: IntArray
-    """Training images that no stage is trained or measured on."""
+    """Training images that no stage is trained or measured on, and that decide on stages."""
+
+    @property
+    def indexes(self) -> dict[str, Index]:
+        """The images that are read, by split; one where training images validate."""
+        val = {} if self.val_index is self.train_index else {"val": self.val_index}
+        return {"train": self.train_index, **val}
 
     @property
     def splits(self) -> dict[str, dict[str, object]]:
@@ -59,8 +68,7 @@ class Pipeline:
     @property
     def remarks(self) -> list[str]:
         """What is to be known about the images when a run begins: which files are not read."""
-        indexes = {"train": self.train_index, "val": self.val_index}
-        described = [describe(index.ignored, where=split) for split, index in indexes.items()]
+        described = [describe(index.ignored, where=split) for split, index in self.indexes.items()]
         return [
             f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
         ]
@@ -93,7 +101,7 @@ class Pipeline:
 
     def validation(self) -> Batches:
         """Return this worker's share of the validation images, which may be none."""
-        samples = np.arange(len(self.val_index))
+        samples = self.evaluated_samples
         requests = self._clean(self.val_index, samples, size=self.plan.device_batch)
         return self.decode(self.val_index, requests)
 
@@ -135,7 +143,7 @@ class Pipeline:
     @property
     def validation_samples(self) -> IntArray:
         """The rows of the index that `validation` shows this worker, in its order."""
-        samples = np.arange(len(self.val_index))
+        samples = self.evaluated_samples
         parts = self._dealt(samples, size=self.plan.device_batch)
         return np.concatenate([*parts, samples[:0]])
 
@@ -212,7 +220,8 @@ def open_pipeline(
 def _pipeline(
     recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode_view: DecodeView
 ) -> Pipeline:
-    train, held_out = _hold_out(indexes[0], recipe)
+    trained, evaluated, held_out = _divide(recipe, *map(len, indexes))
+    train = replace(indexes[0], trained=trained)
     view = _view(recipe.data)
 
     def decode_to(image_size: int) -> Decode:
@@ -224,9 +233,10 @@ def _pipeline(
         plan=plan,
         rank=rank,
         train_index=train,
-        val_index=indexes[1],
+        val_index=indexes[1] if recipe.data.held_out is None else train,
         decode=decode_to(recipe.data.image_size),
         decode_to=decode_to,
+        evaluated_samples=evaluated,
         held_out_samples=held_out,
     )
 
@@ -266,13 +276,25 @@ def _open_own(
     return train, val, decode
 
 
-def _hold_out(train: Index, recipe: Recipe) -> tuple[Index, IntArray]:
-    """Return the index of what is trained on, and the samples that are not."""
+def _divide(
+    recipe: Recipe, num_train: int, num_val: int
+) -> tuple[IntArray | None, IntArray, IntArray]:
+    """Return the samples that are trained on, None for all, those that validate, those that decide.
+
+    Those that validate are of the training images where the recipe holds some out for that.
+    """
+    trained, evaluated, decides = None, np.arange(num_val), np.empty(0, dtype=np.int64)
+    section = recipe.data.held_out
+    if section is not None:
+        trained, evaluated = divide(
+            num_train, held_out=section.samples, seed=section.seed, stream=Stream.VALIDATION
+        )
     number = recipe.polish.held_out if recipe.polish else None
-    if number is None:
-        return train, np.empty(0, dtype=np.int64)
-    trained, held_out = divide(len(train), held_out=number, seed=recipe.seed)
-    return replace(train, trained=trained), held_out
+    if number is not None:
+        rows = np.arange(num_train) if trained is None else trained
+        kept, chosen = divide(len(rows), held_out=number, seed=recipe.seed)
+        trained, decides = rows[kept], rows[chosen]
+    return trained, evaluated, decides
 
 
 def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -40,6 +40,7 @@ _MOVED = {
 }
 """Keys that recipes had, and what stands in their place."""
 
+Kind = TypeVar("Kind", bound=Section)
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,24 +123,28 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     if path.name == str(path) and not path.suffix and not os.path.isfile(path):  # noqa: PTH113 -- of any name
         return parse_recipe(read_installed(path.name), overrides, source=path.name)
+    return parse_recipe(read_text(path, what="recipe"), overrides, source=str(path))
+
+
+def read_text(path: Path, *, what: str) -> str:
+    """Return the text of a recipe or study; raise RecipeError where there is none or a long one."""
     try:
-        text = _read(path).decode("utf-8")
+        return _read(path, what=what).decode("utf-8")
     except UnicodeDecodeError:
-        raise RecipeError(f"{path}: a recipe is UTF-8 text, this file is not") from None
+        raise RecipeError(f"{path}: a {what} is UTF-8 text, this file is not") from None
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{path}: cannot read the recipe: {reason}") from None
-    return parse_recipe(text, overrides, source=str(path))
+        raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, *, what: str) -> bytes:
     """Return the bytes of a file; refuse pipes and devices, which may never end, and long ones."""
     with open(path, "rb", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise RecipeError(f"{path}: a recipe is a file, this is a pipe or a device")
+            raise RecipeError(f"{path}: a {what} is a file, this is a pipe or a device")
         content = file.read(MAX_LENGTH + 1)
     if len(content) > MAX_LENGTH:
-        raise RecipeError(f"{path}: too long for a recipe, which has at most {MAX_LENGTH:,} bytes")
+        raise RecipeError(f"{path}: too long for a {what}, which has at most {MAX_LENGTH:,} bytes")
     return content
 
 
@@ -158,10 +163,15 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
         )
     for override in overrides:
         _override(tree, override)
+    return validate_tree(Recipe, tree, source=source)
+
+
+def validate_tree(kind: type[Kind], tree: dict[str, Any], *, source: str) -> Kind:
+    """Return the section that a tree describes; raise RecipeError naming every mistake at once."""
     try:
-        return Recipe.model_validate_json(_as_json(tree, source=source))
+        return kind.model_validate_json(_as_json(tree, source=source))
     except ValidationError as error:
-        raise RecipeError(explain_problems(error, Recipe, source=source)) from None
+        raise RecipeError(explain_problems(error, kind, source=source)) from None
 
 
 def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
@@ -349,7 +359,7 @@ def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[
     Pydantic's locations also name the member of a union; the author never writes that.
     """
     path: list[str] = []
-    sections = [root]
+    sections: list[type[Section]] = [root]
     fields = root.model_fields
     for part in location:
         chosen = [section for section in sections if part in kinds_of(section)]

@@ -157,8 +157,9 @@ def _training_rules(recipe: Recipe) -> Iterator[_Checked]:
         absent = recipe.polish is None or getattr(recipe.polish, key) is None
         stage = "all updates are on augmented images, and the model is the one they leave"
         yield f"polish.{key}", absent, stage
-    all_trained = recipe.train_samples == recipe.data.train_samples
-    yield "polish.held_out", all_trained, "all training images are trained on"
+    whole = "all training images are trained on"
+    yield "data.held_out", recipe.data.held_out is None, whole
+    yield "polish.held_out", recipe.train_samples == recipe.data.train_split, whole
     uncached = "the clock starts before any image is read, and a cache is filled earlier"
     yield "execution.cache", recipe.execution.cache is None, uncached
     evaluation = recipe.evaluation

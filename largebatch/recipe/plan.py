@@ -200,7 +200,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         sync_workers=max(1, (batch.bn_span or 1) // device_batch),
         parts=recipe.reduction.parts or 1,
         train_samples=recipe.train_samples,
-        val_samples=recipe.data.val_samples,
+        val_samples=recipe.data.val_split,
         steps=steps,
         warmup_steps=steps_for(pieces, steps_in(warmup) * batch.global_batch) if warmup else 0,
         clean_steps=clean_steps,

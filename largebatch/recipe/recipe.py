@@ -219,7 +219,16 @@ class Recipe(Section):
     def train_samples(self) -> int:
         """Training images that are trained on: all but those held out."""
         held_out = self.polish.held_out if self.polish else None
-        return self.data.train_samples - (held_out or 0)
+        return self.data.train_split - (held_out or 0)
+
+    @model_validator(mode="after")
+    def _some_images_are_trained_on(self) -> Self:
+        if self.data.train_split < 1:
+            raise ValueError(
+                f"data.held_out.samples ({self.data.val_split}) must be fewer than "
+                f"data.train_samples ({self.data.train_samples})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _plateaus_can_be_seen(self) -> Self:
@@ -235,8 +244,8 @@ class Recipe(Section):
             return self
         if self.train_samples < 1:
             raise ValueError(
-                f"polish.held_out ({self.polish.held_out}) must be fewer than data.train_samples "
-                f"({self.data.train_samples})"
+                f"polish.held_out ({self.polish.held_out}) must be fewer than data.train_samples"
+                f"{' less data.held_out' if self.data.held_out else ''} ({self.data.train_split})"
             )
         if self.batch.bn_span is None:
             raise ValueError("polish is for models with BatchNorm: give batch.bn_span too")
@@ -248,7 +257,8 @@ class Recipe(Section):
             )
         statistics = self.polish.statistics
         if statistics is not None and statistics.samples > self.train_samples:
-            left = " less polish.held_out" if self.polish.held_out else ""
+            left = " less data.held_out" if self.data.held_out else ""
+            left += " less polish.held_out" if self.polish.held_out else ""
             raise ValueError(
                 f"polish.statistics.samples ({statistics.samples}) must not exceed "
                 f"data.train_samples{left} ({self.train_samples})"

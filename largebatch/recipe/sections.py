@@ -78,6 +78,17 @@ class Resolution(Section):
     """Side of the square the model sees, in pixels."""
 
 
+class HeldOut(Section):
+    """Training images that validate instead of the validation images."""
+
+    samples: Samples
+    """How many; they are drawn at random, and all others are trained on."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Fixes which ones. It is not the recipe's, so that runs with other seeds are measured on the
+    same images."""
+
+
 class Data(Section):
     """The images, and how they are shown to the model."""
 
@@ -93,6 +104,11 @@ class Data(Section):
 
     val_samples: Samples
     """Number of validation images; the folder must have exactly these."""
+
+    held_out: HeldOut | None = None
+    """To choose settings without the validation images: these training images validate, no stage is
+    trained or measured on them, and the validation images are not looked at. An epoch is the
+    remaining ones. null: none."""
 
     image_size: Side
     """Side of the square the model sees, in pixels."""
@@ -125,6 +141,16 @@ class Data(Section):
 
     interpolation: Interpolation = "bilinear"
     """How a part is resized to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
+
+    @property
+    def train_split(self) -> int:
+        """Training images less those that are held out to validate."""
+        return self.train_samples - (self.held_out.samples if self.held_out else 0)
+
+    @property
+    def val_split(self) -> int:
+        """Images that an evaluation measures."""
+        return self.held_out.samples if self.held_out else self.val_samples
 
     @model_validator(mode="after")
     def _only_the_last_size_is_open(self) -> Self:

@@ -133,7 +133,8 @@ def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
 def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
     """Return the first CHECKS validation images of each of these classes, or what there are."""
     index = pipeline.val_index
-    chosen = [np.flatnonzero(index.labels == label)[:CHECKS] for label in labels]
+    samples = pipeline.evaluated_samples
+    chosen = [samples[index.labels[samples] == label][:CHECKS] for label in labels]
     requests = (pipeline.clean_request(index, sample[None]) for row in chosen for sample in row)
     return _in_rows(_images(pipeline.decode(index, requests)), list(map(len, chosen)))
 

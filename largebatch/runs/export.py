@@ -114,7 +114,7 @@ Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 {load}
 ```
 
-On {recipe.data.val_samples:,} validation images, after each stage that has ended:
+On {recipe.data.val_split:,} validation images, after each stage that has ended:
 
 | stage | top-1 | top-5 | loss | kept |
 |---|---|---|---|---|

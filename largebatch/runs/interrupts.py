@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from largebatch.distributed.environment import LAUNCHER
@@ -91,6 +91,35 @@ def stop_requests(
     with answering(add, *STOPS):
         deadline = _Deadline(limit, begun=begun)
         yield lambda: deadline.is_near() or requests.any
+
+
+@contextmanager
+def noting_requests() -> Iterator[Callable[[], bool]]:
+    """Yield whether there was a request to stop meanwhile, whichever handler answered it.
+
+    A run answers those that come before its last update; what makes several runs must know of the
+    others too. Signals reach only a program's main thread; in others there is none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    noted = bytearray()
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def came() -> bool:
+        with suppress(BlockingIOError):
+            noted.extend(os.read(read, 4096))
+        return any(number in STOPS for number in noted)
+
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
 
 
 class _Deadline:

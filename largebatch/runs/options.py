@@ -43,6 +43,9 @@ class Options:
     allow: tuple[str, ...] = ()
     """What may differ from the run that is resumed: keys of the recipe, and `data.index`."""
 
+    report: bool = True
+    """Draw the report at the end; `largebatch report` draws it later."""
+
     timeout: float = TIMEOUT_SECONDS
     """How many seconds a worker waits for another one that does nothing."""
 
@@ -50,6 +53,8 @@ class Options:
     def shared(self) -> Facts:
         """What every worker must be given alike; only worker 0 uses the run folder."""
         own = {
-            name: value for name, value in asdict(self).items() if name not in {"out", "backend"}
+            name: value
+            for name, value in asdict(self).items()
+            if name not in {"out", "backend", "report"}
         }
         return {f"--{name.replace('_', '-')}": value for name, value in own.items()}

@@ -80,6 +80,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     allow: Sequence[str] = (),
     restarts: int = 0,
     min_workers: int | None = None,
+    report: bool = True,
 ) -> Summary:
     """Train, polish and evaluate as the recipe says; return what summary.json holds.
 
@@ -105,6 +106,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         max_steps=max_steps,
         time_limit=time_limit,
         allow=tuple(allow),
+        report=report,
     )
     rank = worker_rank()
     if restarts and (workers == 1 or rank is not None):
@@ -198,7 +200,8 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
             return run_stages(trainer, until=until)
 
         ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
-        return record(trainer, folder, train, resume=bool(options.resume), ids=ids)
+        resume, draws = bool(options.resume), options.report
+        return record(trainer, folder, train, resume=resume, ids=ids, draws=draws)
 
 
 def record(
@@ -208,8 +211,9 @@ def record(
     *,
     resume: bool = False,
     ids: Mapping[str, str | None] = MappingProxyType({}),
+    draws: bool = True,
 ) -> Summary:
-    """Do the work in a run folder; whatever comes of it, leave a summary and a report.
+    """Do the work in a run folder; whatever comes of it, leave a summary and, to draw, a report.
 
     `ids` are those that the trackers gave the run before it was stopped.
     `work` returns whether the run is complete. Only worker 0 touches the folder.
@@ -230,11 +234,12 @@ def record(
                 _save_what_is_sound(trainer, error)
             with suppress(CheckpointError):
                 diverged = str(error) if isinstance(error, DivergedError) else None
-                _finish(trainer, folder, status, diverged=diverged)
+                _finish(trainer, folder, status, draws=draws, diverged=diverged)
             raise
         if complete:
-            return _finish(trainer, folder, "finished")
-        return _finish(trainer, folder, "interrupted" if trainer.step_log.stopped else "paused")
+            return _finish(trainer, folder, "finished", draws=draws)
+        status = "interrupted" if trainer.step_log.stopped else "paused"
+        return _finish(trainer, folder, status, draws=draws)
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
@@ -247,7 +252,7 @@ def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
 
 
 def _finish(
-    trainer: Trainer, folder: Path, status: Status, *, diverged: str | None = None
+    trainer: Trainer, folder: Path, status: Status, *, draws: bool, diverged: str | None = None
 ) -> Summary:
     summary = replace(summarize(trainer, status), diverged=diverged)
     if trainer.backend.rank == 0:
@@ -255,7 +260,7 @@ def _finish(
             raise CheckpointError(f"{folder}: was removed while the run wrote to it")
         try:
             summary.write(folder / SUMMARY)
-            if not trainer.step_log.stopped:  # then time is short, and it can be drawn later
+            if draws and not trainer.step_log.stopped:  # then time is short; it is drawn later
                 with trainer.backend.busy():
                     _draw(trainer, folder)
         except OSError as error:

@@ -107,7 +107,6 @@ class Trainer:
 
     def begin(self) -> None:
         """Emit the start of the run, or of what is computed again."""
-        indexes = self.pipeline.train_index, self.pipeline.val_index
         self.emit(
             Start(
                 time=now(),
@@ -116,7 +115,7 @@ class Trainer:
                 plan=self.plan,
                 layers=self.step_log.layers,
                 weights_sha256=self.state.weights_sha256,
-                unusable_images=sum(len(index.bad) for index in indexes),
+                unusable_images=sum(len(index.bad) for index in self.pipeline.indexes.values()),
             )
         )
 

@@ -386,6 +386,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         "explain",
         "suggest",
         "sweep",
+        "lr",
         "data",
         "report",
     ):

@@ -1,4 +1,4 @@
-"""Training images that are held out: chosen by the seed, asked for to judge and never to train.
+"""Training images that are held out, to decide on stages or to validate, and are never trained on.
 
 The choice is written out here: the numbers of the samples sorted by Philox words of a stream of its
 own, of which the first are held out.
@@ -21,18 +21,18 @@ from largebatch.data.pipeline import Pipeline, open_pipeline
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.contact_sheet import show
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))
-HELD_OUT = 5
+HELD_OUT, VALIDATION = 5, 7
 
 
-def by_hand(seed: int, num_samples: int, held_out: int) -> set[int]:
-    generator = np.random.Philox(key=[seed, HELD_OUT], counter=[0, 0, 0, 0])
+def by_hand(seed: int, num_samples: int, held_out: int, stream: int = HELD_OUT) -> set[int]:
+    generator = np.random.Philox(key=[seed, stream], counter=[0, 0, 0, 0])
     words = [int(generator.random_raw()) for _ in range(num_samples)]
     return set(sorted(range(num_samples), key=words.__getitem__)[:held_out])
 
@@ -75,6 +75,9 @@ class Asked:
 
     def held_out(self) -> list[int]:
         return self._gather(lambda pipeline: pipeline.held_out())
+
+    def validation(self) -> list[int]:
+        return self._gather(lambda pipeline: pipeline.validation())
 
     def _gather(self, batches: "functools.partial[Batches] | object") -> list[int]:
         parts: list[list[Request]] = []
@@ -172,3 +175,52 @@ def test_the_contact_sheet_shows_images_that_are_trained_on() -> None:
 def test_a_guard_that_cannot_judge_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe(DIGITS, words)
+
+
+def a_split_recipe(num_samples: int, *, seed: int = 3, polish: str = "null") -> Recipe:
+    words = [f"data.held_out={{samples: 7, seed: {seed}}}", f"polish={polish}"]
+    base = a_recipe(num_samples, 1).model_dump_json()
+    return parse_recipe(base, words)
+
+
+@pytest.mark.parametrize(("workers", "device_batch"), [(1, 4), (3, 2)])
+def test_images_that_validate_are_the_same_on_all_workers_and_never_trained_on(
+    workers: int, device_batch: int
+) -> None:
+    expected = by_hand(3, 40, 7, stream=VALIDATION)
+    polish = "{statistics: {samples: 26}, keep: better, held_out: 7}"
+    for recipe in (a_split_recipe(40), a_split_recipe(40, polish=polish)):
+        asked = Asked(recipe, workers=workers, device_batch=device_batch)
+        assert sorted(asked.validation()) == sorted(expected)
+        trained = asked.training(range(9), clean=False)
+        decide = asked.held_out()
+        assert len(set(decide)) == (7 if recipe.polish else 0)
+        assert set(trained) == set(range(40)) - expected - set(decide)
+        assert not expected & set(decide)
+    assert set(asked.statistics(26)) == set(trained)
+
+
+def test_the_images_that_validate_are_fixed_by_their_own_seed() -> None:
+    first = Asked(a_split_recipe(40))
+    other_run = Asked(a_split_recipe(40).model_copy(update={"seed": 99}))
+    assert first.validation() == other_run.validation()
+    assert first.validation() != Asked(a_split_recipe(40, seed=4)).validation()
+
+
+def test_an_evaluation_shows_the_training_images_held_out_with_their_labels() -> None:
+    pipeline = worker(a_split_recipe(40), 0, workers=1, device_batch=4)
+    rows = np.array(sorted(by_hand(3, 40, 7, stream=VALIDATION)))
+    request = pipeline.clean_request(pipeline.train_index, rows)
+    (wanted,) = pipeline.decode(pipeline.train_index, iter([request]))
+    shown = list(pipeline.validation())
+    torch.testing.assert_close(torch.cat([batch.images for batch in shown]), wanted.images)
+    labels = torch.cat([batch.labels for batch in shown])
+    assert labels.tolist() == pipeline.train_index.labels[rows].tolist()
+    assert make_plan(pipeline.recipe, workers=1).val_samples == 7
+
+
+def test_more_images_cannot_validate_than_there_are() -> None:
+    with pytest.raises(RecipeError, match=r"held_out.samples \(1437\) must be fewer than data.t"):
+        load_recipe(DIGITS, ["data.held_out={samples: 1437}"])
+    with pytest.raises(RecipeError, match=r"must not exceed data.train_samples less data.held_out"):
+        load_recipe(DIGITS, ["data.held_out={samples: 1}"])

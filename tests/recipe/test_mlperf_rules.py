@@ -118,6 +118,7 @@ def test_nvidias_and_googles_entries_break_none_and_fujitsus_breaks_these() -> N
         ("data.crop_area=null", "data.crop_area"),
         ("data.val_samples=49999", "data.val_samples"),
         ("data.source=synthetic", "data.source"),
+        ("data.held_out={samples: 50000}", "data.held_out"),
         ("model.name=resnet50d", "model.name"),
         ("model.arguments={drop_rate: 0.1}", "model.arguments"),
         ("model.weights=others.pth", "model.weights"),

@@ -1,0 +1,169 @@
+"""A study carried out: every policy's rate is searched, then every seed is run at the rate found.
+
+Any number of processes, on one machine or many, do the same with the same storage: each takes the
+next run that is free until none is left. Nothing else is shared, so each may be killed at any
+moment and started again.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from largebatch.distributed.environment import available_cores
+from largebatch.recipe.plan import make_plan
+from largebatch.runs.interrupts import STOPS, Requests, answering
+from largebatch.studies.cells import Values, rungs
+from largebatch.studies.database import Claim, open_storage
+from largebatch.studies.owners import Owners, beating
+from largebatch.studies.phases import FIRST_FACTORS, Bench, Phase, Progress, rounded
+from largebatch.studies.trial import Interrupted, Result, train
+
+JOB = TypeAdapter(tuple[Bench, str])
+"""What local processes are given, as JSON: the study and the URL of its storage."""
+
+Report = Callable[[Progress, Phase, Claim, Result], None]
+"""Called after every run."""
+
+_POLL_SECONDS = 1.0
+"""Between looks at the storage while all runs that are left are under way elsewhere."""
+
+
+def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -> bool:
+    """Do what is free until nothing is left; return False where this process was asked to stop."""
+    owners = owners or Owners()
+    with open_storage(url) as storage:
+        progress = Progress(bench, storage)
+        try:
+            with _stopping():
+                while not progress.is_done:
+                    taken = _take(progress, owners)
+                    if taken is None:
+                        time.sleep(_POLL_SECONDS)
+                    else:
+                        report(progress, *taken, _carry_out(bench, *taken, owners))
+        except (Interrupted, KeyboardInterrupt):
+            return False
+    return True
+
+
+def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
+    """Do the same in several processes of this machine, each with its share of cores and GPUs.
+
+    Returns their exit codes: 0 where nothing is left, 75 where one was asked to stop, the negative
+    number of a signal where one ended by it.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "largebatch.studies.worker",
+        JOB.dump_json((bench, url)).decode(),
+    ]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **share})  # noqa: S603 -- the words are ours
+        for share in _shares(processes)
+    ]
+
+    def pass_on(number: int, _: object) -> None:
+        for process in started:
+            process.send_signal(number)
+
+    with answering(pass_on, *STOPS):
+        return [process.wait() for process in started]
+
+
+def _shares(processes: int) -> list[dict[str, str]]:
+    """Return what differs in the environments of processes that share this machine."""
+    import torch
+
+    threads = str(max(1, available_cores() // processes))
+    shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}] * processes
+    own = ",".join(map(str, range(torch.cuda.device_count())))
+    devices = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", own).split(",")))
+    if not devices:
+        return shares
+    return [
+        {**share, "CUDA_VISIBLE_DEVICES": devices[place % len(devices)]}
+        for place, share in enumerate(shares)
+    ]
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a request to stop, wherever no run answers it itself."""
+    requests = Requests()
+
+    def stop(*_: object) -> None:
+        first = not requests.any
+        requests.add()
+        if first or requests.again:
+            raise KeyboardInterrupt
+
+    with answering(stop, *STOPS):
+        yield
+
+
+def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
+    """Return a run that is free: searches first, and of the cell with the fewest results."""
+    phases = progress.phases()
+    for phase in sorted(phases, key=lambda one: (not one.is_search, len(one.queue.done()))):
+        claim = phase.queue.claim(owners)
+        if claim is not None:
+            return phase, claim
+    return None
+
+
+def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Result:
+    """Train what was claimed and record its result; a run without one is given back."""
+    folder = bench.out / phase.cell.configuration / phase.cell.policy / claim.slot
+    make = _search if phase.is_search else _train_seed
+    with beating(claim.trial, owners):
+        try:
+            values, result = make(bench, phase, claim, folder)
+        except BaseException:
+            phase.queue.give_back(claim)
+            raise
+    result = {"values": dict(values), **result}
+    phase.queue.finish(claim, result, value=result[bench.study.search.metric])
+    return result
+
+
+def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
+    """Make one trial of a search.
+
+    One that is stopped early has the accuracy where it stopped, so that the search learns from it;
+    Optuna's state for such trials would hide it from the Gaussian process.
+    """
+    import optuna
+
+    cell, trial, search = phase.cell, claim.trial, bench.study.search
+    first = len(FIRST_FACTORS)
+    phase.queue.study.pruner = optuna.pruners.MedianPruner(
+        n_startup_trials=first, n_min_trials=first
+    )
+    values = {
+        key: rounded(trial.suggest_float(key, low, high, log=True))
+        for key, (low, high) in cell.ranges.items()
+    }
+    recipe = cell.trial_recipe(values)
+    stops = rungs(make_plan(recipe, workers=1)) if search.prune else []
+
+    def hopeless(step: int, found: object) -> bool:
+        trial.report(getattr(found, search.metric), step)
+        return trial.should_prune()
+
+    return values, train(recipe, folder, bench.machine, stops=stops, hopeless=hopeless)
+
+
+def _train_seed(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
+    """Make the run of one seed at the values found, or at a multiple of the rate."""
+    assert phase.values is not None
+    about = phase.queue.slots[claim.slot].about
+    recipe = phase.cell.seed_recipe(phase.values, seed=int(about["seed"]), scale=about["scale"])
+    result = train(recipe, folder, bench.machine, stops=(), hopeless=lambda *_: False)
+    return phase.values, result

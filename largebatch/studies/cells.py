@@ -1,0 +1,210 @@
+"""A cell of a study: one recipe with one policy, and the recipes of its runs.
+
+A policy is a shape. All rates of its schedule are multiples of one base rate, which is searched for
+each shape (arXiv:2603.10301); at one rate for all, a bench would rank base rates.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.loading import load_recipe, validate_tree
+from largebatch.recipe.plan import Plan, make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.schedule import (
+    CosineCyclesExp,
+    Exponential,
+    Inverse,
+    Restarts,
+    Sigmoid,
+    SineExp,
+    TriangleExp,
+)
+from largebatch.recipe.sections import Duration, Section
+from largebatch.schedules.build import build_schedule
+from largebatch.studies.study import RATE, Configuration, Search, Study
+
+Values = Mapping[str, float]
+"""Keys of a recipe and what a trial has there."""
+
+RUNGS = 4
+"""A trial that may be stopped early is evaluated after so many equal parts."""
+
+_RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
+_BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
+"""Schedules whose gamma multiplies the rate at every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One recipe with one policy."""
+
+    configuration: str
+    policy: str
+    recipe: Recipe
+    """As the study file has it; the searched keys are the centre of the search."""
+
+    search: Search
+
+    @property
+    def name(self) -> str:
+        """Its name within the study."""
+        return f"{self.configuration}/{self.policy}"
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The lowest and highest value of every key that is searched."""
+        return {
+            key: (low * self.own(key), high * self.own(key))
+            for key, (low, high) in self.search.keys.items()
+        }
+
+    def own(self, key: str) -> float:
+        """Return the recipe's own value; raise RecipeError where there is no number above 0."""
+        value: Any = self.recipe.model_dump(mode="json")
+        for word in key.split("."):
+            value = value.get(word) if isinstance(value, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise RecipeError(
+                f"{self.name}: search.keys.{key}: the recipe has {json.dumps(value)} there, "
+                "expected a number above 0 to search around"
+            )
+        return float(value)
+
+    def trial_recipe(self, values: Values) -> Recipe:
+        """Return the recipe of a trial, which is judged on training images held out."""
+        search = self.search
+        tree = shortened(self.at(values), search.part).model_dump(mode="json")
+        tree["seed"] = search.seed
+        tree["data"]["held_out"] = {"samples": search.held_out}
+        left = self.recipe.train_samples - search.held_out
+        for section, key in ((tree["polish"], "statistics"), (tree, "optimizer")):
+            _bound_samples(section and section[key], left)
+        recipe = validate_tree(Recipe, tree, source=self.name)
+        if not search.prune or recipe.schedule.plateau is not None:  # it reads its own evaluations
+            return recipe
+        plan = make_plan(recipe, workers=1)
+        every = max(1, plan.steps // RUNGS) / plan.steps_per_epoch
+        tree["evaluation"] = {"every_epochs": every}
+        return validate_tree(Recipe, tree, source=self.name)
+
+    def seed_recipe(self, values: Values, *, seed: int, scale: float = 1.0) -> Recipe:
+        """Return the recipe of one seed on all training images, at a multiple of the rate."""
+        scaled = {**values, RATE: values.get(RATE, self.own(RATE)) * scale}
+        return self.at(scaled).model_copy(update={"seed": seed})
+
+    def at(self, values: Values) -> Recipe:
+        """Return the recipe with these values; all rates of the schedule move with the peak."""
+        tree = self.recipe.model_dump(mode="json")
+        for key, value in values.items():
+            if key == RATE:
+                tree["schedule"] = _scaled(tree["schedule"], value / self.own(RATE))
+                continue
+            *words, last = key.split(".")
+            section = tree
+            for word in words:
+                section = section[word]
+            section[last] = value
+        return validate_tree(Recipe, tree, source=self.name)
+
+    def check(self) -> None:
+        """Raise LargebatchError where a run of the cell could not be made."""
+        if self.recipe.data.held_out is not None:
+            raise RecipeError(
+                f"{self.name}: the recipe has data.held_out, and a study holds out images by "
+                "itself; leave it out of the recipe"
+            )
+        for end in (0, 1):
+            values = {key: bounds[end] for key, bounds in self.ranges.items()}
+            for recipe in (self.trial_recipe(values), self.seed_recipe(values, seed=1)):
+                make_plan(recipe, workers=1)
+                build_schedule(recipe)
+
+
+def cells_of(study: Study, folder: Path) -> list[Cell]:
+    """Return the cells of a study whose file lies in `folder`, each checked.
+
+    Raises LargebatchError naming the recipe and the policy that do not fit each other.
+    """
+    cells = []
+    for name, configuration in study.recipes.items():
+        for policy, parts in study.policies.items():
+            try:
+                recipe = _load(configuration, parts, folder)
+                cell = Cell(configuration=name, policy=policy, recipe=recipe, search=study.search)
+                cell.check()
+            except LargebatchError as error:
+                raise RecipeError(f"recipe {name} with policy {policy}: {error}") from None
+            cells.append(cell)
+    return cells
+
+
+def _load(configuration: Configuration, parts: Mapping[str, Any], folder: Path) -> Recipe:
+    file = folder / configuration.recipe
+    changes = {**configuration.set, **{f"schedule.{key}": part for key, part in parts.items()}}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return load_recipe(file if file.is_file() else configuration.recipe, overrides)
+
+
+def rungs(plan: Plan) -> list[int]:
+    """Return after how many updates a trial is compared: the evaluations next to equal parts.
+
+    None lies within the warm-up, where a policy that rises for longer looks worse than it is.
+    """
+    near = {
+        min(plan.evaluate_after, key=lambda step: abs(step - plan.steps * part / RUNGS), default=0)
+        for part in range(1, RUNGS)
+    }
+    return [step for step in sorted(near) if plan.warmup_steps < step < plan.train_steps]
+
+
+def shortened(recipe: Recipe, part: float) -> Recipe:
+    """Return the recipe with all its lengths times `part`, and its decays by the step steeper."""
+    if part == 1:
+        return recipe
+    tree = _shortened(recipe, part).model_dump(mode="json")
+    every = tree["evaluation"]["every_epochs"]
+    if every is not None:
+        tree["evaluation"]["every_epochs"] = every * part
+        tree["evaluation"]["offset_epochs"] *= part
+    return validate_tree(Recipe, tree, source=recipe.name)
+
+
+def _shortened(value: Any, part: float) -> Any:  # noqa: ANN401 -- any field of a recipe
+    if isinstance(value, tuple):
+        return tuple(_shortened(each, part) for each in value)
+    if not isinstance(value, Section):
+        return value
+    changes = {key: _shortened(getattr(value, key), part) for key in type(value).model_fields}
+    if isinstance(value, Duration):
+        if value.epochs is not None:
+            changes["epochs"] = value.epochs * part
+        elif value.steps is not None:
+            changes["steps"] = max(1, round(value.steps * part))
+    if isinstance(value, _BY_FACTOR):
+        changes["gamma"] = value.gamma ** (1 / part)
+    elif isinstance(value, Inverse | Sigmoid):
+        changes["gamma"] = value.gamma / part
+    return value.model_copy(update=changes)
+
+
+def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
+    """Return a schedule with all its rates times a factor, without the last bits of a product."""
+    if isinstance(tree, list):
+        return [_scaled(each, factor) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: float(f"{value * factor:.12g}") if key in _RATES else _scaled(value, factor)
+        for key, value in tree.items()
+    }
+
+
+def _bound_samples(section: dict[str, Any] | None, most: int) -> None:
+    """Measure no more images than are trained on."""
+    for key in ("samples", "statistics_samples"):
+        if section and section.get(key):
+            section[key] = min(section[key], most)

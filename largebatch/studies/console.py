@@ -1,0 +1,151 @@
+"""What a study prints: a line after every run, and a table at the end."""
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+from scipy.stats import t
+
+from largebatch.errors import printable
+from largebatch.recipe.plan import make_plan
+from largebatch.runs.estimate import estimate
+from largebatch.studies.cells import Values
+from largebatch.studies.database import Claim, Json
+from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
+from largebatch.studies.study import SCALES
+from largebatch.studies.trial import Result
+
+CONFIDENCE = 0.95
+
+
+def print_run(progress: Progress, phase: Phase, claim: Claim, result: Result) -> None:
+    """Print what a run has reached, how many are done, and the time left."""
+    ended = f"top-1 {result['top1']:.2%}"
+    if "diverged" in result:
+        ended = "diverged"
+    elif "pruned_after" in result:
+        ended += f", stopped after {result['pruned_after']:,} updates"
+    left = progress.remaining_seconds()
+    rest = "" if left is None else f"; {timedelta(seconds=round(left))} left"
+    line = (
+        f"{progress.num_done}/{progress.bench.num_runs}  {phase.cell.name} {claim.slot}, "
+        f"{describe_values(result['values'])}: {ended}{rest}"
+    )
+    sys.stdout.write(f"{printable(line)}\n")
+    sys.stdout.flush()
+
+
+def describe_values(values: Values) -> str:
+    """Return keys with their values, each key by its last word.
+
+    >>> describe_values({"schedule.peak_lr": 0.5, "optimizer.weight_decay": 1e-4})
+    'peak_lr 0.5, weight_decay 0.0001'
+    """
+    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in values.items())
+
+
+def describe_study(progress: Progress) -> str:
+    """Return the table of a study that is done: one line for each recipe with each policy."""
+    study = progress.bench.study
+    scales = SCALES if study.robustness_seeds else ()
+    rows = [
+        [
+            *("recipe", "policy", "found", f"top-1 ({study.seeds} seeds)"),
+            *(f"updates to {target:.1%}" for target in study.targets),
+            *(f"rate x {scale:g}" for scale in scales),
+        ]
+    ]
+    phases = progress.phases()
+    for search, seeds in zip(phases[::2], phases[1::2], strict=True):
+        done = _results(seeds, scale=1.0)
+        diverged = sum("diverged" in one for one in done)
+        rows.append(
+            [
+                *(search.cell.configuration, search.cell.policy),
+                describe_values(seeds.values or {}) + _edge(search, seeds.values or {}),
+                describe_mean(_top1(done)) + (f", {diverged} diverged" if diverged else ""),
+                *(_updates_to(done, target) for target in study.targets),
+                *(
+                    f"{statistics.mean(_top1(_results(seeds, scale=scale))):.2%}"
+                    for scale in scales
+                ),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _results(seeds: Phase, *, scale: float) -> list[Json]:
+    """Return the results of the seeds at a multiple of the rate."""
+    slots = seeds.queue.slots
+    results = seeds.queue.results()
+    return [one for name, one in results.items() if slots[name].about["scale"] == scale]
+
+
+def _top1(results: Sequence[Json]) -> list[float]:
+    return [one["top1"] for one in results]
+
+
+def describe_mean(values: Sequence[float]) -> str:
+    """Return the mean of accuracies with Student's interval, which takes two of them or more.
+
+    >>> describe_mean([0.90, 0.92])
+    '91.00 % +- 12.71'
+    """
+    mean = f"{100 * statistics.mean(values):.2f} %"
+    if len(values) < 2:
+        return mean
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    return f"{mean} +- {100 * reach * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
+
+
+def _edge(search: Phase, values: Values) -> str:
+    """Return a remark where a value that was found has no trial below it, or none above."""
+    for key, value in values.items():
+        tried = [one["values"][key] for one in search.queue.results().values()]
+        if len(set(tried)) > 1 and value in {min(tried), max(tried)}:
+            return f" (the {'lowest' if value == min(tried) else 'highest'} tried)"
+    return ""
+
+
+def _updates_to(done: Sequence[Json], target: float) -> str:
+    """Return the mean updates to an accuracy, and how many seeds reached it."""
+    firsts = [
+        next((step for step, _, top1, *_ in one["evaluations"] if top1 >= target), None)
+        for one in done
+    ]
+    reached = [step for step in firsts if step is not None]
+    if not reached:
+        return f"none of {len(done)}"
+    return f"{statistics.mean(reached):,.0f} ({len(reached)} of {len(done)})"
+
+
+def describe_budget(bench: Bench, *, processes: int) -> str:
+    """Return how many runs a study has, their updates, and about how long they take here.
+
+    The estimate is of forward, backward and update alone, from a few samples that are trained on
+    now; trials that are stopped early take less.
+    """
+    lines, total = [], 0.0
+    number, seeds = bench.study.search.trials, len(seed_slots(bench.study))
+    for cell in bench.cells:
+        trials = number * trial_updates(cell)
+        plan = make_plan(cell.recipe, workers=1)
+        lines.append(
+            f"{cell.name}: {number} trials of {trial_updates(cell):,} updates around "
+            f"{describe_values({key: cell.own(key) for key in cell.ranges})}, then {seeds} runs of "
+            f"{plan.updates:,} updates"
+        )
+        each = estimate(cell.recipe, plan).run_seconds / plan.updates
+        total += each * (trials + seeds * plan.updates)
+    time = timedelta(seconds=round(total / processes))
+    lines.append(
+        f"{bench.num_runs} runs; about {time} of forward, backward and update in {processes} "
+        f"process{'es' if processes > 1 else ''} on this machine"
+    )
+    return "\n".join(lines)

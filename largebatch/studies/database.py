@@ -1,0 +1,308 @@
+"""The policy database: an Optuna storage that many processes and machines fill at once.
+
+For every cell it holds two Optuna studies, the search (trials judged on images held out) and the
+seeds (runs at the rate found). Both are queues of a fixed number of slots, each of which is done
+once: a slot is a waiting trial of Optuna's; `ask` gives it to one process; and where that process
+ends without a result the trial is failed and the slot enqueued again, to go on in its run folder.
+
+Nothing but Optuna's own records is used, so that the count stays exact however many processes see
+the same gap at once: of two trials of one slot the one of the lower number counts, and a trial that
+`ask` makes because another process took the last waiting one has no slot and is given back.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from largebatch.errors import LONGEST_NAME, StudyError, clip
+from largebatch.optional import require_optuna
+from largebatch.studies.owners import Owners
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage, RDBStorage
+    from optuna.trial import FrozenTrial
+
+FORMAT = 1
+"""Of the attributes of studies and trials. A reader of another one refuses them."""
+
+JOURNAL = ".journal"
+"""The ending of a storage that is Optuna's journal file, which a network file system may hold."""
+
+_DEFINITION, _SLOT, _RESULT, OWNER = "definition", "slot", "result", "owner"
+_BUSY_SECONDS = 120
+"""How long a process waits for others that write to the same SQLite file."""
+
+Json = Mapping[str, Any]
+
+
+@contextmanager
+def open_storage(url: str) -> "Iterator[BaseStorage]":
+    """Yield the storage at an SQL URL, or in a file whose name ends with .journal.
+
+    Raises StudyError where there is none of this version, and where it fails later.
+    """
+    require_optuna()
+    import optuna
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield _connect(url)
+    except (SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
+        cause = error.__cause__ or error
+        reason = clip(" ".join(str(getattr(cause, "orig", cause)).split()), 2 * LONGEST_NAME)
+        raise StudyError(
+            f"--storage {_shown(url)}: cannot be used: {reason}; a file that is damaged or no "
+            "database is not changed: give another --storage, or put a copy in its place"
+        ) from None
+
+
+def _connect(url: str) -> "BaseStorage":
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from sqlalchemy.engine import make_url
+
+    try:
+        if url.endswith(JOURNAL):
+            return JournalStorage(JournalFileBackend(url))
+        is_sqlite = make_url(url).get_backend_name() == "sqlite"
+        storage = _open_tables(url, {"timeout": _BUSY_SECONDS} if is_sqlite else {})
+    except ModuleNotFoundError as error:
+        raise StudyError(f"--storage {_shown(url)}: needs the package {error.name}") from None
+    except OSError as error:
+        raise StudyError(f"--storage {_shown(url)}: {error.strerror}") from None
+    except RuntimeError as error:  # Optuna's, of a schema that another version of it made
+        reason = " ".join(str(error).split())
+        raise StudyError(f"--storage {_shown(url)}: is of another version: {reason}") from None
+    if is_sqlite:
+        _write_one_at_a_time(storage)
+    return storage
+
+
+def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":
+    """Connect; where another process makes the same tables at this moment, do it again."""
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import DBAPIError, IntegrityError
+
+    for left in reversed(range(5)):
+        try:
+            return RDBStorage(url, engine_kwargs={"connect_args": arguments})
+        except DBAPIError as error:
+            made_elsewhere = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not left or not made_elsewhere:
+                raise
+            time.sleep(0.2)
+    raise AssertionError
+
+
+def _write_one_at_a_time(storage: "RDBStorage") -> None:
+    """Let every transaction lock an SQLite file from its start.
+
+    SQLite knows no SELECT ... FOR UPDATE, by which Optuna gives a waiting trial to one process:
+    two that read before either writes would both be given it.
+    """
+    from sqlalchemy import event
+
+    @event.listens_for(storage.engine, "connect")
+    def _(connection: Any, _: object) -> None:  # noqa: ANN401 -- sqlite3's
+        connection.isolation_level = None  # sqlite3 itself begins none
+
+    @event.listens_for(storage.engine, "begin")
+    def _(connection: Any) -> None:  # noqa: ANN401 -- SQLAlchemy's
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    storage.engine.dispose()  # connections that were made before
+
+
+def _shown(url: str) -> str:
+    """Return a URL without its password."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return url if url.endswith(JOURNAL) else make_url(url).render_as_string()
+    except ArgumentError:
+        return clip(url, LONGEST_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One run that a queue is to have."""
+
+    name: str
+    """Unique in the queue; names the run folder."""
+
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    """What its trial has for keys that are searched; what is missing is drawn."""
+
+    about: Mapping[str, float] = field(default_factory=dict)
+    """What else is known of the run: its seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A slot that this process alone works on."""
+
+    slot: str
+    trial: "optuna.Trial"
+
+
+class Queue:
+    """The slots of one Optuna study."""
+
+    def __init__(
+        self,
+        storage: "BaseStorage",
+        name: str,
+        definition: Json,
+        slots: Sequence[Slot],
+        *,
+        sampler: "Callable[[int], BaseSampler] | None" = None,
+    ) -> None:
+        """Open the queue of this name, or make it.
+
+        `sampler` makes what draws the values of a trial from the number of trials before it.
+        Raises StudyError where it was made for something else than `definition`, or by a program
+        with another format.
+        """
+        import optuna
+
+        self.name, self.slots = name, {slot.name: slot for slot in slots}
+        self._sampler = sampler
+        self._all_done: dict[str, FrozenTrial] | None = None
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=name,
+            direction="maximize",
+            load_if_exists=True,
+            pruner=optuna.pruners.NopPruner(),
+        )
+        _require_same(self.study, {"format": FORMAT, **definition})
+
+    def trials(self) -> "dict[str, FrozenTrial]":
+        """Return the trial that counts of every slot that has one."""
+        found: dict[str, FrozenTrial] = {}
+        for trial in self.study.get_trials(deepcopy=False):
+            slot = trial.user_attrs.get(_SLOT)
+            if slot in self.slots and trial.state.name != "FAIL":
+                found.setdefault(slot, trial)
+        return found
+
+    def done(self) -> "dict[str, FrozenTrial]":
+        """Return the trials with a result."""
+        if self._all_done is not None:
+            return self._all_done
+        found = {name: one for name, one in self.trials().items() if one.state.is_finished()}
+        if len(found) == len(self.slots):
+            self._all_done = found
+        return found
+
+    def results(self) -> dict[str, Json]:
+        """Return the results of the slots that have one."""
+        return {name: trial.user_attrs[_RESULT] for name, trial in self.done().items()}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every slot has its result."""
+        return len(self.done()) == len(self.slots)
+
+    def claim(self, owners: Owners) -> Claim | None:
+        """Return a slot for this process to work on; None if none is free."""
+        if self.is_done:
+            return None
+        self._release(owners)
+        self._enqueue_missing()
+        while any(trial.state.name == "WAITING" for trial in self.trials().values()):
+            if self._sampler is not None:  # before it asks: then values are drawn together
+                before = [one.state.name != "WAITING" for one in self.study.get_trials()]
+                self.study.sampler = self._sampler(sum(before))
+            trial = self.study.ask()
+            slot = trial.user_attrs.get(_SLOT)
+            counts = self.trials().get(slot) if slot else None
+            if slot and counts is not None and counts.number == trial.number:
+                trial.set_user_attr(OWNER, owners.own(beat=0))
+                return Claim(slot, trial)
+            self.tell(trial.number, state="FAIL")
+        return None
+
+    def give_back(self, claim: Claim) -> None:
+        """Let another process, or this one later, go on with a slot."""
+        self.tell(claim.trial.number, state="FAIL")
+        self._enqueue_missing()
+
+    def finish(self, claim: Claim, result: Json, *, value: float) -> None:
+        """Record the result of a slot, and the value that is maximized."""
+        claim.trial.set_user_attr(_RESULT, result)
+        self.tell(claim.trial.number, state="COMPLETE", value=value)
+
+    def tell(self, number: int, *, state: str, value: float | None = None) -> bool:
+        """End a trial; return False if another process has ended it."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        if self.study.get_trials(deepcopy=False)[number].state.is_finished():
+            return False
+        with suppress(UpdateFinishedTrialError):
+            self.study.tell(number, value, TrialState[state])
+            return True
+        return False
+
+    def _release(self, owners: Owners) -> None:
+        """Fail the trials of processes that are gone."""
+        for trial in self.study.get_trials(deepcopy=False):
+            is_running = trial.state.name == "RUNNING"
+            if is_running and owners.is_gone((self.name, trial.number), trial.user_attrs):
+                self.tell(trial.number, state="FAIL")
+
+    def _enqueue_missing(self) -> None:
+        """Enqueue every slot that has no trial, one that failed with what it had."""
+        present = self.trials()
+        missing = [slot for name, slot in self.slots.items() if name not in present]
+        if not missing:
+            return
+        before = self.study.get_trials(deepcopy=False)
+        had = {one.user_attrs.get(_SLOT): one.params for one in before if one.params}
+        for slot in missing:
+            fixed = {**slot.fixed, **had.get(slot.name, {})}
+            self.study.enqueue_trial(fixed, user_attrs={_SLOT: slot.name, **slot.about})
+
+
+def _require_same(study: "optuna.Study", definition: Json) -> None:
+    """Note what a queue is made for; raise StudyError where it was made for something else."""
+    is_empty = not study.get_trials(deepcopy=False)  # read first: trials come after the definition
+    there = study.user_attrs.get(_DEFINITION)
+    here = json.loads(json.dumps(definition))
+    if there is None and is_empty:
+        study.set_user_attr(_DEFINITION, here)
+        return
+    if there is None or there.get("format") != FORMAT:
+        found = "no format" if there is None else f"format {there.get('format')}"
+        raise StudyError(
+            f"{study.study_name}: the database holds a study of this name with {found}, expected "
+            f"{FORMAT}: another program or version wrote it; give another --storage"
+        )
+    if there != here:
+        where, old, new = next(_differences(there, here))
+        raise StudyError(
+            f"{study.study_name}: the database holds another study of this name: {where} is "
+            f"{clip(json.dumps(old), LONGEST_NAME)} there and {clip(json.dumps(new), LONGEST_NAME)}"
+            " here; give this one another name, or another --storage"
+        )
+
+
+def _differences(
+    there: Any,  # noqa: ANN401 -- any JSON
+    here: Any,  # noqa: ANN401 -- any JSON
+    where: str = "",
+) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            yield from _differences(there.get(key), here.get(key), f"{where}.{key}".lstrip("."))
+    elif there != here:
+        yield where, there, here

@@ -1,0 +1,132 @@
+"""The study file: configurations x policies x seeds, and how each policy's rate is searched."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.errors import RecipeError
+from largebatch.recipe.loading import parse_yaml, read_text, validate_tree
+from largebatch.recipe.sections import Fraction, Samples, Section
+
+RATE = "schedule.peak_lr"
+"""The key that stands for all rates of a schedule: they grow and shrink with it."""
+
+SCALES = (0.1, 0.5, 5.0, 10.0)
+"""What the found rate is multiplied by to see how much it matters (arXiv:1908.06477); 1 is among
+the seeds."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
+"""Names folders."""
+
+Factor = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class Configuration(Section):
+    """A recipe, with changes of its own."""
+
+    recipe: str
+    """A file, relative to the study's, or the name of an installed recipe."""
+
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Changes by dotted key, as --set makes them: {duration.epochs: 5}."""
+
+
+class Search(Section):
+    """How the base rate of every policy is found, each with the same budget.
+
+    Every trial is judged on training images that it is not trained on; the validation images decide
+    nothing.
+    """
+
+    trials: Annotated[int, Field(ge=1, le=1000)]
+    """Runs for each recipe with each policy. The first ones have the recipe's own rate and a few
+    factors of it, the others what Optuna draws by a Gaussian process from the results so far."""
+
+    held_out: Samples
+    """How many training images judge; the same ones in every trial."""
+
+    keys: Annotated[dict[str, tuple[Factor, Factor]], Field(min_length=1)] = Field(
+        default_factory=lambda: {RATE: (1 / 16, 16.0)}
+    )
+    """What is searched, each between two factors of the recipe's own value, on a logarithmic scale.
+    All rates of a schedule (low_lr, end_lr, start_lr, those of pieces) move with schedule.peak_lr,
+    so that a policy keeps its shape. Any other key with a number above 0, such as
+    optimizer.weight_decay, may stand beside it."""
+
+    part: Fraction = 1.0
+    """Length of a trial over that of the run. Every length of the schedule shrinks alike, and
+    decays by the step are as much steeper; a rate found in a short run need not be that of a long
+    one."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 100
+    """Of every trial, and of what Optuna draws; none of the seeds that are measured."""
+
+    prune: bool = True
+    """Stop a trial that lies below the median of the trials before it, after as many updates of the
+    same recipe with the same policy. Looked at after a quarter, a half and three quarters of the
+    run, never within the warm-up, and never compared with another policy."""
+
+    metric: Literal["top1", "top5"] = "top1"
+    """What is maximized, on the images held out."""
+
+    @model_validator(mode="after")
+    def _ranges_are_ordered(self) -> Self:
+        for key, (low, high) in self.keys.items():
+            if low >= high:
+                raise ValueError(f"keys.{key}: the first factor must be below the second one")
+        return self
+
+
+class Study(Section):
+    """Recipes x policies x seeds: every policy at the rate that suits it."""
+
+    name: Name
+    recipes: Annotated[dict[Name, Configuration], Field(min_length=1)]
+    """Short names, and what is trained."""
+
+    policies: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
+    """Names, and the parts of the recipe's `schedule` that each one changes:
+    {warmup: null, decay: {kind: cosine}}."""
+
+    search: Search
+    seeds: Annotated[int, Field(ge=1, le=1000)] = 5
+    """Runs with seeds 1, 2, 3 ... of every recipe with every policy at the rate found, on all
+    training images, measured on the validation images."""
+
+    robustness_seeds: Annotated[int, Field(ge=0, le=1000)] = 0
+    """So many of the seeds are run besides at 0.1, 0.5, 5 and 10 times the rate found."""
+
+    targets: tuple[Fraction, ...] = ()
+    """Accuracies whose cost in updates is shown."""
+
+    @model_validator(mode="after")
+    def _the_search_has_a_seed_of_its_own(self) -> Self:
+        if 1 <= self.search.seed <= self.seeds:
+            raise ValueError(
+                f"search.seed ({self.search.seed}) is one of the seeds 1 to {self.seeds} that are "
+                "measured: the search would choose what suits it; give another"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _robustness_is_of_seeds(self) -> Self:
+        if self.robustness_seeds > self.seeds:
+            raise ValueError(
+                f"robustness_seeds ({self.robustness_seeds}) must not exceed seeds ({self.seeds})"
+            )
+        return self
+
+
+def load_study(path: Path) -> Study:
+    """Read and validate a study file.
+
+    Raises RecipeError naming every mistake at once, each by its dotted path.
+    """
+    tree = parse_yaml(read_text(path, what="study"), source=str(path))
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"{path}: a study is a mapping of sections, found {type(tree).__name__}; it begins "
+            "with name, recipes, policies and search"
+        )
+    return validate_tree(Study, tree, source=str(path))

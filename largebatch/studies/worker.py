@@ -1,0 +1,21 @@
+"""One local process of a study: `python -m largebatch.studies.worker JOB`.
+
+JOB is the study and its storage as JSON; the results are in the storage and the run folders.
+"""
+
+import os
+import sys
+
+from largebatch.errors import LargebatchError, printable
+from largebatch.studies.bench import JOB, work
+from largebatch.studies.console import print_run
+from largebatch.studies.owners import Owners
+
+if __name__ == "__main__":
+    bench, url = JOB.validate_json(sys.argv[1])
+    try:
+        done = work(bench, url, print_run, Owners(parent=os.getppid()))
+    except LargebatchError as error:
+        sys.stderr.write(f"largebatch: {printable(str(error))}\n")
+        sys.exit(2)
+    sys.exit(0 if done else os.EX_TEMPFAIL)
