@@ -99,7 +99,7 @@ def has_diverged(run: Run) -> bool:
     A stage of polishing that diverges alone is rolled back and does not count.
     """
     if run.summary is None or run.summary.status != "finished":
-        return run.summary is not None and run.summary.diverged is not None
+        return run.diverged
     return run.result is not None and not math.isfinite(run.result.loss)
 
 
