@@ -27,7 +27,7 @@ from largebatch.report.mistakes import Change, compare
 from largebatch.report.numbers import duration, percent
 from largebatch.report.run import Run, read_run
 
-_TARGETS = (*range(1, 90), *range(90, 99), 75.9, 99, 99.5, 99.7, 99.9)
+_TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
 
 _NAMED = 4
@@ -79,8 +79,8 @@ class Compared:
 
     def seconds_to(self, target: float) -> float:
         """Return the time to the first evaluation with this top-1 in percent; NaN without one."""
-        reached = self.evaluated.seconds[self.evaluated.values["top1"] >= target - 1e-9]
-        return float(reached[0]) if reached.size else math.nan
+        place = self.evaluated.first_at(target)
+        return math.nan if place is None else float(self.evaluated.seconds[place])
 
     def data(self, *, named: bool) -> tuple[str, ...]:
         """Return what tells its validation data from that of others; `named`: by its classes."""
@@ -147,7 +147,7 @@ class Comparison:
         if not best:
             return ()
         reached = (best[0], best[len(best) // 2], best[-1])
-        below = [[target for target in _TARGETS if target <= one] for one in reached]
+        below = [[target for target in _TARGETS if target <= one + 1e-9] for one in reached]
         return tuple(sorted({max(found) for found in below if found}))
 
     @cached_property

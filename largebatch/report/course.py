@@ -36,6 +36,14 @@ class Course:
 
     stages: tuple[str, ...]
 
+    def first_at(self, target: float) -> int | None:
+        """Return the row of the first evaluation with this top-1 in percent; None without one.
+
+        What a part of 1 loses when it is multiplied by 100 does not miss a target.
+        """
+        reached = np.flatnonzero(self.values["top1"] >= target - 1e-9)
+        return int(reached[0]) if reached.size else None
+
     def at(self, places: npt.NDArray[np.intp]) -> "Course":
         """Return these rows."""
         return Course(

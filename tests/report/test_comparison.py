@@ -142,6 +142,13 @@ def test_the_fastest_to_the_highest_target_that_two_runs_reached_is_named(tmp_pa
     )
 
 
+def test_an_accuracy_that_is_exactly_a_target_reaches_it(tmp_path: Path) -> None:
+    assert 100 * 0.57 < 57  # in binary
+    comparison = compare_runs([ended_at(tmp_path / name, 0.3, 0.57) for name in ("a", "b")])
+    assert comparison.targets == (57,)
+    assert comparison.runs[0].seconds_to(57) == pytest.approx(200 * 0.12 + 2 * 0.2)
+
+
 def test_runs_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
     digits = [give_recipe(ended_at(tmp_path / name, 0.9)) for name in ("a", "b")]
     other = give_recipe(ended_at(tmp_path / "c", 0.99), "data.classes=11")
