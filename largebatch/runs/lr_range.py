@@ -19,7 +19,7 @@ from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.lr_range import WALL, Curve, RangeTest, momentum_of
+from largebatch.report.lr_range import Curve, RangeTest, momentum_of
 from largebatch.report.lr_range_chart import content, write_range
 from largebatch.report.run import Run, read_run
 from largebatch.runs.critical_batch import InterruptedStudyError
@@ -165,7 +165,7 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int) -> None
         )
     except DivergedError:
         return
-    except LargebatchError:  # of a local worker, which reports no more than the message
+    except LargebatchError:  # of local workers, of whose error only the message is left
         if not ((folder / LOG).exists() and _diverged(read_run(folder))):
             raise
         return
@@ -191,10 +191,8 @@ def _require_same(record: Run, recipe: Recipe) -> None:
 
 
 def _diverged(record: Run) -> bool:
-    """Tell whether a run failed with a loss that was no number, or far above what it began with."""
-    if record.summary is None or record.summary.status != "failed" or not record.steps:
-        return False
-    return not record.steps[-1].loss <= WALL * record.steps[0].loss
+    """Tell whether a run ended with a loss or a gradient that was no number."""
+    return record.summary is not None and record.summary.diverged is not None
 
 
 def _rates(recipe: Recipe) -> range:
