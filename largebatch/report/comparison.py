@@ -25,7 +25,7 @@ from largebatch.recipe.loading import parse_recipe, parse_yaml
 from largebatch.report.course import Course, evaluations_of, updates_of
 from largebatch.report.mistakes import Change, compare
 from largebatch.report.numbers import duration, percent
-from largebatch.report.run import Run, read_run
+from largebatch.report.run import Run, Stage, read_run
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
@@ -71,6 +71,14 @@ class Compared:
     def updates(self) -> Course:
         """Training loss and images per second."""
         return updates_of(self.run)
+
+    @property
+    def ended(self) -> tuple[Stage, ...]:
+        """Its stages that have ended; the last one may be under way, with accuracies of its own."""
+        stages = self.run.stages
+        if stages and stages[-1].result is None and stages[-1].mistakes is None:
+            return stages[:-1]
+        return stages
 
     @property
     def best(self) -> float:

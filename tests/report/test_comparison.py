@@ -175,6 +175,21 @@ def test_class_names_tell_data_sets_of_one_size_apart(tmp_path: Path) -> None:
     assert "360 validation images (A, B, C, ...) (b)" in first
 
 
+def test_a_stage_has_ended_where_its_end_was_recorded(tmp_path: Path) -> None:
+    paused = FakeRun(tmp_path / "paused", steps=600)
+    paused.train(0, 100)
+    paused.evaluate("train", 100, 0.4)
+    paused.write(status="paused")
+    killed = FakeRun(tmp_path / "killed", steps=600)
+    killed.train(0, 600)
+    killed.end("train", 600, 0.9, wrong=range(36))
+    killed.write()
+    (tmp_path / "killed" / "summary.json").unlink()
+    runs = compare_runs([tmp_path / "paused", tmp_path / "killed"]).runs
+    assert [[stage.name for stage in one.ended] for one in runs] == [[], ["train"]]
+    assert [one.best for one in runs] == [40, 90]
+
+
 def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     first = give_recipe(ended_at(tmp_path / "a", 0.9))
     second = give_recipe(ended_at(tmp_path / "b", 0.9), "optimizer.eta=0.020000001")
