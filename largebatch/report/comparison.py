@@ -24,7 +24,7 @@ from largebatch.errors import (
 from largebatch.recipe.loading import parse_recipe, parse_yaml
 from largebatch.report.course import Course, evaluations_of, updates_of
 from largebatch.report.mistakes import Change, compare
-from largebatch.report.numbers import duration, percent
+from largebatch.report.numbers import duration, percent, short_commit
 from largebatch.report.run import Run, Stage, read_run
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
@@ -293,7 +293,8 @@ def _machine(run: Run) -> Iterator[tuple[str, str]]:
     yield "device batch", f"{run.plan.device_batch:,}"
     if run.summary is not None:
         yield "backend", run.summary.backend
-        yield "commit", (run.summary.commit or "unknown")[:12]
+        if run.summary.commit is not None:
+            yield "commit", short_commit(run.summary.commit)
         yield from run.summary.versions.items()
 
 

@@ -203,6 +203,17 @@ def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     assert found == {"optimizer.eta": (eta, "0.020000001", None)}
 
 
+def test_a_commit_with_changes_is_not_the_commit(tmp_path: Path) -> None:
+    commit, names = "4f2a9c1d5e6b7a8091827364554637281900abcd", ("clean", "changed", "none")
+    for name, value in zip(names, (commit, f"{commit}+", None), strict=True):
+        run = FakeRun(tmp_path / name, clean_steps=0)
+        run.train(0, 600)
+        run.end("train", 600, 0.9)
+        run.write(commit=value)
+    found = compare_runs([tmp_path / name for name in names]).differences
+    assert found == {"(commit)": ("4f2a9c1d5e6b", "4f2a9c1d5e6b+", None)}
+
+
 def test_recipes_run_with_several_seeds_have_means_and_deviations(tmp_path: Path) -> None:
     tops = {"slow": [0.90, 0.93, 0.91], "fast": [0.95, 0.94]}
     folders = [
