@@ -56,6 +56,22 @@ def test_times_are_the_sums_of_the_log_by_hand(tmp_path: Path) -> None:
     assert compared.updates.seconds[0] == pytest.approx(0.12)
 
 
+def test_what_is_only_monitored_takes_no_time_to_an_accuracy(tmp_path: Path) -> None:
+    """The statistics took 3.2 s by the summary, 1.5 s of it on the loss of all training images."""
+    ends = []
+    for name, monitored in (("plain", 0.0), ("monitored", 1.5)):
+        run = FakeRun(tmp_path / name, clean_steps=0, steps=4)
+        run.train(0, 4)
+        run.end("train", 4, 0.5)
+        run.end("statistics", 0, 0.6)
+        if monitored:
+            gap = {"samples": 1437, "top1": 1.0, "loss": 0.1, "gap": 0.1, "seconds": monitored}
+            run.add("generalization_gap", stage="statistics", step=4, **gap)
+        (compared,) = compare_runs([run.write()]).runs
+        ends.append(compared.seconds_to(60))
+    assert ends == pytest.approx([4 * 0.12 + 0.2 + 3.2, 4 * 0.12 + 0.2 + 3.2 - 1.5])
+
+
 def test_what_a_resumed_run_did_again_is_counted_once(tmp_path: Path) -> None:
     (compared,) = compare_runs([fake_runs.resumed(tmp_path / "run")]).runs
     np.testing.assert_allclose(compared.evaluated.seconds, [300 * 0.12 + 0.2, 600 * 0.12 + 0.4])
