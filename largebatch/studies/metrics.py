@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
 from largebatch.tracking.events import Evaluation
 
@@ -115,37 +116,39 @@ class Cost:
     """Training samples of these updates, those that were skipped included."""
 
     seconds: float
-    """Of these updates and of all evaluations up to this one; NaN where they were not timed."""
+    """Of these updates, and of all evaluations and stages without updates up to this evaluation,
+    as in report.course; NaN where one of them was not timed."""
 
 
 def cost(run: Run, target: float) -> Cost | None:
     """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached.
 
-    Evaluations in stages that were rolled back are left out.
+    Evaluations in stages that were rolled back reach nothing, but took their time.
     """
-    before = 0
-    evaluations = _kept(run)
-    for place, found in enumerate(evaluations):
-        if found.top1 >= target:
-            updates = [step for step in run.steps if step.step < found.step]
-            measured = [one.seconds for one in evaluations[: place + 1]]
-            timed = len(updates) == found.step
-            seconds = math.fsum([*(step.step_seconds for step in updates), *measured])
-            return Cost(
-                updates=found.step,
-                updates_before=before,
-                images=run.plan.position(found.step),
-                seconds=seconds if timed else math.nan,
-            )
-        before = found.step
-    return None
+    course = evaluations_of(run)
+    place = course.first_at(100 * target)
+    if place is None:
+        return None
+    updates = int(course.step[place])
+    return Cost(
+        updates=updates,
+        updates_before=int(course.step[place - 1]) if place else 0,
+        images=int(course.images[place]),
+        seconds=float(course.seconds[place]) if _is_timed(run, updates) else math.nan,
+    )
+
+
+def _is_timed(run: Run, updates: int) -> bool:
+    """Return whether it is known how long each of the first updates and its evaluations took."""
+    steps = [step.step_seconds for step in run.steps if step.step < updates]
+    evaluations = [found.seconds for found in run.evaluations if found.step <= updates]
+    return len(steps) == updates and all(map(math.isfinite, [*steps, *evaluations]))
 
 
 def _kept(run: Run) -> list[Evaluation]:
-    """Return the evaluations of stages that were not rolled back, by updates."""
+    """Return the evaluations of stages that were not rolled back."""
     undone = {stage.name for stage in run.stages if not stage.kept}
-    kept = [found for found in run.evaluations if found.stage not in undone]
-    return sorted(kept, key=lambda found: found.step)
+    return [found for found in run.evaluations if found.stage not in undone]
 
 
 def _recipe(run: Run) -> Recipe:
@@ -247,7 +250,7 @@ class Costs:
     updates: Interval | None
     images: Interval | None
     seconds: Interval | None
-    """None where no run reached it."""
+    """Over those that were timed. None, as the others, where there is none."""
 
 
 def costs(found: Sequence[Cost | None]) -> Costs:
@@ -255,12 +258,13 @@ def costs(found: Sequence[Cost | None]) -> Costs:
     reached = [one for one in found if one is not None]
     if not reached:
         return Costs(reached=0, runs=len(found), updates=None, images=None, seconds=None)
+    timed = [one.seconds for one in reached if math.isfinite(one.seconds)]
     return Costs(
         reached=len(reached),
         runs=len(found),
         updates=interval(one.updates for one in reached),
         images=interval(one.images for one in reached),
-        seconds=interval(one.seconds for one in reached),
+        seconds=interval(timed) if timed else None,
     )
 
 
