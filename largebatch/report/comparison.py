@@ -326,9 +326,9 @@ def _best(group: Group) -> str:
         return f"{best.label} ends with top-1 of {top1} %; no other run was evaluated."
     second = others[0]
     alike = [one for one in others if not group.change(one).beyond_noise]
-    gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     if group.points_to_best(second) == 0:
-        gap = f"as high as {second.label}"
+        return f"{best.label} and {second.label} end with the same top-1, {top1} %."
+    gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1} %, {gap}"
     noise = f"the noise of the {samples:,} validation images"
     if not alike:

@@ -168,7 +168,7 @@ class _Study:
                 imports=self.options.imports,
                 backend=self.options.backend,
                 timeout=self.options.timeout,
-                resume="auto",
+                resume="auto" if found.exists() else False,
                 max_steps=steps,
             )
             if summary.status == "interrupted":

@@ -161,7 +161,7 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int) -> None
             imports=options.imports,
             backend=options.backend,
             timeout=options.timeout,
-            resume="auto",
+            resume="auto" if (folder / LOG).exists() else False,
         )
     except DivergedError:
         return
