@@ -80,8 +80,16 @@ class Recommendation:
     standings: tuple[Standing, ...]
     """The best first; those without a score last."""
 
-    too_little: tuple[str, ...] = ()
-    """Why this is not enough for a recommendation; empty where it is."""
+    gaps: tuple[str, ...] = ()
+    """What was not measured, and would have to be for a recommendation."""
+
+    doubts: tuple[str, ...] = ()
+    """What the measurements leave open: the order of policies, a rate at the edge."""
+
+    @property
+    def too_little(self) -> tuple[str, ...]:
+        """Why this is not enough for a recommendation; empty where it is."""
+        return self.gaps + self.doubts
 
     @property
     def first(self) -> Standing | None:
@@ -109,7 +117,7 @@ def recommend(
     compared = [first, *(_compared(one, first, by) for one in ranked[1:])]
     standings = tuple(replace(one, avoid=tuple(_reasons(one, first))) for one in compared)
     found = Recommendation(group=group, by=by, target=target, standings=standings)
-    return replace(found, too_little=tuple(_too_little(found, batch)))
+    return replace(found, gaps=tuple(_gaps(found)), doubts=tuple(_doubts(found, batch)))
 
 
 def _standing(cell: CellResults, by: Criterion, target: float | None) -> Standing:
@@ -222,18 +230,13 @@ def describe_ends(found: Interval, number: str) -> str:
     return f" ({number.format(found.low)} to {number.format(found.high)})"
 
 
-def _too_little(found: Recommendation, batch: int | None) -> Iterator[str]:
+def _gaps(found: Recommendation) -> Iterator[str]:
     """Yield what is missing for a recommendation."""
-    group, first = found.group, found.first
-    if batch is not None and batch != group.batch:
-        yield (
-            f"batch {batch:,} was not measured: this is of {group.batch:,}, and neither the order "
-            "of policies nor a rate need be the same there"
-        )
-    unfinished = [cell.policy for cell in group.cells if not cell.finished]
+    cells, first = found.group.cells, found.first
+    unfinished = [cell.policy for cell in cells if not cell.finished]
     if unfinished:
         yield f"not finished: {', '.join(unfinished)}"
-    if len(group.cells) == 1:
+    if len(cells) == 1:
         yield "one policy was measured: there is no other to compare with"
     if first is None:
         yield _nothing(found)
@@ -244,6 +247,18 @@ def _too_little(found: Recommendation, batch: int | None) -> Iterator[str]:
             f"{seeds} seed{'s' * (seeds > 1)}: the noise of seeds is hardly known; "
             f"{ENOUGH_SEEDS} or more tell policies apart"
         )
+
+
+def _doubts(found: Recommendation, batch: int | None) -> Iterator[str]:
+    """Yield what is open although it was measured."""
+    group, first = found.group, found.first
+    if batch is not None and batch != group.batch:
+        yield (
+            f"batch {batch:,} was not measured: this is of {group.batch:,}, and neither the order "
+            "of policies nor a rate need be the same there"
+        )
+    if first is None:
+        return
     for key, end in first.cell.edges.items():
         yield (
             f"{first.cell.policy}: {key} {first.cell.values[key]:g} is the {end} tried: a better "

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from largebatch.recipe.loading import dump_yaml
-from largebatch.studies.metrics import Interval, Ratio
+from largebatch.studies.metrics import CONFIDENCE, Interval, Ratio
 from largebatch.studies.recommend import (
     Recommendation,
     Standing,
@@ -26,9 +26,10 @@ def sentences(found: Recommendation) -> Iterator[str]:
     """Yield what is recommended and why, what is to be avoided, and what is not known."""
     group = found.group
     seeds = max(len(cell.seeds) for cell in group.cells)
+    policies = f"{len(group.cells)} {'policy' if len(group.cells) == 1 else 'policies'}"
     yield (
-        f"{group.described}: {len(group.cells)} policies, {seeds} seeds each"
-        f"{_by(found)}; intervals are at 95 %"
+        f"{group.described}: {policies} x {seeds} seeds{_by(found)}; intervals are at "
+        f"{CONFIDENCE:.0%}"
     )
     for missing in found.too_little:
         yield f"knows too little: {missing}"
@@ -63,16 +64,17 @@ def _leader(found: Recommendation, first: Standing) -> Iterator[str]:
 
 
 def _values(cell: CellResults) -> str:
-    """Return the values found, with the range of those as good in the search."""
+    """Return the values found, and the range of those as good in the search."""
     good = good_values(cell)
-    each = []
+    found, ranges = [], []
     for key, value in cell.values.items():
         name = key.rpartition(".")[2]
         low, high = good.ranges.get(key, (value, value))
-        each.append(f"{name} {value:g} ({low:g} to {high:g})")
+        found.append(f"{name} {value:g}")
+        ranges.append(f"{name} {low:g} to {high:g}")
     return (
-        f"{', '.join(each)}: in brackets the {good.number} of {good.trials} trials within the "
-        "noise of the best"
+        f"{', '.join(found)}; within the noise of the best in its search: {', '.join(ranges)} "
+        f"({good.number} of {good.trials} trials)"
     )
 
 
@@ -102,8 +104,8 @@ def _comparison(one: Standing, first: Standing) -> str:
     level = ": within the noise" if one.is_level else ""
     match one.against:
         case Ratio(interval=Interval() as times) as both:
-            rarer = f", reached by {both.reached} of {both.seeds} seeds"
-            return f"{describe_ratio(times)} the updates of {first.cell.policy}{rarer}{level}"
+            seeds = f"by {both.reached} of {both.seeds} seeds"
+            return f"{describe_ratio(times)} the updates of {first.cell.policy}, {seeds}{level}"
         case Interval() as points:
             return f"{describe_points(points)} below {first.cell.policy}{level}"
         case _:
@@ -122,7 +124,9 @@ def runs_behind(found: Recommendation) -> Iterator[str]:
     if found.first is None:
         return
     runs = found.first.cell.seeds
-    made = sorted({f"commit {one.commit or 'unknown'}, {one.hardware}, {one.host}" for one in runs})
+    made = sorted(
+        {", ".join(filter(None, (f"commit {one.commit}", one.hardware, one.host))) for one in runs}
+    )
     yield f"runs: study {found.group.name} in {found.group.storage}; {'; '.join(made)}"
     yield from (f"  {one.folder}" for one in runs)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optuna.storages import BaseStorage
 from short_studies import a_record, write_study
 
 from largebatch.studies.cells import cells_of
@@ -41,8 +42,20 @@ class Policy:
 
 
 def fill(folder: Path, policies: Mapping[str, Policy], **changes: Any) -> str:  # noqa: ANN401 -- parts of a study
-    """Fill a database; return its URL."""
+    """Fill a database in a file; return its URL."""
     url = f"sqlite:///{folder}/study.db"
+    with open_storage(url) as storage:
+        fill_storage(storage, folder, policies, **changes)
+    return url
+
+
+def fill_storage(
+    storage: BaseStorage,
+    folder: Path,
+    policies: Mapping[str, Policy],
+    **changes: Any,  # noqa: ANN401 -- parts of a study
+) -> None:
+    """Fill a storage; one in memory takes the least time. The folder holds the study file."""
     seeds = max(len(one.top1) for one in policies.values())
     scaled = any(one.scaled for one in policies.values())
     study = load_study(
@@ -62,12 +75,10 @@ def fill(folder: Path, policies: Mapping[str, Policy], **changes: Any) -> str:  
     )
     cells = tuple(cells_of(study, folder))
     bench = Bench(study=study, cells=cells, out=folder, machine=Machine())
-    with open_storage(url) as storage:
-        progress = Progress(bench, storage)
-        for number in range(len(cells)):
-            _search(progress.phases()[2 * number].queue, policies[cells[number].policy])
-            _seeds(progress.phases()[2 * number + 1].queue, policies[cells[number].policy])
-    return url
+    progress = Progress(bench, storage)
+    for number, cell in enumerate(cells):
+        _search(progress.phases()[2 * number].queue, policies[cell.policy])
+        _seeds(progress.phases()[2 * number + 1].queue, policies[cell.policy])
 
 
 def _search(queue: Queue, policy: Policy) -> None:
