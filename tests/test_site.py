@@ -19,6 +19,8 @@ PUBLIC = {
     "largebatch.tracking.events.Summary",
     "largebatch.polish.polish",
     "largebatch.training.evaluate",
+    "largebatch.studies.metrics.cost",
+    "largebatch.studies.metrics.robustness",
     "largebatch.optim.LARS",
     "largebatch.schedules.functions.polynomial",
     "largebatch.models.build",

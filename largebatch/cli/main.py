@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _with_resume(words: Sequence[str]) -> list[str]:
     """Give a --resume without a word its own, so that it takes no recipe that follows for it."""
-    after = [*words[1:], ""]
+    after = [*words, ""][1:]
     bare = [word == "--resume" and nxt != "auto" for word, nxt in zip(words, after, strict=True)]
     return ["--resume=yes" if alone else word for word, alone in zip(words, bare, strict=True)]
 

@@ -159,7 +159,9 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
     tree = parse_yaml(text, source=source)
     if not isinstance(tree, dict):
         raise RecipeError(
-            f"{source}: a recipe is a mapping of sections, found {type(tree).__name__}"
+            f"{source}: a recipe is a mapping of sections, found "
+            f"{'nothing' if tree is None else type(tree).__name__}; `largebatch recipes copy "
+            "digits_96` writes one to begin with"
         )
     for override in overrides:
         _override(tree, override)

@@ -24,10 +24,10 @@ from largebatch.errors import (
 from largebatch.recipe.loading import parse_recipe, parse_yaml
 from largebatch.report.course import Course, evaluations_of, updates_of
 from largebatch.report.mistakes import Change, compare
-from largebatch.report.numbers import duration, percent
-from largebatch.report.run import Run, read_run
+from largebatch.report.numbers import duration, percent, short_commit
+from largebatch.report.run import Run, Stage, read_run
 
-_TARGETS = (*range(1, 90), *range(90, 99), 75.9, 99, 99.5, 99.7, 99.9)
+_TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
 """Accuracies in percent to which time is measured; 75.9 is MLPerf's of ResNet-50."""
 
 _NAMED = 4
@@ -73,14 +73,22 @@ class Compared:
         return updates_of(self.run)
 
     @property
+    def ended(self) -> tuple[Stage, ...]:
+        """Its stages that have ended; the last one may be under way, with accuracies of its own."""
+        stages = self.run.stages
+        if stages and stages[-1].result is None and stages[-1].mistakes is None:
+            return stages[:-1]
+        return stages
+
+    @property
     def best(self) -> float:
         """The highest top-1 in percent; NaN without an evaluation."""
         return max(self.evaluated.values["top1"], default=math.nan)
 
     def seconds_to(self, target: float) -> float:
         """Return the time to the first evaluation with this top-1 in percent; NaN without one."""
-        reached = self.evaluated.seconds[self.evaluated.values["top1"] >= target - 1e-9]
-        return float(reached[0]) if reached.size else math.nan
+        place = self.evaluated.first_at(target)
+        return math.nan if place is None else float(self.evaluated.seconds[place])
 
     def data(self, *, named: bool) -> tuple[str, ...]:
         """Return what tells its validation data from that of others; `named`: by its classes."""
@@ -147,7 +155,7 @@ class Comparison:
         if not best:
             return ()
         reached = (best[0], best[len(best) // 2], best[-1])
-        below = [[target for target in _TARGETS if target <= one] for one in reached]
+        below = [[target for target in _TARGETS if target <= one + 1e-9] for one in reached]
         return tuple(sorted({max(found) for found in below if found}))
 
     @cached_property
@@ -285,7 +293,8 @@ def _machine(run: Run) -> Iterator[tuple[str, str]]:
     yield "device batch", f"{run.plan.device_batch:,}"
     if run.summary is not None:
         yield "backend", run.summary.backend
-        yield "commit", (run.summary.commit or "unknown")[:12]
+        if run.summary.commit is not None:
+            yield "commit", short_commit(run.summary.commit)
         yield from run.summary.versions.items()
 
 
@@ -317,9 +326,9 @@ def _best(group: Group) -> str:
         return f"{best.label} ends with top-1 of {top1} %; no other run was evaluated."
     second = others[0]
     alike = [one for one in others if not group.change(one).beyond_noise]
-    gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     if group.points_to_best(second) == 0:
-        gap = f"as high as {second.label}"
+        return f"{best.label} and {second.label} end with the same top-1, {top1} %."
+    gap = f"{-group.points_to_best(second):.2f} points above {second.label}"
     begin = f"{best.label} ends with the highest top-1, {top1} %, {gap}"
     noise = f"the noise of the {samples:,} validation images"
     if not alike:

@@ -109,7 +109,7 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
             return None
         return "yes" if group.change(one).beyond_noise else "no"
 
-    names = dict.fromkeys(stage.name for one in ranked for stage in one.run.stages)
+    names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
     columns = [
         column("Run", lambda one: one.label, None),
         column("Top-1, %", _end, "0.00"),
@@ -149,8 +149,8 @@ def _reached(one: Compared, *, target: float, unit: Unit) -> float:
 
 
 def _after(one: Compared, *, name: str) -> float | None:
-    """Return top-1 in percent after a stage, also one that was discarded."""
-    return next((100 * stage.after.top1 for stage in one.run.stages if stage.name == name), None)
+    """Return top-1 in percent after a stage, also one that was discarded; None while it lasts."""
+    return next((100 * stage.after.top1 for stage in one.ended if stage.name == name), None)
 
 
 def _whole(one: Compared) -> float:
@@ -206,7 +206,7 @@ def _charts(comparison: Comparison, unit: Unit) -> "Iterator[tuple[str, Chart]]"
         yield "throughput", _draw_throughput(drawn, unit)
     if any(np.isfinite(one.evaluated.seconds).any() for one in runs):
         yield "times", _draw_times(drawn, unit)
-    if any(one.run.stages[1:] for one in runs):
+    if any(one.ended[1:] for one in runs):
         yield "stages", _draw_stages(drawn)
 
 
@@ -269,11 +269,11 @@ def _draw_times(drawn: list[Drawn], unit: Unit) -> "Chart":
 
 def _draw_stages(drawn: list[Drawn]) -> "Chart":
     """Draw top-1 at the end of every stage; one that was discarded is hollow."""
-    names = dict.fromkeys(stage.name for each in drawn for stage in each.one.run.stages)
+    names = dict.fromkeys(stage.name for each in drawn for stage in each.one.ended)
     chart = new_chart(x="After the stage", y="Top-1, %", categories=list(names))
     marks = []
     for look, one, _, _ in drawn:
-        stages = one.run.stages
+        stages = one.ended
         kept = [stage for stage in stages if stage.kept]
         add_line(chart, look, new_source(_stage_columns(kept)), "stage", "top1")
         marks.append(add_points(chart, look, new_source(_stage_columns(stages)), "stage", "top1"))

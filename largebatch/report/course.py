@@ -36,6 +36,14 @@ class Course:
 
     stages: tuple[str, ...]
 
+    def first_at(self, target: float) -> int | None:
+        """Return the row of the first evaluation with this top-1 in percent; None without one.
+
+        What a part of 1 loses when it is multiplied by 100 does not miss a target.
+        """
+        reached = np.flatnonzero(self.values["top1"] >= target - 1e-9)
+        return int(reached[0]) if reached.size else None
+
     def at(self, places: npt.NDArray[np.intp]) -> "Course":
         """Return these rows."""
         return Course(
@@ -57,12 +65,16 @@ def _clock(run: Run) -> tuple[FloatArray, FloatArray]:
     """Return the seconds from the run's begin to each update's end, and to each evaluation's.
 
     How long a stage without updates took is in the summary; without one its evaluation is counted.
+    What is only monitored at its end is not.
     """
     lengths = np.array([_seconds(run, place) for place in range(len(run.steps))])
     ends = np.concatenate(([0.0], np.cumsum(lengths)))
     steps = np.array([step.step for step in run.steps])
     logged = {step.stage for step in run.steps}
     whole = {stage.name: stage.result.seconds for stage in run.stages if stage.result}
+    for gap in run.gaps:
+        if gap.stage in whole:
+            whole[gap.stage] -= _finite(gap.seconds)
     others, evaluations = 0.0, []
     pauses = np.zeros(len(run.steps))
     for found in run.evaluations:

@@ -44,8 +44,11 @@ _DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3), (14, 4))
 _ROW, _HEADER, _SCROLLBAR, _HIGHEST = 32, 38, 18, 760
 """Of tables, in pixels; one of more rows than fit scrolls."""
 
-_NARROWEST, _WIDEST, _LETTER = 78, 240, 7.6
-"""Of a column, and of a character in it, in pixels."""
+_NARROWEST, _WIDEST = 78, 240
+"""Of a column, in pixels."""
+
+_TITLE_LETTER, _LETTER = 7.6, 9.0
+"""Of a character in pixels: labels are bold, and hashes have few narrow ones."""
 
 _TABLE_CSS = """
 .slick-header-column, .slick-cell { font-family: inherit; font-size: 0.8125rem; }
@@ -257,10 +260,10 @@ def _formatter(column: Column, *, coloured: bool) -> Any:  # noqa: ANN401 -- one
 
 def _width(column: Column) -> int:
     """Return how wide a column is, in pixels: as its title or its longest text."""
-    longest = len(column.title) + 2
+    needed = _TITLE_LETTER * (len(column.title) + 2)
     if column.format is None:
-        longest = max([longest, *(len(str(value)) for value in column.values)])
-    return round(min(max(_NARROWEST, 22 + _LETTER * longest), _WIDEST))
+        needed = max([needed, *(_LETTER * len(str(value)) for value in column.values)])
+    return round(min(max(_NARROWEST, 22 + needed), _WIDEST))
 
 
 def make_interactive_page(template: str, models: "Mapping[str, Model]", **content: object) -> str:

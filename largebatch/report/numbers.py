@@ -236,6 +236,15 @@ def points(before: float, after: float) -> str:
     return "±0.00" if float(change) == 0 else change.replace("-", "−")
 
 
+def short_commit(commit: str | None) -> str:
+    """Return the first digits of a commit, and the mark of changed files.
+
+    >>> short_commit("4f2a9c1d5e6b7a8091827364554637281900abcd+"), short_commit(None)
+    ('4f2a9c1d5e6b+', '–')
+    """
+    return UNKNOWN if commit is None else commit[:12] + "+" * commit.endswith("+")
+
+
 def duration(seconds: float) -> str:
     """Return a time in the unit that suits it.
 

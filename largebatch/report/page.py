@@ -34,6 +34,7 @@ from largebatch.report.numbers import (
     headlines,
     percent,
     points,
+    short_commit,
     subtitle,
     verdict,
 )
@@ -106,15 +107,10 @@ def _environment(run: Run) -> dict[str, str]:
         facts |= {
             "Backend": summary.backend,
             "Peak memory": UNKNOWN if memory is None else f"{memory / 2**30:.2f} GiB",
-            "Commit": _short(summary.commit),
+            "Commit": short_commit(summary.commit),
             **summary.versions,
         }
     return facts
-
-
-def _short(commit: str | None) -> str:
-    """Return the first digits of a commit, and the mark of changed files."""
-    return UNKNOWN if commit is None else commit[:12] + "+" * commit.endswith("+")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,13 +77,20 @@ def _name(kind: str) -> str:
 def remarks(drawn: Sequence[Rates]) -> list[str]:
     """Return what has to be known to compare these rates, one sentence each."""
     found = []
+    lars = [one for each in drawn if isinstance(one := each.recipe.optimizer, LARS)]
     if len({each.recipe.optimizer.kind for each in drawn}) > 1:
         found.append(
             "Rates of different optimizers do not compare by height: LARS and LAMB scale every "
             "layer's step by its weights."
         )
-    if len({each.optimizer for each in drawn if isinstance(each.recipe.optimizer, LARS)}) > 1:
+    if len({each.eta for each in lars}) > 1:
         found.append("With LARS it is rate times eta that compares, and eta differs here.")
+    conventions = dict.fromkeys(each.convention for each in lars)
+    if len(conventions) > 1:
+        found.append(
+            f"LARS has {len(conventions)} conventions here, in which a rate acts differently: "
+            f"{', '.join(conventions)}."
+        )
     if any(each.recipe.schedule.plateau for each in drawn):
         found.append(
             "* schedule.plateau reads the evaluations of the run: this is the rate before any "

@@ -120,6 +120,11 @@ class Run:
         logged = [step.step + 1 for step in self.steps[-1:]]
         return max(logged + [evaluation.step for evaluation in self.evaluations], default=0)
 
+    @property
+    def diverged(self) -> bool:
+        """Whether training ended with a loss or a gradient that was no number."""
+        return self.summary is not None and self.summary.diverged is not None
+
     @cached_property
     def traces(self) -> tuple[Trace, ...]:
         """The updates by stage, in order."""

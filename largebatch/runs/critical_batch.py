@@ -156,7 +156,7 @@ class _Study:
         recipe = self.at(batch, rate)
         if record is not None:
             _require_same(record, recipe)
-        if record is not None and (len(record.steps) >= steps or _diverged(record)):
+        if record is not None and (len(record.steps) >= steps or record.diverged):
             return record
         with suppress(DivergedError):  # the record says so
             summary = run(
@@ -168,7 +168,7 @@ class _Study:
                 imports=self.options.imports,
                 backend=self.options.backend,
                 timeout=self.options.timeout,
-                resume="auto",
+                resume="auto" if found.exists() else False,
                 max_steps=steps,
             )
             if summary.status == "interrupted":
@@ -192,7 +192,7 @@ class _Study:
             record = self.train(batch, factor, epochs)
             losses = self.losses(record, batch)
             below = np.flatnonzero(losses <= target)
-            if below.size or epochs >= MOST_SAMPLES * self.epochs or _diverged(record):
+            if below.size or epochs >= MOST_SAMPLES * self.epochs or record.diverged:
                 break
             epochs = min(2 * epochs, MOST_SAMPLES * self.epochs)
         steps = None
@@ -276,11 +276,6 @@ def _require_same(record: Run, recipe: Recipe) -> None:
             f"{record.path}: holds a run of another recipe, or for another --epochs, whose losses "
             "cannot be compared; give another --out"
         )
-
-
-def _diverged(record: Run) -> bool:
-    """Tell whether a run ended by itself, with a loss or a gradient that was no number."""
-    return record.summary is not None and record.summary.status == "failed"
 
 
 def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:

@@ -1,5 +1,6 @@
 """The run folder as a record: what it holds at the start, and what a run resumes from."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,14 @@ def _differences(
             dotted = f"{where}.{key}".lstrip(".")
             yield from _differences(there.get(key), here.get(key), dotted)
     elif there != here:
-        yield where, f"{where} is {there} there and {here} here"
+        yield where, f"{where} is {_written(there)} there and {_written(here)} here"
+
+
+def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON
+    """Return a value as a recipe has it, without what a section leaves at none."""
+    if isinstance(value, dict):
+        value = {key: one for key, one in value.items() if one is not None}
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def default_folder(recipe: Recipe) -> Path:

@@ -33,7 +33,12 @@ from largebatch.distributed.environment import (
     loopback,
 )
 from largebatch.distributed.watch import leave_with, report
-from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
+from largebatch.errors import (
+    DivergedError,
+    LargebatchError,
+    PeerLostError,
+    WorkerFailedError,
+)
 from largebatch.optional import require_horovod
 from largebatch.runs.interrupts import HEARD, STOPS, Requests, answering, show_cursor
 
@@ -41,9 +46,9 @@ HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
 """How long the others have to leave after a worker failed."""
 
-CRASHED, USER, STOPPED = 1, 2, 130
-"""Exit codes of a worker that reported: an error, one the user can fix, Ctrl-C before it could
-save; and LOST and ABSENT."""
+CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
+"""Exit codes of a worker that reported: an error, one the user can fix, training that diverged,
+Ctrl-C before it could save; and LOST and ABSENT."""
 
 _ECHOES = {ABSENT: 1, LOST: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
 """Exit codes that another worker's failure or a request to stop causes, the telling one first."""
@@ -56,8 +61,9 @@ def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False
     as well, and import what this process can import.
     The first request to stop is passed on, as SIGTERM; the second one ends them.
 
-    Raises LargebatchError with a worker's message where the user can fix it, WorkerFailedError with
-    the failing worker's traceback otherwise, KeyboardInterrupt after the second request.
+    Raises LargebatchError with a worker's message where the user can fix it, DivergedError where
+    training diverged, WorkerFailedError with the failing worker's traceback otherwise,
+    KeyboardInterrupt after the second request.
     """
     let_threads_sleep()
     store = _open_store()
@@ -186,8 +192,8 @@ def _cause(
         code = failure.exitcode
         how = f"killed by {failure.signal_name()}" if code < 0 else f"exit code {code}"
         return WorkerFailedError(f"worker {rank} exited without reporting: {how}")
-    kind = LargebatchError if failure.exitcode == USER else WorkerFailedError
-    return kind(failure.message)
+    kinds = {USER: LargebatchError, DIVERGED: DivergedError}
+    return kinds.get(failure.exitcode, WorkerFailedError)(failure.message)
 
 
 def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[str, str]:
@@ -223,6 +229,8 @@ def reporting_errors() -> Iterator[None]:
     leave_with(int(os.environ[LAUNCHER]))
     try:
         yield
+    except DivergedError as error:
+        code, message = DIVERGED, str(error)
     except LargebatchError as error:
         code, message = USER, str(error)
     except PeerLostError as error:

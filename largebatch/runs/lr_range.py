@@ -19,7 +19,7 @@ from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.lr_range import WALL, Curve, RangeTest, momentum_of
+from largebatch.report.lr_range import Curve, RangeTest, momentum_of
 from largebatch.report.lr_range_chart import content, write_range
 from largebatch.report.run import Run, read_run
 from largebatch.runs.critical_batch import InterruptedStudyError
@@ -161,13 +161,9 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int) -> None
             imports=options.imports,
             backend=options.backend,
             timeout=options.timeout,
-            resume="auto",
+            resume="auto" if (folder / LOG).exists() else False,
         )
     except DivergedError:
-        return
-    except LargebatchError:  # of a local worker, which reports no more than the message
-        if not ((folder / LOG).exists() and _diverged(read_run(folder))):
-            raise
         return
     if summary.status == "interrupted":
         raise InterruptedStudyError(f"saved in {options.out}")
@@ -179,7 +175,7 @@ def _is_done(folder: Path, recipe: Recipe) -> bool:
         return False
     record = read_run(folder)
     _require_same(record, recipe)
-    return _diverged(record) or len(record.steps) == len(_rates(recipe))
+    return record.diverged or len(record.steps) == len(_rates(recipe))
 
 
 def _require_same(record: Run, recipe: Recipe) -> None:
@@ -188,13 +184,6 @@ def _require_same(record: Run, recipe: Recipe) -> None:
         raise LargebatchError(
             f"{record.path}: holds a run of another recipe or other rates; give another --out"
         )
-
-
-def _diverged(record: Run) -> bool:
-    """Tell whether a run failed with a loss that was no number, or far above what it began with."""
-    if record.summary is None or record.summary.status != "failed" or not record.steps:
-        return False
-    return not record.steps[-1].loss <= WALL * record.steps[0].loss
 
 
 def _rates(recipe: Recipe) -> range:

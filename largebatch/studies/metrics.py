@@ -15,6 +15,7 @@ from typing import NamedTuple
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
 from largebatch.tracking.events import Evaluation, Measured
 
@@ -92,7 +93,7 @@ def has_diverged(run: Run) -> bool:
     A stage of polishing that diverges alone is rolled back and does not count.
     """
     if run.summary is None or run.summary.status != "finished":
-        return run.summary is not None and run.summary.diverged is not None
+        return run.diverged
     return run.result is not None and not math.isfinite(run.result.loss)
 
 
@@ -108,7 +109,8 @@ class Cost:
     """Training samples of these updates, those that were skipped included."""
 
     seconds: float
-    """Of these updates and of all evaluations up to this one; NaN where they were not timed."""
+    """Of these updates, and of all evaluations and stages without updates up to this evaluation,
+    as in report.course; NaN where one of them was not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,30 +135,34 @@ class Measurement:
 
 
 def measurements(run: Run) -> list[Measurement]:
-    """Return the evaluations of a run by updates; those of stages rolled back are left out."""
-    evaluations = _kept(run)
-    found = []
-    for place, one in enumerate(evaluations):
-        updates = [step for step in run.steps if step.step < one.step]
-        evaluating = [each.seconds for each in evaluations[: place + 1]]
-        timed = len(updates) == one.step
-        seconds = math.fsum([*(step.step_seconds for step in updates), *evaluating])
-        found.append(
-            Measurement(
-                step=one.step,
-                epoch=one.epoch,
-                images=run.plan.position(one.step),
-                seconds=seconds if timed else math.nan,
-                top1=one.top1,
-                top5=one.top5,
-                loss=one.loss,
-                average_confidence=one.average_confidence,
-                confidence_deviation=one.confidence_deviation,
-                class_confidence_deviation=one.class_confidence_deviation,
-                classes_never_correct=one.classes_never_correct,
-            )
+    """Return the evaluations of a run, in their order.
+
+    Those in stages that were rolled back are left out, but took their time.
+    """
+    course = evaluations_of(run)
+    return [
+        Measurement(
+            step=one.step,
+            epoch=one.epoch,
+            images=int(images),
+            seconds=float(seconds) if _is_timed(run, one.step) else math.nan,
+            top1=one.top1,
+            top5=one.top5,
+            loss=one.loss,
+            average_confidence=one.average_confidence,
+            confidence_deviation=one.confidence_deviation,
+            class_confidence_deviation=one.class_confidence_deviation,
+            classes_never_correct=one.classes_never_correct,
         )
-    return found
+        for one, images, seconds in zip(_kept(run), course.images, course.seconds, strict=True)
+    ]
+
+
+def _is_timed(run: Run, updates: int) -> bool:
+    """Return whether it is known how long each of the first updates and its evaluations took."""
+    steps = [step.step_seconds for step in run.steps if step.step < updates]
+    evaluations = [found.seconds for found in run.evaluations if found.step <= updates]
+    return len(steps) == updates and all(map(math.isfinite, [*steps, *evaluations]))
 
 
 def cost(found: Sequence[Measurement], target: float) -> Cost | None:
@@ -172,10 +178,9 @@ def cost(found: Sequence[Measurement], target: float) -> Cost | None:
 
 
 def _kept(run: Run) -> list[Evaluation]:
-    """Return the evaluations of stages that were not rolled back, by updates."""
+    """Return the evaluations of stages that were not rolled back."""
     undone = {stage.name for stage in run.stages if not stage.kept}
-    kept = [found for found in run.evaluations if found.stage not in undone]
-    return sorted(kept, key=lambda found: found.step)
+    return [found for found in run.evaluations if found.stage not in undone]
 
 
 def _recipe(run: Run) -> Recipe:
@@ -277,7 +282,7 @@ class Costs:
     updates: Interval | None
     images: Interval | None
     seconds: Interval | None
-    """None where no run reached it."""
+    """Over those that were timed. None, as the others, where there is none."""
 
 
 def costs(found: Sequence[Cost | None]) -> Costs:
@@ -285,12 +290,13 @@ def costs(found: Sequence[Cost | None]) -> Costs:
     reached = [one for one in found if one is not None]
     if not reached:
         return Costs(reached=0, runs=len(found), updates=None, images=None, seconds=None)
+    timed = [one.seconds for one in reached if math.isfinite(one.seconds)]
     return Costs(
         reached=len(reached),
         runs=len(found),
         updates=interval(one.updates for one in reached),
         images=interval(one.images for one in reached),
-        seconds=interval(one.seconds for one in reached),
+        seconds=interval(timed) if timed else None,
     )
 
 

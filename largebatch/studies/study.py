@@ -126,7 +126,8 @@ def load_study(path: Path) -> Study:
     tree = parse_yaml(read_text(path, what="study"), source=str(path))
     if not isinstance(tree, dict):
         raise RecipeError(
-            f"{path}: a study is a mapping of sections, found {type(tree).__name__}; it begins "
-            "with name, recipes, policies and search"
+            f"{path}: a study is a mapping of sections, found "
+            f"{'nothing' if tree is None else type(tree).__name__}; it begins with "
+            "name, recipes, policies and search"
         )
     return validate_tree(Study, tree, source=str(path))

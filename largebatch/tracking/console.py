@@ -1,5 +1,6 @@
 """Progress for a person: a live bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -24,11 +25,20 @@ LINE_SECONDS = 5.0
 """Where there is no terminal, a line about training appears at most this often."""
 
 
+class _Screen(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Show nothing more where nobody reads on, as after `| head`; the run itself goes on."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+
 class Console:
     """A Tracker that shows samples/s, loss, rate and time left, and every evaluation."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Screen(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: Any = None
         self._steps = 0

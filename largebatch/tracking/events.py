@@ -171,6 +171,9 @@ class GeneralizationGap:
     gap: Measured
     """Validation loss minus this loss."""
 
+    seconds: Measured = math.nan
+    """That this took, which are in those of the stage."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistakes:

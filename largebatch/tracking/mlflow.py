@@ -19,9 +19,6 @@ from largebatch.optional import require_mlflow
 from largebatch.tracking.events import (
     EVENTS,
     LOG,
-    Decision,
-    Drift,
-    Evaluation,
     Event,
     Finish,
     Start,
@@ -30,7 +27,7 @@ from largebatch.tracking.events import (
     System,
 )
 from largebatch.tracking.identity import read_id, write_id
-from largebatch.tracking.scalars import Scalars, artifacts
+from largebatch.tracking.scalars import Plotted, Scalars, artifacts
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """Unless the environment has these: how long the run waits for a server, which by MLflow's own
@@ -186,7 +183,7 @@ def _history(log: Path, start: Start) -> Iterable[Event]:
         if isinstance(event, Start):
             first = event.resume_step
             found = {key: one for key, one in found.items() if _stays(one, key[2], first)}
-        elif isinstance(event, Step | Evaluation | Decision | Drift | System):
+        elif isinstance(event, Plotted):
             found[event.event, event.stage, event.step] = event
     return found.values()
 

@@ -219,6 +219,7 @@ class Trainer:
         return metrics
 
     def _emit_gap(self, stage: StageName, validation: Metrics) -> None:
+        begun = time.perf_counter()
         found = self.measure_training()
         self.emit(
             GeneralizationGap(
@@ -228,6 +229,7 @@ class Trainer:
                 top1=found.top1,
                 loss=found.loss,
                 gap=validation.loss - found.loss,
+                seconds=time.perf_counter() - begun,
             )
         )
 

@@ -103,6 +103,10 @@ def test_a_policy_that_reads_evaluations_is_marked(tmp_path: Path) -> None:
     assert remarks([plain, other]) == [
         "With LARS it is rate times eta that compares, and eta differs here."
     ]
+    timm = rates_of("digits_96", "optimizer.convention=scaled-momentum")
+    assert remarks([plain, timm, plain]) == [
+        "LARS has 2 conventions here, in which a rate acts differently: reference, scaled-momentum."
+    ]
 
 
 def test_recipes_of_one_name_are_told_apart_by_their_paths(

@@ -122,7 +122,7 @@ def lawful(
         steps = least * (1 + noise / batch) / speed
         losses = 2 - np.arange(1, number + 1) / steps
         updates = [SimpleNamespace(loss=loss) for loss in losses.tolist()]
-        return SimpleNamespace(steps=updates, summary=None)
+        return SimpleNamespace(steps=updates, diverged=False)
 
     monkeypatch.setattr(critical_batch._Study, "train", train)
     found = estimate([Squares(3.0, 2.0, 10, 40), Squares(5.0, 2.0, 10, 40)])

@@ -441,6 +441,20 @@ def test_sequential_statistics_show_their_images_once_for_each_layer_in_a_row() 
     assert often - once == pytest.approx((passes - 1) * one)
 
 
+def test_the_generalization_gap_shows_all_training_images_at_the_end_of_every_stage() -> None:
+    cluster, gap = load_cluster("dgx-a100"), ["monitor=generalization_gap"]
+    for held_out, stages in ((0, 1), (1000, 3)):
+        polish = "{clean: {epochs: 2}, statistics: {samples: 50000}, keep: better, held_out: 1000}"
+        changes = [f"polish={polish if held_out else 'null'}"]
+        plain, monitored = (
+            predict(load_recipe(FUJITSU, words), cluster, workers=512).parts["evaluation"]
+            for words in (changes, [*changes, *gap])
+        )
+        on = machine(cluster, installed_fit().constants)
+        one = evaluation_seconds(on, workers=512, samples=1_281_167 - held_out)
+        assert monitored - plain == pytest.approx(stages * one)
+
+
 @pytest.mark.parametrize(
     "stages",
     [

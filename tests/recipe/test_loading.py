@@ -122,7 +122,14 @@ def test_the_message_says_what_is_wrong(overrides: list[str], message: str) -> N
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", 'recipe:3: found duplicate key "a"'),
-        ("- 1\n- 2\n", "recipe: a recipe is a mapping of sections, found list"),
+        (
+            "- 1\n- 2\n",
+            "recipe: a recipe is a mapping of sections, found list; `largebatch recipes",
+        ),
+        (
+            "# none\n",
+            "recipe: a recipe is a mapping of sections, found nothing; `largebatch recipes",
+        ),
         ("a: [1\n", "recipe:2: expected ',' or ']'"),
         ("? [1]\n: 2\n", "recipe:1: key [1] is not a word"),
         ("a: &a {b: 1}\nc: {<<: *a}\n", "recipe:2: write << out"),

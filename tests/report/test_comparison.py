@@ -56,6 +56,22 @@ def test_times_are_the_sums_of_the_log_by_hand(tmp_path: Path) -> None:
     assert compared.updates.seconds[0] == pytest.approx(0.12)
 
 
+def test_what_is_only_monitored_takes_no_time_to_an_accuracy(tmp_path: Path) -> None:
+    """The statistics took 3.2 s by the summary, 1.5 s of it on the loss of all training images."""
+    ends = []
+    for name, monitored in (("plain", 0.0), ("monitored", 1.5)):
+        run = FakeRun(tmp_path / name, clean_steps=0, steps=4)
+        run.train(0, 4)
+        run.end("train", 4, 0.5)
+        run.end("statistics", 0, 0.6)
+        if monitored:
+            gap = {"samples": 1437, "top1": 1.0, "loss": 0.1, "gap": 0.1, "seconds": monitored}
+            run.add("generalization_gap", stage="statistics", step=4, **gap)
+        (compared,) = compare_runs([run.write()]).runs
+        ends.append(compared.seconds_to(60))
+    assert ends == pytest.approx([4 * 0.12 + 0.2 + 3.2, 4 * 0.12 + 0.2 + 3.2 - 1.5])
+
+
 def test_what_a_resumed_run_did_again_is_counted_once(tmp_path: Path) -> None:
     (compared,) = compare_runs([fake_runs.resumed(tmp_path / "run")]).runs
     np.testing.assert_allclose(compared.evaluated.seconds, [300 * 0.12 + 0.2, 600 * 0.12 + 0.4])
@@ -102,8 +118,7 @@ def test_a_discarded_stage_is_in_no_curve_and_a_polished_checkpoint_has_no_time(
         ),
         pytest.param(
             0.95,
-            "a ends with the highest top-1, 95.00 %, as high as b. Its lead is within the noise of "
-            "the 360 validation images over b.",
+            "a and b end with the same top-1, 95.00 %.",
             id="a tie",
         ),
     ],
@@ -142,6 +157,13 @@ def test_the_fastest_to_the_highest_target_that_two_runs_reached_is_named(tmp_pa
     )
 
 
+def test_an_accuracy_that_is_exactly_a_target_reaches_it(tmp_path: Path) -> None:
+    assert 100 * 0.57 < 57  # in binary
+    comparison = compare_runs([ended_at(tmp_path / name, 0.3, 0.57) for name in ("a", "b")])
+    assert comparison.targets == (57,)
+    assert comparison.runs[0].seconds_to(57) == pytest.approx(200 * 0.12 + 2 * 0.2)
+
+
 def test_runs_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
     digits = [give_recipe(ended_at(tmp_path / name, 0.9)) for name in ("a", "b")]
     other = give_recipe(ended_at(tmp_path / "c", 0.99), "data.classes=11")
@@ -168,6 +190,21 @@ def test_class_names_tell_data_sets_of_one_size_apart(tmp_path: Path) -> None:
     assert "360 validation images (A, B, C, ...) (b)" in first
 
 
+def test_a_stage_has_ended_where_its_end_was_recorded(tmp_path: Path) -> None:
+    paused = FakeRun(tmp_path / "paused", steps=600)
+    paused.train(0, 100)
+    paused.evaluate("train", 100, 0.4)
+    paused.write(status="paused")
+    killed = FakeRun(tmp_path / "killed", steps=600)
+    killed.train(0, 600)
+    killed.end("train", 600, 0.9, wrong=range(36))
+    killed.write()
+    (tmp_path / "killed" / "summary.json").unlink()
+    runs = compare_runs([tmp_path / "paused", tmp_path / "killed"]).runs
+    assert [[stage.name for stage in one.ended] for one in runs] == [[], ["train"]]
+    assert [one.best for one in runs] == [40, 90]
+
+
 def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     first = give_recipe(ended_at(tmp_path / "a", 0.9))
     second = give_recipe(ended_at(tmp_path / "b", 0.9), "optimizer.eta=0.020000001")
@@ -179,6 +216,17 @@ def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     assert optimizer.kind == "lars"
     eta = str(optimizer.eta)
     assert found == {"optimizer.eta": (eta, "0.020000001", None)}
+
+
+def test_a_commit_with_changes_is_not_the_commit(tmp_path: Path) -> None:
+    commit, names = "4f2a9c1d5e6b7a8091827364554637281900abcd", ("clean", "changed", "none")
+    for name, value in zip(names, (commit, f"{commit}+", None), strict=True):
+        run = FakeRun(tmp_path / name, clean_steps=0)
+        run.train(0, 600)
+        run.end("train", 600, 0.9)
+        run.write(commit=value)
+    found = compare_runs([tmp_path / name for name in names]).differences
+    assert found == {"(commit)": ("4f2a9c1d5e6b", "4f2a9c1d5e6b+", None)}
 
 
 def test_recipes_run_with_several_seeds_have_means_and_deviations(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from short_runs import DIGITS
 
@@ -27,7 +29,8 @@ def test_memory_is_that_of_the_weights_and_of_a_device_batch() -> None:
     assert (one.device, one.precision) == ("cpu", "fp32")
 
 
-def test_an_ema_is_one_more_copy_of_the_model() -> None:
+def test_an_ema_is_one_more_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("largebatch.runs.estimate._ENOUGH_SECONDS", math.inf)  # as many samples
     model = build("cifar_resnet8", num_classes=10, arguments={}, head_std=None)
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     changes = ["model={name: cifar_resnet8}", "batch.bn_span=48", "data.image_size=16"]

@@ -272,7 +272,8 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run")]) == 0
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(workers: int, tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS,
         [
@@ -283,7 +284,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(tmp_path: Path) ->
     with pytest.raises(
         DivergedError, match=r"became (nan|inf) at step \d+ .*lower schedule.peak_lr"
     ):
-        run(recipe, out=tmp_path / "run")
+        run(recipe, workers=workers, out=tmp_path / "run")
     assert summary(tmp_path / "run")["status"] == "failed"
     assert "at step" in summary(tmp_path / "run")["diverged"]
     assert log(tmp_path / "run", "step")[-1]["loss"] is None  # JSON has no word for it

@@ -97,6 +97,19 @@ def test_a_stage_that_was_rolled_back_reaches_nothing(tmp_path: Path) -> None:
     assert (outcome(read).top1, outcome(read).best_top1) == (0.9, 0.9)
 
 
+def test_a_target_that_polishing_reached_has_its_seconds_and_those_of_what_was_rolled_back(
+    tmp_path: Path,
+) -> None:
+    run = a_run(tmp_path / "run")
+    run.end("clean", 0, 0.85)  # each of the two took 3.2 s, by the summary
+    run.decide("clean", before=0.9, after=0.8)
+    run.end("statistics", 0, 0.95)
+    found = cost(measurements(reread(run)), 0.95)
+    assert found is not None
+    assert (found.updates, found.updates_before) == (40, 40)
+    assert found.seconds == pytest.approx(40 * 0.12 + 4 * 0.2 + 2 * 3.2)
+
+
 def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     run.records = [one for one in run.records if one.get("step") != 4 or one["event"] != "step"]
@@ -104,6 +117,10 @@ def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
     assert found is not None
     assert found.updates == 20
     assert math.isnan(found.seconds)
+    timed = cost(measurements(reread(a_run(tmp_path / "timed"))), 0.8)
+    assert timed is not None
+    assert costs([found, timed, found]).seconds == interval([timed.seconds])
+    assert costs([found]).seconds is None
 
 
 def test_the_outcome_of_a_run_is_what_it_recorded(tmp_path: Path) -> None:

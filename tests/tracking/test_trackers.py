@@ -340,9 +340,10 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
 
     updates = [replace(LAST, step=step, lr=float(step)) for step in range(7)]
     between = replace(EVALUATION, stage="train", step=3)
+    gap = GeneralizationGap(stage="train", step=3, samples=9, top1=1.0, loss=0.2, gap=0.1)
     parts: list[list[Event]] = [
         [BEGUN, *updates[:2]],
-        [replace(BEGUN, resume_step=2), updates[2], between, replace(updates[3], lr=33.0)],
+        [replace(BEGUN, resume_step=2), updates[2], between, gap, replace(updates[3], lr=33.0)],
         [replace(BEGUN, resume_step=3), *updates[3:5], replace(updates[5], lr=55.0)],
         [replace(BEGUN, resume_step=5), *updates[5:], FINISH],
     ]
@@ -355,7 +356,8 @@ def test_mlflow_gets_what_parts_without_it_made(known: bool, folder: Path, uri: 
     assert [(each.step, each.value) for each in history] == [(n, float(n)) for n in range(7)]
     ratios = client.get_metric_history(identity, "trust_ratio/fc")
     assert [each.step for each in ratios] == list(range(7))
-    assert [each.step for each in client.get_metric_history(identity, "val/top1")] == [3]
+    for name in ("val/top1", "generalization/gap"):
+        assert [each.step for each in client.get_metric_history(identity, name)] == [3]
 
 
 def test_a_run_whose_id_mlflow_does_not_know_begins_another(folder: Path, uri: str) -> None:

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import os
 import resource
 import signal
 import struct
@@ -242,6 +243,16 @@ def test_what_only_polishes_names_no_division_of_the_global_batch(step: int, wor
     plan = replace(PLAN, workers=workers, accumulation=1, device_batch=96)
     Console(stream).record(replace(START, plan=plan, resume_step=step))
     assert stream.getvalue() == f"digits-96: after {step} of 2 steps of 96 samples\n"
+
+
+def test_a_run_goes_on_where_nothing_reads_its_lines() -> None:
+    """As after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        console = Console(stream)
+        console.record(START)
+        console.record(STEPS[0])
 
 
 def test_lines_come_seldom() -> None:

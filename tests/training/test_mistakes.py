@@ -104,6 +104,7 @@ def test_the_gap_of_a_run_is_that_of_all_images_it_was_trained_on(finished: Fini
     assert last["samples"] == len(labels) == 1437
     assert last["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert last["top1"] == (logits.argmax(1) == labels).double().mean().item()
+    assert last["seconds"] > 0
     assert last["gap"] == pytest.approx((on_validation - loss).item(), abs=1e-4)
 
 
