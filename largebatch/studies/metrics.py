@@ -6,27 +6,20 @@ run that diverged is a result, as good as chance. Seeds are compared in pairs, f
 the same weights at the start and the same order of samples whatever the policy.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
-from largebatch.tracking.events import Evaluation
-
-SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
-"""What the base rate is multiplied by to see how much its choice matters."""
+from largebatch.tracking.events import Evaluation, Measured
 
 CONFIDENCE = 0.95
-
-_RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
-"""The learning rates of a schedule, at any depth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,22 +113,49 @@ class Cost:
     as in report.course; NaN where one of them was not timed."""
 
 
-def cost(run: Run, target: float) -> Cost | None:
-    """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """An evaluation in a stage that was kept, and what the run had taken until it had ended."""
 
-    Evaluations in stages that were rolled back reach nothing, but took their time.
+    step: int
+    epoch: float
+    images: int
+    """Training samples of these updates, those that were skipped included."""
+
+    seconds: Measured
+    """As in Cost."""
+
+    top1: float
+    top5: float
+    loss: Measured
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    classes_never_correct: int | None = None
+
+
+def measurements(run: Run) -> list[Measurement]:
+    """Return the evaluations of a run, in their order.
+
+    Those in stages that were rolled back are left out, but took their time.
     """
     course = evaluations_of(run)
-    place = course.first_at(100 * target)
-    if place is None:
-        return None
-    updates = int(course.step[place])
-    return Cost(
-        updates=updates,
-        updates_before=int(course.step[place - 1]) if place else 0,
-        images=int(course.images[place]),
-        seconds=float(course.seconds[place]) if _is_timed(run, updates) else math.nan,
-    )
+    return [
+        Measurement(
+            step=one.step,
+            epoch=one.epoch,
+            images=int(images),
+            seconds=float(seconds) if _is_timed(run, one.step) else math.nan,
+            top1=one.top1,
+            top5=one.top5,
+            loss=one.loss,
+            average_confidence=one.average_confidence,
+            confidence_deviation=one.confidence_deviation,
+            class_confidence_deviation=one.class_confidence_deviation,
+            classes_never_correct=one.classes_never_correct,
+        )
+        for one, images, seconds in zip(_kept(run), course.images, course.seconds, strict=True)
+    ]
 
 
 def _is_timed(run: Run, updates: int) -> bool:
@@ -143,6 +163,18 @@ def _is_timed(run: Run, updates: int) -> bool:
     steps = [step.step_seconds for step in run.steps if step.step < updates]
     evaluations = [found.seconds for found in run.evaluations if found.step <= updates]
     return len(steps) == updates and all(map(math.isfinite, [*steps, *evaluations]))
+
+
+def cost(found: Sequence[Measurement], target: float) -> Cost | None:
+    """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached."""
+    before = 0
+    for one in found:
+        if one.top1 >= target:
+            return Cost(
+                updates=one.step, updates_before=before, images=one.images, seconds=one.seconds
+            )
+        before = one.step
+    return None
 
 
 def _kept(run: Run) -> list[Evaluation]:
@@ -302,22 +334,3 @@ def robustness(top1: Mapping[float, Sequence[float]]) -> Robustness:
         mean=math.fsum(means) / len(means),
         area=area / (places[-1] - places[0]),
     )
-
-
-def scaled(recipe: Recipe, scale: float) -> Recipe:
-    """Return the recipe with all learning rates of its schedule times a scale, above 0."""
-    tree = recipe.model_dump(mode="json")
-    tree["schedule"] = _scaled(tree["schedule"], scale)
-    return Recipe.model_validate_json(json.dumps(tree))
-
-
-def _scaled(tree: Any, scale: float) -> Any:  # noqa: ANN401 -- any JSON
-    """Multiply the rates in a part of a schedule; 0.3, and not 0.1 x 3 to the last bit."""
-    if isinstance(tree, list):
-        return [_scaled(each, scale) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        key: float(f"{value * scale:.12g}") if key in _RATES else _scaled(value, scale)
-        for key, value in tree.items()
-    }

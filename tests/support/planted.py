@@ -271,9 +271,9 @@ MUTANTS = (
     ),
     Mutant(
         "a target is reached by more than it",
-        "report/course.py",
-        '["top1"] >= target - 1e-9',
-        '["top1"] > target + 1e-9',
+        "studies/metrics.py",
+        "one.top1 >= target",
+        "one.top1 > target",
         "studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
     ),
 )
