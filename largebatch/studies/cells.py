@@ -98,10 +98,12 @@ class Cell:
 
     def at(self, values: Values) -> Recipe:
         """Return the recipe with these values; all rates of the schedule move with the peak."""
-        tree = self.recipe.model_dump(mode="json")
+        recipe = self.recipe
+        if RATE in values:
+            recipe = scaled(recipe, values[RATE] / self.own(RATE))
+        tree = recipe.model_dump(mode="json")
         for key, value in values.items():
             if key == RATE:
-                tree["schedule"] = _scaled(tree["schedule"], value / self.own(RATE))
                 continue
             *words, last = key.split(".")
             section = tree
@@ -191,8 +193,15 @@ def _shortened(value: Any, part: float) -> Any:  # noqa: ANN401 -- any field of 
     return value.model_copy(update=changes)
 
 
+def scaled(recipe: Recipe, factor: float) -> Recipe:
+    """Return the recipe with all learning rates of its schedule times a factor above 0."""
+    tree = recipe.model_dump(mode="json")
+    tree["schedule"] = _scaled(tree["schedule"], factor)
+    return validate_tree(Recipe, tree, source=recipe.name)
+
+
 def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
-    """Return a schedule with all its rates times a factor, without the last bits of a product."""
+    """Multiply the rates of a schedule; 0.3, and not 0.1 x 3 to the last bit."""
     if isinstance(tree, list):
         return [_scaled(each, factor) for each in tree]
     if not isinstance(tree, dict):

@@ -1,26 +1,23 @@
 """What a study prints: a line after every run, and a table at the end."""
 
-import math
 import statistics
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-from scipy.stats import t
-
 from largebatch.errors import printable
 from largebatch.recipe.plan import make_plan
 from largebatch.runs.estimate import estimate
 from largebatch.studies.cells import Values
-from largebatch.studies.database import Claim, Json
+from largebatch.studies.database import Claim
+from largebatch.studies.metrics import cost, costs, interval
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
+from largebatch.studies.results import Result, edges, read_result
 from largebatch.studies.study import SCALES
-from largebatch.studies.trial import Result
-
-CONFIDENCE = 0.95
+from largebatch.studies.trial import Result as Record
 
 
-def print_run(progress: Progress, phase: Phase, claim: Claim, result: Result) -> None:
+def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) -> None:
     """Print what a run has reached, how many are done, and the time left."""
     ended = f"top-1 {result['top1']:.2%}"
     if "diverged" in result:
@@ -49,7 +46,7 @@ def describe_values(values: Values) -> str:
 def describe_study(progress: Progress) -> str:
     """Return the table of a study that is done: one line for each recipe with each policy."""
     study = progress.bench.study
-    scales = SCALES if study.robustness_seeds else ()
+    scales = [scale for scale in SCALES if scale != 1] if study.robustness_seeds else []
     rows = [
         [
             *("recipe", "policy", "found", f"top-1 ({study.seeds} seeds)"),
@@ -60,7 +57,7 @@ def describe_study(progress: Progress) -> str:
     phases = progress.phases()
     for search, seeds in zip(phases[::2], phases[1::2], strict=True):
         done = _results(seeds, scale=1.0)
-        diverged = sum("diverged" in one for one in done)
+        diverged = sum(one.diverged is not None for one in done)
         rows.append(
             [
                 *(search.cell.configuration, search.cell.policy),
@@ -80,15 +77,15 @@ def describe_study(progress: Progress) -> str:
     )
 
 
-def _results(seeds: Phase, *, scale: float) -> list[Json]:
+def _results(seeds: Phase, *, scale: float) -> list[Result]:
     """Return the results of the seeds at a multiple of the rate."""
-    slots = seeds.queue.slots
-    results = seeds.queue.results()
-    return [one for name, one in results.items() if slots[name].about["scale"] == scale]
+    done = seeds.queue.done().values()
+    found = [read_result(seeds.queue.name, trial, is_search=False) for trial in done]
+    return [one for one in found if one.scale == scale]
 
 
-def _top1(results: Sequence[Json]) -> list[float]:
-    return [one["top1"] for one in results]
+def _top1(results: Sequence[Result]) -> list[float]:
+    return [one.top1 for one in results]
 
 
 def describe_mean(values: Sequence[float]) -> str:
@@ -97,32 +94,23 @@ def describe_mean(values: Sequence[float]) -> str:
     >>> describe_mean([0.90, 0.92])
     '91.00 % +- 12.71'
     """
-    mean = f"{100 * statistics.mean(values):.2f} %"
-    if len(values) < 2:
-        return mean
-    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
-    return f"{mean} +- {100 * reach * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
+    found = interval(values)
+    mean = f"{100 * found.mean:.2f} %"
+    return mean if found.number < 2 else f"{mean} +- {100 * (found.high - found.mean):.2f}"
 
 
 def _edge(search: Phase, values: Values) -> str:
     """Return a remark where a value that was found has no trial below it, or none above."""
-    for key, value in values.items():
-        tried = [one["values"][key] for one in search.queue.results().values()]
-        if len(set(tried)) > 1 and value in {min(tried), max(tried)}:
-            return f" (the {'lowest' if value == min(tried) else 'highest'} tried)"
-    return ""
+    tried = [one["values"] for one in search.queue.results().values()]
+    return next((f" (the {end} tried)" for end in edges(values, tried).values()), "")
 
 
-def _updates_to(done: Sequence[Json], target: float) -> str:
+def _updates_to(done: Sequence[Result], target: float) -> str:
     """Return the mean updates to an accuracy, and how many seeds reached it."""
-    firsts = [
-        next((step for step, _, top1, *_ in one["evaluations"] if top1 >= target), None)
-        for one in done
-    ]
-    reached = [step for step in firsts if step is not None]
-    if not reached:
-        return f"none of {len(done)}"
-    return f"{statistics.mean(reached):,.0f} ({len(reached)} of {len(done)})"
+    found = costs([cost(one.evaluations, target) for one in done])
+    if found.updates is None:
+        return f"none of {found.runs}"
+    return f"{found.updates.mean:,.0f} ({found.reached} of {found.runs})"
 
 
 def describe_budget(bench: Bench, *, processes: int) -> str:

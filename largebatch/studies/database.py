@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage, RDBStorage
     from optuna.trial import FrozenTrial
 
-FORMAT = 1
+FORMAT = 2
 """Of the attributes of studies and trials. A reader of another one refuses them."""
 
 JOURNAL = ".journal"
 """The ending of a storage that is Optuna's journal file, which a network file system may hold."""
 
-_DEFINITION, _SLOT, _RESULT, OWNER = "definition", "slot", "result", "owner"
+DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
+"""Attributes: the first one of studies, the others of trials."""
+
 _BUSY_SECONDS = 120
 """How long a process waits for others that write to the same SQLite file."""
 
@@ -189,7 +191,7 @@ class Queue:
         """Return the trial that counts of every slot that has one."""
         found: dict[str, FrozenTrial] = {}
         for trial in self.study.get_trials(deepcopy=False):
-            slot = trial.user_attrs.get(_SLOT)
+            slot = trial.user_attrs.get(SLOT)
             if slot in self.slots and trial.state.name != "FAIL":
                 found.setdefault(slot, trial)
         return found
@@ -205,7 +207,7 @@ class Queue:
 
     def results(self) -> dict[str, Json]:
         """Return the results of the slots that have one."""
-        return {name: trial.user_attrs[_RESULT] for name, trial in self.done().items()}
+        return {name: trial.user_attrs[RESULT] for name, trial in self.done().items()}
 
     @property
     def is_done(self) -> bool:
@@ -223,7 +225,7 @@ class Queue:
                 before = [one.state.name != "WAITING" for one in self.study.get_trials()]
                 self.study.sampler = self._sampler(sum(before))
             trial = self.study.ask()
-            slot = trial.user_attrs.get(_SLOT)
+            slot = trial.user_attrs.get(SLOT)
             counts = self.trials().get(slot) if slot else None
             if slot and counts is not None and counts.number == trial.number:
                 trial.set_user_attr(OWNER, owners.own(beat=0))
@@ -238,7 +240,7 @@ class Queue:
 
     def finish(self, claim: Claim, result: Json, *, value: float) -> None:
         """Record the result of a slot, and the value that is maximized."""
-        claim.trial.set_user_attr(_RESULT, result)
+        claim.trial.set_user_attr(RESULT, result)
         self.tell(claim.trial.number, state="COMPLETE", value=value)
 
     def tell(self, number: int, *, state: str, value: float | None = None) -> bool:
@@ -267,32 +269,37 @@ class Queue:
         if not missing:
             return
         before = self.study.get_trials(deepcopy=False)
-        had = {one.user_attrs.get(_SLOT): one.params for one in before if one.params}
+        had = {one.user_attrs.get(SLOT): one.params for one in before if one.params}
         for slot in missing:
             fixed = {**slot.fixed, **had.get(slot.name, {})}
-            self.study.enqueue_trial(fixed, user_attrs={_SLOT: slot.name, **slot.about})
+            self.study.enqueue_trial(fixed, user_attrs={SLOT: slot.name, **slot.about})
 
 
 def _require_same(study: "optuna.Study", definition: Json) -> None:
     """Note what a queue is made for; raise StudyError where it was made for something else."""
     is_empty = not study.get_trials(deepcopy=False)  # read first: trials come after the definition
-    there = study.user_attrs.get(_DEFINITION)
+    there = study.user_attrs.get(DEFINITION)
     here = json.loads(json.dumps(definition))
     if there is None and is_empty:
-        study.set_user_attr(_DEFINITION, here)
+        study.set_user_attr(DEFINITION, here)
         return
-    if there is None or there.get("format") != FORMAT:
-        found = "no format" if there is None else f"format {there.get('format')}"
-        raise StudyError(
-            f"{study.study_name}: the database holds a study of this name with {found}, expected "
-            f"{FORMAT}: another program or version wrote it; give another --storage"
-        )
+    require_format(study.study_name, there)
     if there != here:
         where, old, new = next(_differences(there, here))
         raise StudyError(
             f"{study.study_name}: the database holds another study of this name: {where} is "
             f"{clip(json.dumps(old), LONGEST_NAME)} there and {clip(json.dumps(new), LONGEST_NAME)}"
             " here; give this one another name, or another --storage"
+        )
+
+
+def require_format(name: str, definition: Json | None) -> None:
+    """Raise StudyError where a study of this name was written with another format."""
+    if definition is None or definition.get("format") != FORMAT:
+        found = "no format" if definition is None else f"format {definition.get('format')}"
+        raise StudyError(
+            f"{name}: the database holds a study of this name with {found}, expected {FORMAT}: "
+            "another program or version wrote it; give another --storage"
         )
 
 

@@ -6,26 +6,19 @@ run that diverged is a result, as good as chance. Seeds are compared in pairs, f
 the same weights at the start and the same order of samples whatever the policy.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import Run
-from largebatch.tracking.events import Evaluation
-
-SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
-"""What the base rate is multiplied by to see how much its choice matters."""
+from largebatch.tracking.events import Evaluation, Measured
 
 CONFIDENCE = 0.95
-
-_RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
-"""The learning rates of a schedule, at any depth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,26 +111,63 @@ class Cost:
     """Of these updates and of all evaluations up to this one; NaN where they were not timed."""
 
 
-def cost(run: Run, target: float) -> Cost | None:
-    """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """An evaluation in a stage that was kept, and what the run had taken until it had ended."""
 
-    Evaluations in stages that were rolled back are left out.
-    """
-    before = 0
+    step: int
+    epoch: float
+    images: int
+    """Training samples of these updates, those that were skipped included."""
+
+    seconds: Measured
+    """As in Cost."""
+
+    top1: float
+    top5: float
+    loss: Measured
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    classes_never_correct: int | None = None
+
+
+def measurements(run: Run) -> list[Measurement]:
+    """Return the evaluations of a run by updates; those of stages rolled back are left out."""
     evaluations = _kept(run)
-    for place, found in enumerate(evaluations):
-        if found.top1 >= target:
-            updates = [step for step in run.steps if step.step < found.step]
-            measured = [one.seconds for one in evaluations[: place + 1]]
-            timed = len(updates) == found.step
-            seconds = math.fsum([*(step.step_seconds for step in updates), *measured])
-            return Cost(
-                updates=found.step,
-                updates_before=before,
-                images=run.plan.position(found.step),
+    found = []
+    for place, one in enumerate(evaluations):
+        updates = [step for step in run.steps if step.step < one.step]
+        evaluating = [each.seconds for each in evaluations[: place + 1]]
+        timed = len(updates) == one.step
+        seconds = math.fsum([*(step.step_seconds for step in updates), *evaluating])
+        found.append(
+            Measurement(
+                step=one.step,
+                epoch=one.epoch,
+                images=run.plan.position(one.step),
                 seconds=seconds if timed else math.nan,
+                top1=one.top1,
+                top5=one.top5,
+                loss=one.loss,
+                average_confidence=one.average_confidence,
+                confidence_deviation=one.confidence_deviation,
+                class_confidence_deviation=one.class_confidence_deviation,
+                classes_never_correct=one.classes_never_correct,
             )
-        before = found.step
+        )
+    return found
+
+
+def cost(found: Sequence[Measurement], target: float) -> Cost | None:
+    """Return what a run took to a top-1 accuracy, a part of 1; None where it is never reached."""
+    before = 0
+    for one in found:
+        if one.top1 >= target:
+            return Cost(
+                updates=one.step, updates_before=before, images=one.images, seconds=one.seconds
+            )
+        before = one.step
     return None
 
 
@@ -298,22 +328,3 @@ def robustness(top1: Mapping[float, Sequence[float]]) -> Robustness:
         mean=math.fsum(means) / len(means),
         area=area / (places[-1] - places[0]),
     )
-
-
-def scaled(recipe: Recipe, scale: float) -> Recipe:
-    """Return the recipe with all learning rates of its schedule times a scale, above 0."""
-    tree = recipe.model_dump(mode="json")
-    tree["schedule"] = _scaled(tree["schedule"], scale)
-    return Recipe.model_validate_json(json.dumps(tree))
-
-
-def _scaled(tree: Any, scale: float) -> Any:  # noqa: ANN401 -- any JSON
-    """Multiply the rates in a part of a schedule; 0.3, and not 0.1 x 3 to the last bit."""
-    if isinstance(tree, list):
-        return [_scaled(each, scale) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        key: float(f"{value * scale:.12g}") if key in _RATES else _scaled(value, scale)
-        for key, value in tree.items()
-    }

@@ -191,6 +191,7 @@ def seed_slots(study: Study) -> list[Slot]:
         Slot(name=f"seed-{seed}-rate-x{scale:g}", about={"seed": seed, "scale": scale})
         for seed in range(1, study.robustness_seeds + 1)
         for scale in SCALES
+        if scale != 1
     ]
     return slots
 

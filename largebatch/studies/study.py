@@ -12,9 +12,9 @@ from largebatch.recipe.sections import Fraction, Samples, Section
 RATE = "schedule.peak_lr"
 """The key that stands for all rates of a schedule: they grow and shrink with it."""
 
-SCALES = (0.1, 0.5, 5.0, 10.0)
-"""What the found rate is multiplied by to see how much it matters (arXiv:1908.06477); 1 is among
-the seeds."""
+SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
+"""What the found rate is multiplied by to see how much it matters (arXiv:1908.06477); 1 is what
+every seed has."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Names folders."""

@@ -1,21 +1,31 @@
-"""One run of a study: trained in a run folder of its own, and what is recorded of it."""
+"""One run of a study: trained in a run folder of its own, and what is recorded of it.
 
+The record holds all that a reader of the database needs, for the run folder may be on another
+machine, or gone: `results.Result` has its fields.
+"""
+
+import json
 import platform
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic_core import to_json
+
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.report.run import read_run
+from largebatch.report.run import Run, read_run
 from largebatch.runs.interrupts import noting_requests
 from largebatch.runs.run import run
+from largebatch.studies.metrics import has_diverged, measurements
 from largebatch.tracking.environment import source_commit, versions
-from largebatch.tracking.events import Evaluation, Summary
+from largebatch.tracking.events import Evaluation, Mistakes, Summary
 
 Result = dict[str, Any]
 """What is recorded of a run, as JSON."""
@@ -83,7 +93,11 @@ def train(
             if was_asked_to_stop():
                 raise Interrupted from None
             reached = {**_chance(recipe), "diverged": str(error)}
-    return {**_circumstances(recipe, folder), **reached}
+    run_read = read_run(folder)
+    if "diverged" not in reached and has_diverged(run_read):
+        reached = {**_chance(recipe), "diverged": "the validation loss at the end is no number"}
+    record = {**_circumstances(recipe, folder), **_measured(run_read), **reached}
+    return json.loads(to_json(record, inf_nan_mode="null"))  # a database's JSON has no NaN
 
 
 def _in_parts(
@@ -99,9 +113,8 @@ def _in_parts(
             go_on(stop)
         found = _evaluations(folder).get(stop)
         if found is not None and hopeless(stop, found):
-            top = {"top1": found.top1, "top5": found.top5, "loss": found.loss}
-            return {**top, "pruned_after": stop}
-    return _reached(go_on(None))
+            return {**_end(found), "pruned_after": stop}
+    return _reached(folder, go_on(None))
 
 
 def _evaluations(folder: Path) -> dict[int, Evaluation]:
@@ -117,25 +130,64 @@ def _circumstances(recipe: Recipe, folder: Path) -> Result:
         "seed": recipe.seed,
         "folder": str(folder.resolve()),
         "host": platform.node(),
+        "hardware": _hardware(),
         "commit": source_commit(),
         "versions": versions(),
         "updates": make_plan(recipe, workers=1).updates,
-        "evaluations": [
-            [each.step, each.epoch, each.top1, each.top5, each.loss]
-            for each in _evaluations(folder).values()
-        ],
     }
 
 
-def _reached(summary: Summary) -> Result:
+def _hardware() -> str:
+    """Return the GPU that trains, or the processor and how many threads use it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _measured(run: Run) -> Result:
+    """Return what was measured on the way and, by class, at the last evaluation of the model."""
+    last = run.last_stage
+    gaps = {found.stage: found.gap for found in run.gaps}
     return {
-        "top1": summary.top1,
-        "top5": summary.top5,
-        "loss": summary.loss,
+        "evaluations": measurements(run),
+        "classes": _classes(last.mistakes) if last and last.mistakes else None,
+        "loss_difference": gaps.get(last.name) if last else None,
+        "workers": run.plan.workers,
+    }
+
+
+def _classes(found: Mistakes) -> Result:
+    """Return columns by class: in databases that hold at most 64 KB, 1,000 classes fit."""
+    wrong = Counter(found.labels)
+    return {
+        "names": found.classes,
+        "samples": found.sizes,
+        "correct": [size - wrong[label] for label, size in enumerate(found.sizes)],
+        "average_confidence": [float(f"{one:.5g}") for one in found.confidences],
+    }
+
+
+def _reached(folder: Path, summary: Summary) -> Result:
+    last = read_run(folder).result
+    return {
+        **(_end(last) if last else {}),
         "seconds": summary.seconds,
         "images_per_second": summary.images_per_second,
         "peak_memory_bytes": summary.peak_memory_bytes,
         "weights_sha256": summary.weights_sha256,
+    }
+
+
+def _end(found: Evaluation) -> Result:
+    """Return the metrics that a run ends with."""
+    return {
+        "top1": found.top1,
+        "top5": found.top5,
+        "loss": found.loss,
+        "average_confidence": found.average_confidence,
+        "confidence_deviation": found.confidence_deviation,
+        "class_confidence_deviation": found.class_confidence_deviation,
+        "classes_never_correct": found.classes_never_correct,
     }
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from short_studies import write_study
+from short_studies import a_record, write_study
 
 from largebatch.errors import DivergedError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.report.run import read_run
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.run import run
 from largebatch.studies import bench as bench_module
@@ -27,7 +28,9 @@ from largebatch.studies.bench import work
 from largebatch.studies.cells import cells_of
 from largebatch.studies.console import describe_study
 from largebatch.studies.database import Claim, Json, open_storage
+from largebatch.studies.metrics import measurements, outcome
 from largebatch.studies.phases import Bench, Phase, Progress
+from largebatch.studies.results import read_results
 from largebatch.studies.study import RATE, load_study
 from largebatch.studies.trial import Hopeless, Interrupted, Machine, Result, train
 from largebatch.tracking.events import Evaluation
@@ -59,7 +62,7 @@ class World:
         policy, rate = folder.parent.name, recipe.schedule.peak_lr
         self.made.append((policy, folder.name, recipe))
         top1 = accuracy(policy, rate)
-        rest: Result = {"top5": 1.0, "loss": 1 - top1, "updates": 12, "evaluations": [[9, 1, top1]]}
+        rest = a_record(top1, seed=recipe.seed, evaluations=[(9, top1)])
         if rate >= DIVERGES_FROM:
             return {**rest, "top1": 0.1, "loss": None, "diverged": "the loss is infinite"}
         for stop in stops:
@@ -67,8 +70,8 @@ class World:
                 stage="train", step=stop, epoch=1, top1=top1, top5=1, loss=1, samples=9
             )
             if hopeless(stop, found):
-                return {**rest, "top1": top1, "pruned_after": stop}
-        return {**rest, "top1": top1, "seconds": 24.0}
+                return {**rest, "pruned_after": stop}
+        return {**rest, "seconds": 24.0}
 
     def of(self, policy: str, word: str) -> list[Recipe]:
         return [recipe for name, slot, recipe in self.made if name == policy and word in slot]
@@ -246,9 +249,20 @@ def test_a_seed_is_the_run_that_train_makes(
     summary = run(load_recipe(text), out=tmp_path / "alone", report=False)
     assert summary.weights_sha256 == seed["weights_sha256"]
     assert summary.top1 == seed["top1"]
-    assert seed["evaluations"][-1][:1] == [12]
-    assert [step for step, *_ in trial["evaluations"]] == [3, 6, 9, 12]
+    assert [one["step"] for one in trial["evaluations"]] == [3, 6, 9, 12]
     assert reported.keys() == {3, 6, 9}
+    with open_storage(url) as storage:
+        (cell,) = read_results(storage)
+    (found,) = cell.seeds
+    folder = read_run(Path(found.folder))
+    alone = outcome(folder)
+    assert found.evaluations == tuple(measurements(folder))
+    assert (found.top5, found.average_confidence) == (alone.top5, alone.average_confidence)
+    assert found.confidence_deviation == alone.confidence_deviation
+    assert found.classes is not None
+    assert (sum(found.classes.samples), len(found.classes.average_confidence)) == (360, 10)
+    assert sum(found.classes.correct) == pytest.approx(360 * found.top1)
+    assert (cell.finished, cell.values, cell.search[0].is_search) == (True, {RATE: 0.5}, True)
     correct = trial["top1"] * 300
     assert correct == pytest.approx(round(correct))  # of the images held out, and not of 360
 

@@ -169,8 +169,8 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
     with a_queue(url) as queue:
         there = queue.study.user_attrs["definition"]
-        queue.study.set_user_attr("definition", {**there, "format": 2})
-    with pytest.raises(StudyError, match="a study of this name with format 2, expected 1"):
+        queue.study.set_user_attr("definition", {**there, "format": 1})
+    with pytest.raises(StudyError, match="a study of this name with format 1, expected 2"):
         a_queue(url).__enter__()
 
 

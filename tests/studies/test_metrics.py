@@ -18,8 +18,8 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.report.run import Run, read_run
 from largebatch.schedules.build import build_schedule
+from largebatch.studies.cells import scaled
 from largebatch.studies.metrics import (
-    SCALES,
     Cost,
     Interval,
     Outcome,
@@ -29,11 +29,12 @@ from largebatch.studies.metrics import (
     difference,
     has_diverged,
     interval,
+    measurements,
     outcome,
     ratio,
     robustness,
-    scaled,
 )
+from largebatch.studies.study import SCALES
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
 
@@ -66,23 +67,23 @@ def test_a_target_costs_what_its_first_evaluation_had_cost(tmp_path: Path) -> No
         images=20 * 96,
         seconds=pytest.approx(20 * 0.12 + 2 * 0.2),  # type: ignore[arg-type]  # pytest's stand-in
     )
-    assert cost(run, 0.8) == expected  # exactly at the target is at the target
-    assert cost(run, 0.75) == expected  # the fall to 0.7 after it takes nothing back
-    last = cost(run, 0.81)
+    assert cost(measurements(run), 0.8) == expected  # exactly at the target is at the target
+    assert cost(measurements(run), 0.75) == expected  # the fall to 0.7 after it takes nothing back
+    last = cost(measurements(run), 0.81)
     assert last is not None
     assert (last.updates, last.updates_before, last.images) == (40, 30, 3840)
     assert last.seconds == pytest.approx(40 * 0.12 + 4 * 0.2)
-    first = cost(run, 0.1)
+    first = cost(measurements(run), 0.1)
     assert first is not None
     assert (first.updates, first.updates_before) == (10, 0)
-    assert cost(run, 0.9001) is None
+    assert cost(measurements(run), 0.9001) is None
 
 
 def test_images_follow_a_batch_schedule(tmp_path: Path) -> None:
     changes = [{"step": 15, "position": 15 * 96, "global_batch": 192}]
     run = a_run(tmp_path / "run")
     run.plan["batch_changes"] = changes
-    found = cost(reread(run), 0.8)
+    found = cost(measurements(reread(run)), 0.8)
     assert found is not None
     assert found.images == 15 * 96 + 5 * 192
 
@@ -92,14 +93,14 @@ def test_a_stage_that_was_rolled_back_reaches_nothing(tmp_path: Path) -> None:
     run.end("statistics", 0, 0.99)
     run.decide("statistics", before=0.9, after=0.8)
     read = reread(run)
-    assert cost(read, 0.95) is None
+    assert cost(measurements(read), 0.95) is None
     assert (outcome(read).top1, outcome(read).best_top1) == (0.9, 0.9)
 
 
 def test_updates_that_were_not_timed_have_no_seconds(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     run.records = [one for one in run.records if one.get("step") != 4 or one["event"] != "step"]
-    found = cost(reread(run), 0.8)
+    found = cost(measurements(reread(run)), 0.8)
     assert found is not None
     assert found.updates == 20
     assert math.isnan(found.seconds)
@@ -214,7 +215,7 @@ def test_one_pair_of_costs_has_no_upper_end() -> None:
 
 def test_runs_that_never_reached_the_target_are_counted_apart(tmp_path: Path) -> None:
     reached = [
-        cost(reread(a_run(tmp_path / str(n), evaluations=[(n, 0.8), (40, 0.9)])), 0.8)
+        cost(measurements(reread(a_run(tmp_path / str(n), evaluations=[(n, 0.8), (40, 0.9)]))), 0.8)
         for n in (10, 20)
     ]
     found = costs([*reached, None])

@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "a target is reached by more than it",
         "studies/metrics.py",
-        "found.top1 >= target",
-        "found.top1 > target",
+        "one.top1 >= target",
+        "one.top1 > target",
         "studies/test_metrics.py::test_a_target_costs_what_its_first_evaluation_had_cost",
     ),
 )

@@ -1,6 +1,7 @@
-"""A study of LeNet-5 on the digits that takes seconds, and the programs that carry it out."""
+"""A study of LeNet-5 on the digits that takes seconds, and records of runs that were not made."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,33 @@ def write_study(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 -- any pa
     path = folder / "study.yaml"
     path.write_text(json.dumps({**STUDY, **changes}))
     return path
+
+
+def a_record(
+    top1: float, *, seed: int, evaluations: Sequence[tuple[int, float]] = (), batch: int = 96
+) -> dict[str, Any]:
+    """Return what is recorded of a run of 12 updates with evaluations after so many of them.
+
+    An update takes a second.
+    """
+    return {
+        "top1": top1,
+        "top5": 1.0,
+        "loss": 1 - top1,
+        "seed": seed,
+        "updates": 12,
+        "folder": f"/runs/seed-{seed}",
+        "commit": "c0ffee",
+        "evaluations": [
+            {
+                "step": step,
+                "epoch": step / 15,
+                "images": batch * step,
+                "seconds": float(step),
+                "top1": found,
+                "top5": 1.0,
+                "loss": 1 - found,
+            }
+            for step, found in evaluations
+        ],
+    }
