@@ -141,7 +141,7 @@ def new_chart(
     chart.xgrid.visible = bool(categories)
     for axis in chart.axis:
         if not categories or axis is not chart.xaxis[0]:
-            axis.formatter = models.NumeralTickFormatter(format="0,0.[0000]")
+            axis.formatter = models.NumeralTickFormatter(format="0,0.[000000]")
     _style(chart)
     return chart
 
@@ -183,11 +183,11 @@ def _heat_map_height(rows: int) -> int:
 
 
 def add_cells(
-    chart: "Chart", one: Series, source: "Source", columns: str, value: str
+    chart: "Chart", one: Series, source: "Source", x: str, y: str, value: str
 ) -> "Renderer":
-    """Draw the series as the row of its name, coloured by a column of parts of 1.
+    """Draw a series as cells of a heat map, coloured by a column of parts of 1.
 
-    `columns` is the column of its data that has the names of the map's columns.
+    The columns `x` and `y` of its data have the names of the map's columns and rows.
     """
     from bokeh.models import glyphs, mappers
     from bokeh.palettes import Viridis256
@@ -195,7 +195,7 @@ def add_cells(
 
     colours = mappers.LinearColorMapper(palette=Viridis256, low=0.0, high=1.0)
     cells = glyphs.Rect(
-        x=columns, y={"value": one.label}, width=1, height=1, line_color=None,
+        x=x, y=y, width=1, height=1, line_color=None,
         fill_color=transform(value, colours),
     )  # fmt: skip
     return chart.add_glyph(source, cells, name=one.label, tags=_tags(one, moves=False))
@@ -299,9 +299,13 @@ def new_table(
             for place, column in enumerate(columns)
         ],
         index_position=None, frozen_columns=1, autosize_mode="none", sizing_mode="stretch_width",
-        row_height=_ROW, height=min(_HEADER + _ROW * rows + _SCROLLBAR, _HIGHEST),
+        row_height=_ROW, height=_table_height(rows),
         selectable=False, reorderable=False, stylesheets=[_TABLE_CSS + _header_css(columns)],
     )  # fmt: skip
+
+
+def _table_height(rows: int) -> int:
+    return min(_HEADER + _ROW * rows + _SCROLLBAR, _HIGHEST)
 
 
 def _has_values(column: Column) -> bool:
@@ -370,7 +374,9 @@ def make_interactive_page(
         undefined=StrictUndefined,
     )  # fmt: skip
     return templates.get_template(template.name).render(
-        row_height=_CELL,
+        hidden=hidden,
+        cell=_CELL,
+        table_heights=[_table_height(rows) for rows in range(_HIGHEST // _ROW + 1)],
         library=Markup(library.render()),  # noqa: S704 -- Bokeh's own scripts
         script=Markup(script),  # noqa: S704 -- Bokeh escapes the texts in it
         parts={name: Markup(part) for name, part in parts.items()},  # noqa: S704 -- the same
@@ -387,4 +393,5 @@ def _hide(model: Any, hidden: frozenset[str]) -> None:  # noqa: ANN401 -- a char
             renderer.visible = hidden.isdisjoint(renderer.tags)
     elif _TAGS in model.source.data:
         tags = enumerate(model.source.data[_TAGS])
-        model.view.filter.indices = [row for row, own in tags if hidden.isdisjoint(own)]
+        shown = [row for row, own in tags if hidden.isdisjoint(own)]
+        model.view.filter.indices, model.height = shown, _table_height(len(shown))
