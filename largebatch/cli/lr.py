@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli import bench
+from largebatch.cli import bench, recommend
 from largebatch.cli.arguments import (
     INTERRUPTED,
     add_command,
@@ -62,6 +62,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ranged.add_argument("--out", type=Path, metavar="DIR", help="folder (runs/<name>-<time>)")
 
     bench.add_commands(command)
+    recommend.add_commands(command)
 
 
 def _rate(text: str) -> float:

@@ -2,21 +2,22 @@
 
 import argparse
 import shlex
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Call, count
 from largebatch.cli.recipe import write_recipe
-from largebatch.errors import LargebatchError, printable
+from largebatch.cli.recommend import add_storage, default_storages, read_groups, wrapped
+from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
 from largebatch.recipe.draft import draft, recipe_name, words
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.recipe.suggest import IMAGENET, DataSet, suggest
+from largebatch.recipe.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.schedules.build import build_schedule
 
-WIDTH = 100
-"""Of the lines that are printed, in columns."""
+if TYPE_CHECKING:
+    from largebatch.studies.shape import Shape
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -32,21 +33,47 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
         ("image-size", "side in pixels (224)"),
     ):
         added.add_argument(f"--{option}", type=count, metavar="N", help=text)
+    add_storage(added)
     added.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<name>.yaml)")
 
 
 def _suggest(args: argparse.Namespace) -> int:
     found = suggest(args.batch, data=_data(args), model=args.model, epochs=args.epochs)
     out = args.out or Path(f"{recipe_name(found)}.yaml")
-    text = draft(found)
+    shape = _measured(found, args.storage)
+    text = draft(found, schedule=shape.yaml if shape else None)
     recipe = parse_recipe(text, source=str(out))
     make_plan(recipe, workers=1)
     build_schedule(recipe)
     write_recipe(out, text)
-    for line in words(found):
-        print(printable(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)))
+    for line in words(found, has_warmup=shape is None or shape.schedule is None):
+        print(wrapped(line))
+    if shape is not None:
+        print(wrapped(shape.words))
     print(printable(f"recipe: {out}\nlook at it: largebatch plan {shlex.quote(str(out))}"))
     return 0
+
+
+def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
+    """Return the shape that was measured for such a recipe; None where nothing was.
+
+    A database that was not named, and cannot be read, is passed over with its reason.
+    """
+    if not storages and not default_storages():
+        return None
+    try:
+        groups = read_groups(storages or default_storages())
+    except (MissingPackageError, StudyError) as error:
+        if storages:
+            raise
+        print(wrapped(f"no measured policies: {error}"))
+        return None
+    from largebatch.studies.shape import shape_for
+
+    shape = shape_for(found, groups)
+    if shape is None and storages:
+        print(wrapped(f"no measured policies: none is of {found.model} on these images"))
+    return shape
 
 
 def _data(args: argparse.Namespace) -> DataSet:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterator
 from statistics import median
 
@@ -36,11 +37,14 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 """Model names that YAML reads as they are."""
 
 
-def words(found: Suggestion) -> list[str]:
-    """Return what was taken from where, how good that is, and what no point says anything about."""
+def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
+    """Return what was taken from where, how good that is, and what no point says anything about.
+
+    `has_warmup`: whether the warm-up is the points' too, and not that of a measured policy.
+    """
     return [
         *_between(found),
-        *_settings(found),
+        *_settings(found, has_warmup=has_warmup),
         *_epochs(found),
         (
             f"BatchNorm span: {found.bn_span}, of the divisors of {found.batch:,} from {SPANS[0]} "
@@ -91,7 +95,7 @@ def _of_this_batch(batch: int) -> list[str]:
     ]
 
 
-def _settings(found: Suggestion) -> Iterator[str]:
+def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
     lower, upper = found.lower, found.upper
     share = found.warmup_epochs / found.epochs
     for name, here, below, above in (
@@ -100,6 +104,8 @@ def _settings(found: Suggestion) -> Iterator[str]:
         ("1 - momentum", 1 - found.momentum, 1 - lower.momentum, 1 - upper.momentum),
         ("weight decay", found.weight_decay, lower.weight_decay, upper.weight_decay),
     ):
+        if name.startswith("warm-up") and not has_warmup:
+            continue
         both = f"{below:.4g}" if lower is upper else f"{below:.4g} and {above:.4g}"
         yield f"{name}: {here:.4g}, from {both}; {_missed(name)}"
 
@@ -160,12 +166,14 @@ def _elsewhere(found: Suggestion) -> Iterator[str]:
         )
 
 
-def draft(found: Suggestion) -> str:
-    """Return the text of a recipe that holds a suggestion; the rule stands beside each number."""
+def draft(found: Suggestion, *, schedule: str | None = None) -> str:
+    """Return the text of a recipe that holds a suggestion; the rule stands beside each number.
+
+    `schedule`: the keys of that section as YAML, where a policy was measured.
+    """
     data = found.data
     small = data.image_size <= SMALL
     name, model = recipe_name(found), found.model
-    share = found.warmup_epochs / found.epochs
     head = "\n  head_std: 0.01  # MLPerf's ResNet-50" if model == "resnet50" else ""
     text = f"""\
 # {name}: written by `largebatch suggest`.
@@ -202,12 +210,7 @@ optimizer:
   eta: 1e-3  # MLPerf's, as eps, power, end_lr and label smoothing
   eps: 0.0
 
-schedule:
-  peak_lr: {found.peak_lr:g}  # {_points_have(found, "peak_lr")}
-  warmup: {{epochs: {found.warmup_epochs:g}}}  # {_percent(share)} of the run
-  decay: {{kind: polynomial, power: 2.0, end_lr: 1e-4}}
-  first_step: 1
-
+{_schedule(found) if schedule is None else _measured(schedule)}
 loss:
   label_smoothing: 0.1
 
@@ -219,6 +222,23 @@ evaluation:
   every_epochs: 4
 """
     return "".join(map(_aligned, text.splitlines(keepends=True)))
+
+
+def _schedule(found: Suggestion) -> str:
+    share = found.warmup_epochs / found.epochs
+    return f"""\
+schedule:
+  peak_lr: {found.peak_lr:g}  # {_points_have(found, "peak_lr")}
+  warmup: {{epochs: {found.warmup_epochs:g}}}  # {_percent(share)} of the run
+  decay: {{kind: polynomial, power: 2.0, end_lr: 1e-4}}
+  first_step: 1
+"""
+
+
+def _measured(schedule: str) -> str:
+    return "schedule:  # its shape was measured, its peak is from the points\n" + textwrap.indent(
+        schedule, "  "
+    )
 
 
 def _source(found: Suggestion) -> str:

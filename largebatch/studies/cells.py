@@ -163,11 +163,16 @@ def rungs(plan: Plan) -> list[int]:
     return [step for step in sorted(near) if plan.warmup_steps < step < plan.train_steps]
 
 
-def shortened(recipe: Recipe, part: float) -> Recipe:
-    """Return the recipe with all its lengths times `part`, and its decays by the step steeper."""
-    if part == 1:
+def shortened(recipe: Recipe, part: float, *, steps: float | None = None) -> Recipe:
+    """Return the recipe with all its lengths times `part`, and its decays by the step steeper.
+
+    `steps`: the factor of lengths in updates and of decays by the step, for a batch with another
+    number of updates in an epoch; None: `part`.
+    """
+    steps = part if steps is None else steps
+    if part == steps == 1:
         return recipe
-    tree = _shortened(recipe, part).model_dump(mode="json")
+    tree = _shortened(recipe, part, steps).model_dump(mode="json")
     every = tree["evaluation"]["every_epochs"]
     if every is not None:
         tree["evaluation"]["every_epochs"] = every * part
@@ -175,21 +180,23 @@ def shortened(recipe: Recipe, part: float) -> Recipe:
     return validate_tree(Recipe, tree, source=recipe.name)
 
 
-def _shortened(value: Any, part: float) -> Any:  # noqa: ANN401 -- any field of a recipe
+def _shortened(value: Any, part: float, steps: float) -> Any:  # noqa: ANN401 -- any field
     if isinstance(value, tuple):
-        return tuple(_shortened(each, part) for each in value)
+        return tuple(_shortened(each, part, steps) for each in value)
     if not isinstance(value, Section):
         return value
-    changes = {key: _shortened(getattr(value, key), part) for key in type(value).model_fields}
+    changes = {
+        key: _shortened(getattr(value, key), part, steps) for key in type(value).model_fields
+    }
     if isinstance(value, Duration):
         if value.epochs is not None:
             changes["epochs"] = value.epochs * part
         elif value.steps is not None:
-            changes["steps"] = max(1, round(value.steps * part))
+            changes["steps"] = max(1, round(value.steps * steps))
     if isinstance(value, _BY_FACTOR):
-        changes["gamma"] = value.gamma ** (1 / part)
+        changes["gamma"] = value.gamma ** (1 / steps)
     elif isinstance(value, Inverse | Sigmoid):
-        changes["gamma"] = value.gamma / part
+        changes["gamma"] = value.gamma / steps
     return value.model_copy(update=changes)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
@@ -60,9 +61,32 @@ def open_storage(url: str) -> "Iterator[BaseStorage]":
         cause = error.__cause__ or error
         reason = clip(" ".join(str(getattr(cause, "orig", cause)).split()), 2 * LONGEST_NAME)
         raise StudyError(
-            f"--storage {_shown(url)}: cannot be used: {reason}; a file that is damaged or no "
+            f"--storage {shown(url)}: cannot be used: {reason}; a file that is damaged or no "
             "database is not changed: give another --storage, or put a copy in its place"
         ) from None
+
+
+@contextmanager
+def open_existing(url: str) -> "Iterator[BaseStorage]":
+    """Yield the storage as open_storage does, and make no file.
+
+    Raises StudyError where there is none.
+    """
+    require_optuna()
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    file: str | None = url if url.endswith(JOURNAL) else None
+    with suppress(ArgumentError):  # of no URL: open_storage's message
+        found = make_url(url)
+        file = found.database if found.get_backend_name() == "sqlite" else file
+    if file is not None and not Path(file).is_file():
+        raise StudyError(
+            f"--storage {shown(url)}: no such file; `largebatch lr bench` makes it, by default "
+            "study.db in its --out"
+        )
+    with open_storage(url) as storage:
+        yield storage
 
 
 def _connect(url: str) -> "BaseStorage":
@@ -76,12 +100,12 @@ def _connect(url: str) -> "BaseStorage":
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
         storage = _open_tables(url, {"timeout": _BUSY_SECONDS} if is_sqlite else {})
     except ModuleNotFoundError as error:
-        raise StudyError(f"--storage {_shown(url)}: needs the package {error.name}") from None
+        raise StudyError(f"--storage {shown(url)}: needs the package {error.name}") from None
     except OSError as error:
-        raise StudyError(f"--storage {_shown(url)}: {error.strerror}") from None
+        raise StudyError(f"--storage {shown(url)}: {error.strerror}") from None
     except RuntimeError as error:  # Optuna's, of a schema that another version of it made
         reason = " ".join(str(error).split())
-        raise StudyError(f"--storage {_shown(url)}: is of another version: {reason}") from None
+        raise StudyError(f"--storage {shown(url)}: is of another version: {reason}") from None
     if is_sqlite:
         _write_one_at_a_time(storage)
     return storage
@@ -122,7 +146,7 @@ def _write_one_at_a_time(storage: "RDBStorage") -> None:
     storage.engine.dispose()  # connections that were made before
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Return a URL without its password."""
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError

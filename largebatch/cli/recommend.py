@@ -1,0 +1,117 @@
+"""The `lr recommend` command: which policy the measured ones speak for. It prints."""
+
+import argparse
+import json
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.cli.arguments import Call, count
+from largebatch.errors import LargebatchError, StudyError, printable
+
+if TYPE_CHECKING:
+    from largebatch.studies.groups import Group
+
+BY = ("cost", "accuracy", "robustness")
+"""Of studies.recommend.Criterion; known here, so that the parser needs no NumPy."""
+
+WIDTH = 100
+
+
+def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    """Add the command to those below `lr`."""
+    added = command("recommend", _recommend, "which policy the results of lr bench speak for")
+    added.add_argument("--dataset", metavar="NAME", help="that begins the name of recipe or study")
+    added.add_argument("--model", metavar="NAME", help="as in the recipe: lenet5")
+    added.add_argument("--batch", type=count, metavar="B", help="global batch, or the nearest ones")
+    added.add_argument("--optimizer", metavar="KIND", help="as in the recipe: sgd")
+    added.add_argument("--target", type=_part, metavar="TOP1", help="accuracy, such as 0.90")
+    added.add_argument("--by", choices=BY, default=BY[0], help=f"what decides ({BY[0]})")
+    add_storage(added)
+    added.add_argument("--json", action="store_true", help="print all of it as JSON")
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """Let the command read other databases than those in runs/."""
+    parser.add_argument(
+        "--storage",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of lr bench; may be given several times (every runs/*/study.db)",
+    )
+
+
+def _part(text: str) -> float:
+    """Read an accuracy."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"expected a part of 1, such as 0.90, got {text!r}")
+    return found
+
+
+def _recommend(args: argparse.Namespace) -> int:
+    if args.by == "cost" and args.target is None:
+        raise LargebatchError(
+            "--by cost is the cost to a top-1 accuracy: give --target, such as 0.90, or decide "
+            "--by accuracy or robustness"
+        )
+    groups = read_groups(args.storage or default_storages())
+    from largebatch.studies.groups import choose
+    from largebatch.studies.recommend import recommend
+    from largebatch.studies.recommend_words import as_json, runs_behind, schedule_yaml, sentences
+
+    found = choose(
+        groups, dataset=args.dataset, model=args.model, optimizer=args.optimizer, batch=args.batch
+    )
+    answers = [recommend(each, by=args.by, target=args.target, batch=args.batch) for each in found]
+    if args.json:
+        print(json.dumps([as_json(each) for each in answers], indent=2))
+        return 0
+    for place, each in enumerate(answers):
+        print("\n" * (place > 0), end="")
+        for sentence in sentences(each):
+            print(wrapped(sentence))
+        if each.first is not None:
+            print(printable(schedule_yaml(each.first.cell)), end="")
+        for line in runs_behind(each):
+            print(printable(line))
+    return 0
+
+
+def wrapped(sentence: str) -> str:
+    """Return a sentence in lines that a terminal shows."""
+    return printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def default_storages() -> list[str]:
+    """Return the databases of studies whose --out was not given."""
+    return [f"sqlite:///{path.absolute()}" for path in sorted(Path("runs").glob("*/study.db"))]
+
+
+def read_groups(storages: Sequence[str]) -> "list[Group]":
+    """Read the policies of these databases; raise StudyError where there is none."""
+    from largebatch.studies.database import open_existing, shown
+    from largebatch.studies.groups import groups_of
+    from largebatch.studies.results import read_results
+
+    if not storages:
+        raise StudyError(
+            "there is no policy database: no runs/*/study.db below this folder; fill one with: "
+            "largebatch lr bench STUDY.yaml; or give --storage"
+        )
+    groups = []
+    for url in storages:
+        with open_existing(url) as storage:
+            groups += groups_of(shown(url), read_results(storage))
+    if not groups:
+        raise StudyError(
+            f"no study of lr bench is in {', '.join(map(shown, storages))}; expected one at least; "
+            "fill it with: largebatch lr bench STUDY.yaml --storage URL"
+        )
+    return groups

@@ -1,0 +1,321 @@
+"""Which policy a database recommends: measured policies in order, and how sure that order is.
+
+Policies are compared within one configuration of one study, where all else is the same, and by
+seed. What differs by less than the seeds do is in no order, and is reported so.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, assert_never
+
+from largebatch.studies.groups import Group
+from largebatch.studies.metrics import (
+    CONFIDENCE,
+    Costs,
+    Interval,
+    Ratio,
+    Robustness,
+    cost,
+    costs,
+    difference,
+    interval,
+    ratio,
+    robustness,
+)
+from largebatch.studies.results import CellResults
+from largebatch.studies.study import SCALES
+
+Criterion = Literal["cost", "accuracy", "robustness"]
+"""cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over rates a
+tenth to ten times the one found, as metrics.Robustness.area has it."""
+
+ENOUGH_SEEDS = 3
+"""Fewer give no interval, or one that is mostly wider than any difference of policies."""
+
+Scores = Mapping[int, float | None]
+"""By seed; None: the target was not reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One policy, and how it compares with the first one."""
+
+    cell: CellResults
+    top1: Interval | None
+    """Over the seeds; None before one is done."""
+
+    costs: Costs | None
+    """To the target; None without one."""
+
+    robustness: Robustness | None
+    """None without runs at other rates."""
+
+    scores: Scores
+    """By seed, of the criterion."""
+
+    against: Ratio | Interval | None = None
+    """Its cost over that of the first policy, or the accuracy of that one minus its own."""
+
+    is_level: bool = False
+    """Whether it is within the noise of seeds of the first policy."""
+
+    avoid: tuple[str, ...] = ()
+    """Why it is to be avoided, if it is."""
+
+    @property
+    def diverged(self) -> int:
+        """Seeds that diverged at the rate found."""
+        return sum(one.diverged is not None for one in self.cell.seeds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What a group of policies says about a question."""
+
+    group: Group
+    by: Criterion
+    target: float | None
+    standings: tuple[Standing, ...]
+    """The best first; those without a score last."""
+
+    gaps: tuple[str, ...] = ()
+    """What was not measured, and would have to be for a recommendation."""
+
+    doubts: tuple[str, ...] = ()
+    """What the measurements leave open: the order of policies, a rate at the edge."""
+
+    @property
+    def too_little(self) -> tuple[str, ...]:
+        """Why this is not enough for a recommendation; empty where it is."""
+        return self.gaps + self.doubts
+
+    @property
+    def first(self) -> Standing | None:
+        """The policy that leads; None where none has a score, or none reached the target."""
+        return self.standings[0] if _scored(self.standings[0]) else None
+
+    @property
+    def level(self) -> tuple[Standing, ...]:
+        """The others that are within the noise of it."""
+        return tuple(one for one in self.standings[1:] if one.is_level)
+
+
+def recommend(
+    group: Group, *, by: Criterion, target: float | None = None, batch: int | None = None
+) -> Recommendation:
+    """Put the policies of a group in order; `target` is a part of 1, and the cost is that of it.
+
+    `batch` is the one in question, which may not be the group's. Raises ValueError for the cost
+    without a target.
+    """
+    if by == "cost" and target is None:
+        raise ValueError("the cost is that of a target: give one")
+    ranked = sorted((_standing(cell, by, target) for cell in group.cells), key=_rank(by))
+    first = ranked[0]
+    compared = [first, *(_compared(one, first, by) for one in ranked[1:])]
+    standings = tuple(replace(one, avoid=tuple(_reasons(one, first))) for one in compared)
+    found = Recommendation(group=group, by=by, target=target, standings=standings)
+    return replace(found, gaps=tuple(_gaps(found)), doubts=tuple(_doubts(found, batch)))
+
+
+def _standing(cell: CellResults, by: Criterion, target: float | None) -> Standing:
+    top1 = [one.top1 for one in cell.seeds]
+    each = {}
+    if target is not None:
+        each = {one.seed: cost(one.evaluations, target) for one in cell.seeds}
+    scores: Scores
+    match by:
+        case "cost":
+            scores = {seed: None if one is None else one.updates for seed, one in each.items()}
+        case "accuracy":
+            scores = {one.seed: one.top1 for one in cell.seeds}
+        case "robustness":
+            scores = {seed: robustness(one).area for seed, one in _by_scale(cell).items()}
+        case _:
+            assert_never(by)
+    return Standing(
+        cell=cell,
+        top1=interval(top1) if top1 else None,
+        costs=None if target is None else costs(list(each.values())),
+        robustness=_over_rates(cell),
+        scores=scores,
+    )
+
+
+def _by_scale(cell: CellResults) -> dict[int, dict[float, list[float]]]:
+    """Return the accuracies by seed and scale, of seeds that were run at every scale."""
+    found: dict[int, dict[float, list[float]]] = {}
+    for one in (*cell.seeds, *cell.scaled):
+        found.setdefault(one.seed, {})[one.scale] = [one.top1]
+    return {seed: each for seed, each in found.items() if each.keys() >= set(SCALES)}
+
+
+def _over_rates(cell: CellResults) -> Robustness | None:
+    seeds = _by_scale(cell).values()
+    if not seeds:
+        return None
+    return robustness({scale: [one[scale][0] for one in seeds] for scale in SCALES})
+
+
+def _scored(one: Standing) -> list[float]:
+    return [score for score in one.scores.values() if score is not None]
+
+
+def _rank(by: Criterion) -> Callable[[Standing], tuple[float, float, float]]:
+    """Return a key to sort by: none diverged, then the most seeds at the target, then the mean."""
+
+    def key(one: Standing) -> tuple[float, float, float]:
+        scores = _scored(one)
+        if not scores:
+            return 2.0, 0.0, -one.top1.mean if one.top1 else math.inf
+        mean = statistics.fmean(scores)
+        share = len(scores) / len(one.scores)
+        return float(one.diverged > 0), -share, mean if by == "cost" else -mean
+
+    return key
+
+
+def _compared(one: Standing, first: Standing, by: Criterion) -> Standing:
+    """Compare a policy with the first one, over the seeds that both have."""
+    if not _scored(one) or not one.scores.keys() & first.scores.keys():
+        return one
+    if by == "cost":
+        costlier = ratio(one.scores, first.scores)
+        found = costlier.interval
+        as_often = costlier.reached == costlier.reached_other
+        is_level = as_often and found is not None and found.low <= 1 <= found.high
+        return replace(one, against=costlier, is_level=is_level)
+    scores = (
+        {seed: score for seed, score in each.scores.items() if score is not None}
+        for each in (first, one)
+    )
+    below = difference(*scores)
+    return replace(one, against=below, is_level=below.low <= 0 <= below.high)
+
+
+def _reasons(one: Standing, first: Standing) -> Iterator[str]:
+    """Yield why a policy is to be avoided."""
+    seeds = len(one.cell.seeds)
+    if one.diverged:
+        yield f"{one.diverged} of {seeds} seeds diverged"
+    if one.costs and first.costs and seeds and not one.costs.reached and first.costs.reached:
+        yield f"none of {seeds} seeds reached the target"
+    match one.against:
+        case Ratio(interval=Interval(low=low) as times) if low > 1:
+            yield f"{describe_ratio(times)} the updates of {first.cell.policy}"
+        case Interval(low=low) as points if low > 0:
+            yield f"{describe_points(points)} below {first.cell.policy}"
+        case _:
+            pass
+
+
+def describe_ratio(times: Interval) -> str:
+    """Return a ratio in words: 1.50 times (1.20 to 1.88)."""
+    return f"{times.mean:.2f} times{describe_ends(times, '{:.2f}')}"
+
+
+def describe_points(points: Interval) -> str:
+    """Return a difference of accuracies in words: 1.50 points (1.20 to 1.80)."""
+    return f"{100 * points.mean:.2f} points" + describe_ends(
+        points._replace(low=100 * points.low, high=100 * points.high), "{:.2f}"
+    )
+
+
+def describe_ends(found: Interval, number: str) -> str:
+    """Return the ends of an interval in brackets; one value has none."""
+    if found.number < 2:
+        return " (one seed: no interval)"
+    return f" ({number.format(found.low)} to {number.format(found.high)})"
+
+
+def _gaps(found: Recommendation) -> Iterator[str]:
+    """Yield what is missing for a recommendation."""
+    cells, first = found.group.cells, found.first
+    unfinished = [cell.policy for cell in cells if not cell.finished]
+    if unfinished:
+        yield f"not finished: {', '.join(unfinished)}"
+    if len(cells) == 1:
+        yield "one policy was measured: there is no other to compare with"
+    if first is None:
+        yield _nothing(found)
+        return
+    seeds = min(len(one.scores) for one in (first, *found.level))
+    if seeds < ENOUGH_SEEDS:
+        yield (
+            f"{seeds} seed{'s' * (seeds > 1)}: the noise of seeds is hardly known; "
+            f"{ENOUGH_SEEDS} or more tell policies apart"
+        )
+
+
+def _doubts(found: Recommendation, batch: int | None) -> Iterator[str]:
+    """Yield what is open although it was measured."""
+    group, first = found.group, found.first
+    if batch is not None and batch != group.batch:
+        yield (
+            f"batch {batch:,} was not measured: this is of {group.batch:,}, and neither the order "
+            "of policies nor a rate need be the same there"
+        )
+    if first is None:
+        return
+    for key, end in first.cell.edges.items():
+        yield (
+            f"{first.cell.policy}: {key} {first.cell.values[key]:g} is the {end} tried: a better "
+            "one may lie beyond"
+        )
+    if found.level:
+        names = ", ".join(one.cell.policy for one in (first, *found.level))
+        yield f"within the noise of each other, so in no order: {names}"
+
+
+def _nothing(found: Recommendation) -> str:
+    best = found.standings[0]
+    if found.by == "robustness":
+        return "no seed has runs at other rates: give the study robustness_seeds"
+    if best.top1 is None:
+        return "no policy has a seed that is done"
+    assert found.target is not None
+    return (
+        f"no policy reached {found.target:.2%}: the best of them, {best.cell.policy}, ended at "
+        f"{best.top1.mean:.2%}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodValues:
+    """The values of a search that are as good as the one found, as far as the noise lets see."""
+
+    ranges: Mapping[str, tuple[float, float]]
+    """The lowest and the highest, by key."""
+
+    number: int
+    trials: int
+    """How many are as good, and how many there were."""
+
+
+def good_values(cell: CellResults) -> GoodValues:
+    """Return what is within the noise of the best trial.
+
+    The noise of a trial has two parts, of the images that judge (binomial) and of the seed (the
+    spread of top-1 over the seeds at the end); two trials differ by the root of 2 times that.
+    Trials that were stopped early or diverged are none of the good ones.
+    """
+    metric = cell.settings.metric
+    whole = [one for one in cell.search if one.pruned_after is None and one.diverged is None]
+    if not whole:
+        return GoodValues(ranges={}, number=0, trials=len(cell.search))
+    best = max(getattr(one, metric) for one in whole)
+    variance = best * (1 - best) / cell.settings.held_out
+    ends = [getattr(one, metric) for one in cell.seeds]
+    variance += statistics.variance(ends) if len(ends) > 1 else 0.0
+    width = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(2 * variance)
+    good = [one for one in whole if getattr(one, metric) >= best - width]
+    return GoodValues(
+        ranges={
+            key: (min(one.values[key] for one in good), max(one.values[key] for one in good))
+            for key in good[0].values
+        },
+        number=len(good),
+        trials=len(cell.search),
+    )
