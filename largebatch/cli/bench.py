@@ -1,7 +1,6 @@
 """The `lr bench` command: every policy at the rate that suits it. It prints."""
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from largebatch.cli.arguments import (
     add_machine,
     count,
     machine_of,
+    part,
 )
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
@@ -37,24 +37,13 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     report.add_argument("study", metavar="STUDY", help="a study's folder, or its --storage")
     report.add_argument(
         "--target",
-        type=_part,
+        type=part,
         action="append",
         default=[],
         metavar="TOP1",
         help="an accuracy such as 0.95 whose cost is shown; may be repeated (a few are chosen)",
     )
     report.add_argument("--out", type=Path, metavar="HTML", help="study.html in the study's folder")
-
-
-def _part(text: str) -> float:
-    """Read an accuracy."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found <= 1:
-        raise argparse.ArgumentTypeError(f"expected a part of 1, such as 0.95, got {text!r}")
-    return found
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -110,13 +99,13 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from largebatch.studies.database import open_storage
+    from largebatch.studies.database import open_existing
     from largebatch.studies.page import PAGE, write_page
     from largebatch.studies.results import read_results
 
     folder = Path(args.study)
     is_folder = folder.is_dir()
-    with open_storage(_database(folder) if is_folder else args.study) as storage:
+    with open_existing(_database(folder) if is_folder else args.study) as storage:
         found = read_results(storage)
     page = args.out or (folder if is_folder else Path()) / PAGE
     print(printable(f"page: {write_page(found, page, targets=args.target)}"))

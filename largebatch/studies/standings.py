@@ -284,9 +284,9 @@ def _counts(standings: Standings) -> Iterator[str]:
     others = len(runs) - trials - seeds
     parts = [f"{plural(trials, 'trial')} of the search", f"{plural(seeds, 'run')} with seeds"]
     parts += [f"{others:,} at other rates"] if others else []
-    machines = list(dict.fromkeys(f"{run.host} ({run.hardware})" for run in runs))
+    machines = list(dict.fromkeys(f"{run.host} ({run.hardware})" for run in runs if run.host))
     versions = list(dict.fromkeys(run.versions.get("torch", "") for run in runs))
-    made = f", on {shorten(machines, most=_NAMED)}" if runs else ""
+    made = f", on {shorten(machines, most=_NAMED)}" if machines else ""
     torch = f" with torch {shorten(versions, most=_NAMED)}" if any(versions) else ""
     yield f"{plural(len(runs), 'run')}: {', '.join(parts)}{made}{torch}."
     waiting = [one.found.policy for one in standings.cells if one.status]

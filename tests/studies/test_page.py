@@ -16,8 +16,10 @@ from browser import (
     started_browser,
 )
 from playwright.sync_api import Browser, Page
+from policy_databases import Policy, fill
 from study_results import cell, run, trial
 
+from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import StudyError
 from largebatch.report.interactive import series
 from largebatch.studies.by_class import MOST_CLASSES, ByClass, shown_classes
@@ -214,12 +216,6 @@ def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
         assert len(names(page)) == 2
 
 
-def test_one_policy_of_one_seed_makes_a_page(tmp_path: Path) -> None:
-    one = cell("only", [run(1, [0.5, 0.9], every=300)], search=[trial(0, 0.5, 0.9)])
-    text = write_page([one], tmp_path / "one.html").read_text(encoding="utf-8")
-    assert "only has the highest top-1, 90.00 % (1 seed)" in text
-
-
 @pytest.mark.long
 def test_a_page_of_thirty_six_policies_stays_small(tmp_path: Path) -> None:
     many = [
@@ -253,3 +249,31 @@ def test_of_many_classes_those_are_drawn_in_which_policies_differ_most() -> None
     spread[17] = 0
     widest = sorted(np.argsort(-spread)[:MOST_CLASSES])
     assert shown_classes(found) == [labels[place] for place in widest]
+
+
+def test_the_page_is_written_as_a_study_ends_and_again_of_its_database(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, {"fall": Policy(reached=[6], top1=[0.91])}, targets=[0.9])  # one of one seed
+    page = tmp_path / "study.html"
+    assert main(["lr", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]) == DONE
+    assert capsys.readouterr().out.splitlines()[-1] == f"page: {page}"
+    text = page.read_text(encoding="utf-8")
+    assert "Updates to 90 %" in text
+    assert "fall has the highest top-1, 91.00 % (1 seed); it is the only policy" in text
+    page.unlink()
+    assert main(["lr", "report", str(tmp_path), "--target", "0.85"]) == DONE
+    assert capsys.readouterr().out == f"page: {page}\n"
+    assert "Updates to 85 %" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [("{}", "no study.db"), ("sqlite:///{}/gone.db", "no such file"), ("{}/x", "cannot be used")],
+)
+def test_a_page_without_a_database_is_refused_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, message: str
+) -> None:
+    assert main(["lr", "report", study.format(tmp_path)]) == USER
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
