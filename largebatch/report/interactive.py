@@ -138,6 +138,8 @@ def new_chart(
     for span in (chart.x_range, chart.y_range):
         if isinstance(span, models.DataRange1d):
             span.only_visible = True
+    if log == "x":
+        chart.xaxis.ticker = models.LogTicker(mantissas=[1, 2, 5])
     chart.xgrid.visible = bool(categories)
     for axis in chart.axis:
         if not categories or axis is not chart.xaxis[0]:
@@ -158,46 +160,41 @@ def _style(chart: "Chart") -> None:
     chart.yaxis.axis_line_color = None
 
 
-def new_heat_map(*, x: str, columns: Sequence[str], rows: Sequence[str]) -> "Chart":
-    """Return an empty heat map of these columns, and of rows from the top down.
+def new_heat_map(*, x: str, columns: Sequence[str], rows: Sequence[str], low: float) -> "Chart":
+    """Return an empty heat map of percentages from `low` to 100, with rows from the top down.
 
     A row without any renderer in sight is left out. Raises MissingPackageError without Bokeh.
     """
     require_bokeh()
-    from bokeh import models, plotting
+    from bokeh import models, palettes, plotting
 
     chart = plotting.figure(
-        height=_heat_map_height(len(rows)), sizing_mode="stretch_width", toolbar_location=None,
+        height=110 + _CELL * len(rows), sizing_mode="stretch_width", toolbar_location=None,
         tools="", x_range=models.FactorRange(factors=list(columns)), x_axis_label=x,
         y_range=models.FactorRange(factors=list(reversed(rows))), output_backend="canvas",
-        min_border_right=16,
     )  # fmt: skip
+    colours = models.LinearColorMapper(palette=palettes.Viridis256, low=low, high=100.0)
+    bar = models.ColorBar(color_mapper=colours, width=10, background_fill_color=None)
+    bar.major_label_text_color = style.MUTED  # no CSS variable reaches it
+    chart.add_layout(bar, "right")
     chart.grid.visible = False
     chart.xaxis.major_label_orientation = math.pi / 4 if max(map(len, columns)) > 3 else 0
     _style(chart)
     return chart
 
 
-def _heat_map_height(rows: int) -> int:
-    return 110 + _CELL * rows
-
-
 def add_cells(
     chart: "Chart", one: Series, source: "Source", x: str, y: str, value: str
 ) -> "Renderer":
-    """Draw a series as cells of a heat map, coloured by a column of parts of 1.
+    """Draw a series as cells of a heat map, coloured by a column of percentages.
 
     The columns `x` and `y` of its data have the names of the map's columns and rows.
     """
-    from bokeh.models import glyphs, mappers
-    from bokeh.palettes import Viridis256
+    from bokeh.models import glyphs
     from bokeh.transform import transform
 
-    colours = mappers.LinearColorMapper(palette=Viridis256, low=0.0, high=1.0)
-    cells = glyphs.Rect(
-        x=x, y=y, width=1, height=1, line_color=None,
-        fill_color=transform(value, colours),
-    )  # fmt: skip
+    colour = transform(value, chart.right[0].color_mapper)
+    cells = glyphs.Rect(x=x, y=y, width=1, height=1, line_color=None, fill_color=colour)
     return chart.add_glyph(source, cells, name=one.label, tags=_tags(one, moves=False))
 
 

@@ -75,22 +75,29 @@ def shown_classes(found: Sequence[ByClass]) -> list[str]:
 def draw_classes(drawn: Sequence[tuple[Series, Standing, ByClass]]) -> "Chart":
     """Draw the cells of one configuration, a row each; one class or more."""
     names = shown_classes([each for _, _, each in drawn])
-    chart = new_heat_map(x="Class", columns=names, rows=[look.label for look, _, _ in drawn])
+    lowest = min((_lowest(found) for _, _, found in drawn), default=0.0)
+    policies = [look.label for look, _, _ in drawn]
+    chart = new_heat_map(x="Class", columns=names, rows=policies, low=100 * min(lowest, 0.99))
     cells = []
     for look, _, found in drawn:
         places = [found.names.index(name) for name in names]
         source = new_source({
             "policy": [look.label] * len(names),
             "class": names,
-            "accuracy": found.accuracy[places],
             "percent": 100 * found.accuracy[places],
             "confidence": [_confidence(found.confidence[place]) for place in places],
             "images": [f"{found.correct[at]:,.0f} of {found.samples[at]:,.0f}" for at in places],
         })  # fmt: skip
-        cells.append(add_cells(chart, look, source, "class", "policy", "accuracy"))
+        cells.append(add_cells(chart, look, source, "class", "policy", "percent"))
     rows = [("class", "@class"), ("accuracy", "@percent{0.00} %"), ("right", "@images")]
     add_hover(chart, cells, [*rows, ("average confidence", "@confidence")])
     return chart
+
+
+def _lowest(found: ByClass) -> float:
+    """Return the lowest accuracy of a class; 0 where none has images."""
+    known = found.accuracy[np.isfinite(found.accuracy)]
+    return float(known.min()) if known.size else 0.0
 
 
 def _confidence(value: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -329,21 +329,34 @@ def _draw_search(drawn: Sequence[Drawn], key: str) -> "Chart":
     """Draw the trials of every search over a key."""
     name = key.rpartition(".")[2]
     chart = new_chart(x=key, y="Accuracy on images held out, %", height=400, log="x")
+    searches = [_search_columns(one.found, key) for _, one in drawn]
+    known = [place for data in searches for place in data["place"] if math.isfinite(place)]
     marks = []
-    for look, one in drawn:
-        trials = [trial for trial in one.found.search if key in trial.values]
-        trials.sort(key=lambda trial: trial.values[key])
-        columns = [_trial(one.found, trial, key) for trial in trials]
-        if columns:
-            data = {title: [each[title] for each in columns] for title in columns[0]}
-            marks.append(add_points(chart, look, new_source(data), "value", "accuracy"))
+    for (look, _), data in zip(drawn, searches, strict=True):
+        places = [
+            place if math.isfinite(place) else min(known, default=0) for place in data["place"]
+        ]
+        source = new_source({**data, "place": places})
+        marks.append(add_points(chart, look, source, "value", "place"))
     rows = [(name, "@value{0.[00000000]}"), ("accuracy", "@accuracy{0.00} %"), ("trial", "@state")]
     add_hover(chart, marks, rows)
     return chart
 
 
+def _search_columns(found: CellResults, key: str) -> dict[str, list[Any]]:
+    """Return the data of a search by the values of a key; empty columns without a trial."""
+    trials = [trial for trial in found.search if key in trial.values]
+    rows = [_trial(found, trial, key) for trial in sorted(trials, key=lambda one: one.values[key])]
+    columns = ("value", "accuracy", "place", "state", "marker", "size", "fill")
+    return {name: [row[name] for row in rows] for name in columns}
+
+
 def _trial(found: CellResults, trial: Result, key: str) -> dict[str, object]:
-    """Return a row of the data of a search: the trial found is a star, one stopped is hollow."""
+    """Return a row of the data of a search: the trial found is a star, one stopped is hollow.
+
+    One that diverged has no place of its own, for it would flatten the others.
+    """
+    accuracy = 100 * (trial.top1 if found.settings.metric == "top1" else trial.top5)
     state, marker, size, fill = "whole", "circle", 8, 1.0
     if trial.diverged is not None:
         state, marker, size = "diverged: counts as chance", "x", 10
@@ -353,12 +366,17 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, object]:
         state, marker, size = "found", "star", 18
     return {
         "value": trial.values[key],
-        "accuracy": 100 * (trial.top1 if found.settings.metric == "top1" else trial.top5),
+        "accuracy": accuracy,
+        "place": accuracy if trial.diverged is None else math.nan,
         "state": state,
         "marker": marker,
         "size": size,
         "fill": fill,
     }
+
+
+def _scales(one: Standing) -> Iterable[float]:
+    return () if one.robustness is None else one.robustness.by_scale
 
 
 def _draw_scales(drawn: Sequence[Drawn]) -> "Chart":
@@ -375,5 +393,6 @@ def _draw_scales(drawn: Sequence[Drawn]) -> "Chart":
             })  # fmt: skip
             add_line(chart, look, source, "scale", "top1")
             marks.append(add_points(chart, look, source, "scale", "top1"))
+    chart.xaxis.ticker = sorted({scale for _, one in drawn for scale in _scales(one)})
     add_hover(chart, marks, [("rate", "@scale{0.[00]} times"), ("top-1", "@text")])
     return chart
