@@ -55,7 +55,7 @@ def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
             f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
             "on clean images, the share of Fujitsu's entry, then statistics"
         ),
-        *_elsewhere(found),
+        *_elsewhere(found, has_warmup=has_warmup),
         f"range: batches up to {LARGEST:,} on ImageNet; no run with a larger one is known here",
     ]
 
@@ -147,12 +147,13 @@ def _epochs(found: Suggestion) -> Iterator[str]:
     yield f"schedule: {found.epochs:g} epochs, {reason}"
 
 
-def _elsewhere(found: Suggestion) -> Iterator[str]:
+def _elsewhere(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
+    shares = "warm-up and polishing as shares" if has_warmup else "polishing as a share"
     if found.elsewhere:
         updates = math.ceil(found.epochs * found.data.samples / found.batch)
         yield (
             "taken over: learning rate, eta, momentum and weight decay, which act in every "
-            "update, and warm-up and polishing as shares of the run"
+            f"update, and {shares} of the run"
         )
         yield (
             f"not taken over, so try it out: how many epochs (these make {updates:,} updates; both "
@@ -161,7 +162,7 @@ def _elsewhere(found: Suggestion) -> Iterator[str]:
         )
     if found.model != "resnet50":
         yield (
-            f"all points are ResNet-50: nothing here was measured with {found.model}; without "
+            f"all points are ResNet-50: none was measured with {found.model}; without "
             "BatchNorm it needs bn_span: null and no polish"
         )
 

@@ -43,7 +43,7 @@ def shape_for(found: Suggestion, groups: Sequence[Group]) -> Shape | None:
     if not smallest <= found.batch <= largest:
         return Shape(
             None,
-            f"schedule: as the points have it; policies were measured here for {found.model} on "
+            f"policy: as the points have it; policies were measured here for {found.model} on "
             f"these images, in batches of {smallest:,} to {largest:,}, and {found.batch:,} lies "
             "beyond them",
         )
@@ -52,7 +52,7 @@ def shape_for(found: Suggestion, groups: Sequence[Group]) -> Shape | None:
     if answer.gaps or answer.first is None:
         return Shape(
             None,
-            f"schedule: as the points have it; {nearest.described} knows too little: "
+            f"policy: as the points have it; {nearest.described} knows too little: "
             f"{'; '.join(answer.gaps)}",
         )
     return Shape(_schedule(found, answer), _words(answer, nearest))
@@ -86,7 +86,7 @@ def _words(answer: Recommendation, group: Group) -> str:
     assert answer.first is not None
     first = answer.first.cell
     text = (
-        f"schedule: the shape of {first.policy}, which has the highest top-1 of "
+        f"policy: the shape of {first.policy}, which has the highest top-1 of "
         f"{len(group.cells)} policies in {group.described}, over {len(first.seeds)} seeds"
     )
     if answer.level:

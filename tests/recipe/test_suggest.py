@@ -187,7 +187,7 @@ def test_another_data_set_is_looked_up_by_updates_in_an_epoch() -> None:
     assert "as many updates an epoch (50.0) as ImageNet in batches of 25,623" in printed
     assert "these make 1,500 updates" in printed
     assert "not taken over, so try it out: how many epochs" in printed
-    assert "nothing here was measured with cifar_resnet20" in printed
+    assert "none was measured with cifar_resnet20" in printed
 
 
 @pytest.mark.parametrize("samples", [4_000, 50_000, 14_000_000])

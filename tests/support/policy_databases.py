@@ -41,30 +41,30 @@ class Policy:
     """Seeds, of those at the end, that are not done."""
 
 
-def fill(folder: Path, policies: Mapping[str, Policy], **changes: Any) -> str:  # noqa: ANN401 -- parts of a study
+def fill(folder: Path, measured: Mapping[str, Policy], **changes: Any) -> str:  # noqa: ANN401 -- parts of a study
     """Fill a database in a file; return its URL."""
     url = f"sqlite:///{folder}/study.db"
     with open_storage(url) as storage:
-        fill_storage(storage, folder, policies, **changes)
+        fill_storage(storage, folder, measured, **changes)
     return url
 
 
 def fill_storage(
     storage: BaseStorage,
     folder: Path,
-    policies: Mapping[str, Policy],
+    measured: Mapping[str, Policy],
     **changes: Any,  # noqa: ANN401 -- parts of a study
 ) -> None:
     """Fill a storage; one in memory takes the least time. The folder holds the study file."""
-    seeds = max(len(one.top1) for one in policies.values())
-    scaled = any(one.scaled for one in policies.values())
+    seeds = max(len(one.top1) for one in measured.values())
+    scaled = any(one.scaled for one in measured.values())
     study = load_study(
         write_study(
             folder,
             **{
                 "policies": {
                     name: {**FLAT, "warmup": {"steps": 1 + number}}
-                    for number, name in enumerate(policies)
+                    for number, name in enumerate(measured)
                 },
                 "search": {"trials": 3, "held_out": 300, "prune": False},
                 "seeds": seeds,
@@ -77,8 +77,8 @@ def fill_storage(
     bench = Bench(study=study, cells=cells, out=folder, machine=Machine())
     progress = Progress(bench, storage)
     for number, cell in enumerate(cells):
-        _search(progress.phases()[2 * number].queue, policies[cell.policy])
-        _seeds(progress.phases()[2 * number + 1].queue, policies[cell.policy])
+        _search(progress.phases()[2 * number].queue, measured[cell.policy])
+        _seeds(progress.phases()[2 * number + 1].queue, measured[cell.policy])
 
 
 def _search(queue: Queue, policy: Policy) -> None:
