@@ -28,8 +28,8 @@ def sentences(found: Recommendation) -> Iterator[str]:
     seeds = max(len(cell.seeds) for cell in group.cells)
     policies = f"{len(group.cells)} {'policy' if len(group.cells) == 1 else 'policies'}"
     yield (
-        f"{group.described}: {policies} x {seeds} seeds{_by(found)}; intervals are at "
-        f"{CONFIDENCE:.0%}"
+        f"{group.described}: {policies} x {seeds} seed{'s' * (seeds != 1)}{_by(found)}; "
+        f"intervals are at {CONFIDENCE:.0%}"
     )
     for missing in found.too_little:
         yield f"knows too little: {missing}"
@@ -79,23 +79,19 @@ def _values(cell: CellResults) -> str:
 
 
 def _numbers(first: Standing) -> Iterator[str]:
-    runs = first.cell.seeds
-    if first.costs is not None and first.costs.updates is not None:
-        assert first.costs.images is not None
-        assert first.costs.seconds is not None
-        found = first.costs
+    found = first.costs
+    if found is not None and found.updates and found.images and found.seconds:
         yield (
             f"the target after {_mean(found.updates, '{:,.0f}')} updates, "
             f"{found.images.mean:,.0f} images, {found.seconds.mean:,.1f} s, by {found.reached} of "
             f"{found.runs} seeds; accuracy is measured at evaluations and nowhere between"
         )
     if first.top1 is not None:
-        percent = Interval(*(100 * end for end in first.top1[:3]), first.top1.number)
-        yield f"top-1 at the end {_mean(percent, '{:.2f}')} %, after {runs[0].updates:,} updates"
+        updates = first.cell.seeds[0].updates
+        yield f"top-1 at the end {_mean(first.top1, '{:.2%}')}, after {updates:,} updates"
 
 
-def _mean(found: Interval | None, number: str) -> str:
-    assert found is not None
+def _mean(found: Interval, number: str) -> str:
     return f"{number.format(found.mean)}{describe_ends(found, number)}"
 
 

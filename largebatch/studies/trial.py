@@ -97,7 +97,8 @@ def train(
     if "diverged" not in reached and has_diverged(run_read):
         reached = {**_chance(recipe), "diverged": "the validation loss at the end is no number"}
     record = {**_circumstances(recipe, folder), **_measured(run_read), **reached}
-    return json.loads(to_json(record, inf_nan_mode="null"))  # a database's JSON has no NaN
+    plain: Result = json.loads(to_json(record, inf_nan_mode="null"))  # JSON has no NaN
+    return plain
 
 
 def _in_parts(
@@ -141,7 +142,8 @@ def _hardware() -> str:
     """Return the GPU that trains, or the processor and how many threads use it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _measured(run: Run) -> Result:
