@@ -167,6 +167,7 @@ def new_heat_map(*, x: str, columns: Sequence[str], rows: Sequence[str], low: fl
     """
     require_bokeh()
     from bokeh import models, palettes, plotting
+    from bokeh.models.annotations import ColorBar
 
     chart = plotting.figure(
         height=110 + _CELL * len(rows), sizing_mode="stretch_width", toolbar_location=None,
@@ -174,7 +175,7 @@ def new_heat_map(*, x: str, columns: Sequence[str], rows: Sequence[str], low: fl
         y_range=models.FactorRange(factors=list(reversed(rows))), output_backend="canvas",
     )  # fmt: skip
     colours = models.LinearColorMapper(palette=palettes.Viridis256, low=low, high=100.0)
-    bar = models.ColorBar(color_mapper=colours, width=10, background_fill_color=None)
+    bar = ColorBar(color_mapper=colours, width=10, background_fill_color=None)
     bar.major_label_text_color = style.MUTED  # no CSS variable reaches it
     chart.add_layout(bar, "right")
     chart.grid.visible = False
@@ -190,10 +191,11 @@ def add_cells(
 
     The columns `x` and `y` of its data have the names of the map's columns and rows.
     """
-    from bokeh.models import glyphs
+    from bokeh.models import LinearColorMapper, glyphs
     from bokeh.transform import transform
 
-    colour = transform(value, chart.right[0].color_mapper)
+    (colours,) = (each for each in chart.references() if isinstance(each, LinearColorMapper))
+    colour = transform(value, colours)
     cells = glyphs.Rect(x=x, y=y, width=1, height=1, line_color=None, fill_color=colour)
     return chart.add_glyph(source, cells, name=one.label, tags=_tags(one, moves=False))
 
@@ -286,7 +288,7 @@ def new_table(
         data[_TAGS] = [list(row) for row in tags]
     rows = len(columns[0].values)
     return tables.DataTable(
-        source=ColumnDataSource(data), view=CDSView(filter=IndexFilter(list(range(rows)))),
+        source=ColumnDataSource(data), view=CDSView(filter=IndexFilter(indices=list(range(rows)))),
         columns=[
             tables.TableColumn(
                 field=str(place), title=escape(column.title), width=_width(column),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from largebatch.errors import LargebatchError, StudyError
 from largebatch.report.interactive import (
@@ -250,11 +251,11 @@ def _draw_costs(standings: Standings, drawn: Sequence[Drawn]) -> "Chart":
         many = {name: [value] * len(each) for name, value in cost.items()}
         dots = {**many, "top1": each, "fill": [0.0] * len(each), "size": [5] * len(each)}
         seeds.append(add_points(chart, look, new_source(dots), first, "top1", moves=True))
-        mean = {name: [value] for name, value in cost.items()}
+        mean: dict[str, list[Any]] = {name: [value] for name, value in cost.items()}
         mean |= {"top1": [100 * one.top1.mean], "size": [11], "text": [describe_interval(one.top1)]}
         mean |= {f"cost_{place}": [text] for place, (_, text) in enumerate(_costs(standings, one))}
         marks.append(add_points(chart, look, new_source(mean), first, "top1", moves=True))
-    chart.y_range.renderers = [*marks, *seeds]
+    chart.y_range.update(renderers=[*marks, *seeds])
     titles = [title for title, _ in _costs(standings, drawn[0].one)]
     rows = [(title, f"@cost_{place}") for place, title in enumerate(titles)]
     add_hover(chart, marks, [("top-1", "@text"), *rows])
@@ -313,7 +314,7 @@ def _draw_shapes(drawn: Sequence[Drawn]) -> "Chart":
     return chart
 
 
-def thinned(rates: FloatArray) -> FloatArray:
+def thinned(rates: FloatArray) -> npt.NDArray[np.intp]:
     """Return the places of rates that a line needs: all, or the extremes of equal parts."""
     if len(rates) <= 2 * _POINTS:
         return np.arange(len(rates))

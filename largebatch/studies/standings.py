@@ -236,7 +236,8 @@ def describe(standings: Standings) -> Iterator[str]:
         if ranked:
             where = f"{name}: " if len(standings.configurations) > 1 else ""
             yield where + _leads(ranked)
-            yield from (where + text for text in _cheapest(ranked, standings.axes[0].target))
+            targets = (axis.target for axis in standings.axes[:1])
+            yield from (where + text for target in targets for text in _cheapest(ranked, target))
     yield from _counts(standings)
 
 
