@@ -40,6 +40,17 @@ def count(text: str) -> int:
     return number
 
 
+def part(text: str) -> float:
+    """Read an accuracy: above 0 and at most 1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"expected a part of 1, such as 0.90, got {text!r}")
+    return found
+
+
 def seconds(text: str) -> float:
     """Read a time in seconds, or with s, m or h behind it, such as 90m.
 

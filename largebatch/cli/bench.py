@@ -10,6 +10,7 @@ from largebatch.cli.arguments import (
     add_machine,
     count,
     machine_of,
+    part,
 )
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
@@ -32,6 +33,18 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     bench.add_argument("--dry-run", action="store_true", help="print the runs and an estimate")
     add_machine(bench)
 
+    report = command("report", _report, "write a study's page again, of what its database holds")
+    report.add_argument("study", metavar="STUDY", help="a study's folder, or its --storage")
+    report.add_argument(
+        "--target",
+        type=part,
+        action="append",
+        default=[],
+        metavar="TOP1",
+        help="an accuracy such as 0.95 whose cost is shown; may be repeated (a few are chosen)",
+    )
+    report.add_argument("--out", type=Path, metavar="HTML", help="study.html in the study's folder")
+
 
 def _bench(args: argparse.Namespace) -> int:
     from largebatch.studies.cells import cells_of
@@ -52,7 +65,9 @@ def _bench(args: argparse.Namespace) -> int:
     from largebatch.studies.bench import work, work_together
     from largebatch.studies.console import describe_budget, describe_study, print_run
     from largebatch.studies.database import open_storage
+    from largebatch.studies.page import PAGE, write_page
     from largebatch.studies.phases import Bench, Progress
+    from largebatch.studies.results import read_results
     from largebatch.studies.trial import Machine
 
     out = args.out or Path("runs") / study.name
@@ -71,11 +86,41 @@ def _bench(args: argparse.Namespace) -> int:
         progress = Progress(bench, storage)
         if progress.is_done:
             print(printable(describe_study(progress)))
+            names = {(cell.configuration, cell.policy) for cell in cells}
+            found = [one for one in read_results(storage) if one.study == study.name]
+            found = [one for one in found if (one.configuration, one.policy) in names]
+            page = write_page(found, out / PAGE, targets=study.targets)
+            print(printable(f"page: {page}"))
             return 0
         done = progress.num_done
     print(f"{done} of {bench.num_runs} runs are done; to go on: the same command")
     stopped = any(code == INTERRUPTED or -code in STOPS for code in codes)
     return INTERRUPTED if stopped else max(1, *codes)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from largebatch.studies.database import open_existing
+    from largebatch.studies.page import PAGE, write_page
+    from largebatch.studies.results import read_results
+
+    folder = Path(args.study)
+    is_folder = folder.is_dir()
+    with open_existing(_database(folder) if is_folder else args.study) as storage:
+        found = read_results(storage)
+    page = args.out or (folder if is_folder else Path()) / PAGE
+    print(printable(f"page: {write_page(found, page, targets=args.target)}"))
+    return 0
+
+
+def _database(folder: Path) -> str:
+    """Return the URL of the database in a study's folder; raise StudyError without one."""
+    path = folder / "study.db"
+    if not path.is_file():
+        raise StudyError(
+            f"{folder}: no study.db: the folder is no study's, or the study has a --storage of its "
+            "own: give that instead"
+        )
+    return f"sqlite:///{path.absolute()}"
 
 
 def _folder(out: Path) -> Path:

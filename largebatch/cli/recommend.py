@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, count
+from largebatch.cli.arguments import Call, count, part
 from largebatch.errors import LargebatchError, StudyError, printable
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     added.add_argument("--model", metavar="NAME", help="as in the recipe: lenet5")
     added.add_argument("--batch", type=count, metavar="B", help="global batch, or the nearest ones")
     added.add_argument("--optimizer", metavar="KIND", help="as in the recipe: sgd")
-    added.add_argument("--target", type=_part, metavar="TOP1", help="accuracy, such as 0.90")
+    added.add_argument("--target", type=part, metavar="TOP1", help="accuracy, such as 0.90")
     added.add_argument("--by", choices=BY, default=BY[0], help=f"what decides ({BY[0]})")
     add_storage(added)
     added.add_argument("--json", action="store_true", help="print all of it as JSON")
@@ -42,17 +41,6 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="of lr bench; may be given several times (every runs/*/study.db)",
     )
-
-
-def _part(text: str) -> float:
-    """Read an accuracy."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found <= 1:
-        raise argparse.ArgumentTypeError(f"expected a part of 1, such as 0.90, got {text!r}")
-    return found
 
 
 def _recommend(args: argparse.Namespace) -> int:

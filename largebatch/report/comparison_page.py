@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         models["differences"] = _differences(comparison)
     sentences = list(describe(comparison))
     return make_interactive_page(
-        "comparison.html",
+        Path(__file__).with_name("comparison.html"),
         models,
         title=plural(len(comparison.runs), "run"),
         subtitle=_subtitle(comparison),
@@ -230,7 +231,7 @@ def _draw_loss(drawn: list[Drawn], unit: Unit) -> "Chart":
     losses = np.concatenate([course.values["loss"] for course in courses])
     found = losses[np.isfinite(losses) & (losses > 0)]
     log = bool(found.size) and found.max() > 100 * found.min()
-    chart = new_chart(x="Steps", y="Loss", log=log)
+    chart = new_chart(x="Steps", y="Loss", log="y" if log else "")
     lines, marks = [], []
     for look, _, evaluated, updates in drawn:
         lines.append(add_line(chart, look, updates, "step", "loss", moves=True))
