@@ -184,6 +184,19 @@ def explain_problems(error: ValidationError, root: type[Section], *, source: str
     return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
 
 
+def differences(
+    there: Any,  # noqa: ANN401 -- any JSON
+    here: Any,  # noqa: ANN401 -- any JSON
+    where: str = "",
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted key of each value that differs between two trees, and both values."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            yield from differences(there.get(key), here.get(key), f"{where}.{key}".lstrip("."))
+    elif there != here:
+        yield where, there, here
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every default written out; parse_recipe reads it back."""
     return dump_yaml(recipe)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, shorten
-from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.loading import differences, dump_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Resume
 from largebatch.storage import remove_leftovers, write_whole
@@ -142,7 +142,10 @@ def require_same_run(
     there = checkpoint.recipe.mathematics.model_dump(mode="json")
     here = trainer.recipe.mathematics.model_dump(mode="json")
     data = checkpoint.origin.get("data"), trainer.pipeline.splits
-    changed = dict([*_differences(there, here), *_differences(*data, "data.index")])
+    changed = {
+        key: f"{key} is {_written(old)} there and {_written(new)} here"
+        for key, old, new in (*differences(there, here), *differences(*data, "data.index"))
+    }
     unknown = sorted(set(allow) - changed.keys())
     if unknown:
         raise CheckpointError(
@@ -166,20 +169,6 @@ def finished_summary(folder: Path, backend: Backend) -> Summary | None:
         summary = _SUMMARY.validate_json(broadcast_bytes(content, backend))
         return summary if summary.status == "finished" else None
     return None
-
-
-def _differences(
-    there: Any,  # noqa: ANN401 -- any JSON
-    here: Any,  # noqa: ANN401 -- any JSON
-    where: str = "",
-) -> Iterator[tuple[str, str]]:
-    """Yield the key of each value that differs, and a text."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            dotted = f"{where}.{key}".lstrip(".")
-            yield from _differences(there.get(key), here.get(key), dotted)
-    elif there != here:
-        yield where, f"{where} is {_written(there)} there and {_written(here)} here"
 
 
 def _written(value: Any) -> str:  # noqa: ANN401 -- any JSON

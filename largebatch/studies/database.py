@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from largebatch.errors import LONGEST_NAME, StudyError, clip
 from largebatch.optional import require_optuna
+from largebatch.recipe.loading import differences
 from largebatch.studies.owners import Owners
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def _require_same(study: "optuna.Study", definition: Json) -> None:
         return
     require_format(study.study_name, there)
     if there != here:
-        where, old, new = next(_differences(there, here))
+        where, old, new = next(differences(there, here))
         raise StudyError(
             f"{study.study_name}: the database holds another study of this name: {where} is "
             f"{clip(json.dumps(old), LONGEST_NAME)} there and {clip(json.dumps(new), LONGEST_NAME)}"
@@ -325,15 +326,3 @@ def require_format(name: str, definition: Json | None) -> None:
             f"{name}: the database holds a study of this name with {found}, expected {FORMAT}: "
             "another program or version wrote it; give another --storage"
         )
-
-
-def _differences(
-    there: Any,  # noqa: ANN401 -- any JSON
-    here: Any,  # noqa: ANN401 -- any JSON
-    where: str = "",
-) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            yield from _differences(there.get(key), here.get(key), f"{where}.{key}".lstrip("."))
-    elif there != here:
-        yield where, there, here
