@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from largebatch.errors import CheckpointError
@@ -139,13 +140,13 @@ def measurements(run: Run) -> list[Measurement]:
 
     Those in stages that were rolled back are left out, but took their time.
     """
-    course = evaluations_of(run)
+    course, timed = evaluations_of(run), _timed_updates(run)
     return [
         Measurement(
             step=one.step,
             epoch=one.epoch,
             images=int(images),
-            seconds=float(seconds) if _is_timed(run, one.step) else math.nan,
+            seconds=float(seconds) if one.step <= timed else math.nan,
             top1=one.top1,
             top5=one.top5,
             loss=one.loss,
@@ -158,11 +159,11 @@ def measurements(run: Run) -> list[Measurement]:
     ]
 
 
-def _is_timed(run: Run, updates: int) -> bool:
-    """Return whether it is known how long each of the first updates and its evaluations took."""
-    steps = [step.step_seconds for step in run.steps if step.step < updates]
-    evaluations = [found.seconds for found in run.evaluations if found.step <= updates]
-    return len(steps) == updates and all(map(math.isfinite, [*steps, *evaluations]))
+def _timed_updates(run: Run) -> int:
+    """Return up to how many updates it is known how long each, and each evaluation, took."""
+    known = {step.step for step in run.steps if math.isfinite(step.step_seconds)}
+    untimed = [found.step for found in run.evaluations if not math.isfinite(found.seconds)]
+    return min([next(step for step in count() if step not in known), *(s - 1 for s in untimed)])
 
 
 def cost(found: Sequence[Measurement], target: float) -> Cost | None:
