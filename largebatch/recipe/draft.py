@@ -47,11 +47,6 @@ def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
         *_settings(found, has_warmup=has_warmup),
         *_epochs(found),
         (
-            f"BatchNorm span: {found.bn_span}, of the divisors of {found.batch:,} from {SPANS[0]} "
-            f"to {SPANS[-1]} the nearest to that between the points; "
-            f"{_points_have(found, 'bn_span')}; {_missed('BatchNorm span')}"
-        ),
-        (
             f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
             "on clean images, the share of Fujitsu's entry, then statistics"
         ),
@@ -98,27 +93,28 @@ def _of_this_batch(batch: int) -> list[str]:
 def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
     lower, upper = found.lower, found.upper
     share = found.warmup_epochs / found.epochs
-    for name, here, below, above in (
-        ("learning rate", found.peak_lr, lower.peak_lr, upper.peak_lr),
-        ("warm-up, share of the run", share, lower.warmup, upper.warmup),
-        ("1 - momentum", 1 - found.momentum, 1 - lower.momentum, 1 - upper.momentum),
-        ("weight decay", found.weight_decay, lower.weight_decay, upper.weight_decay),
+    yield f"{'':20}{'here':>9}   {'neighbours':<19}  each point from its own neighbours misses by"
+    for name, label, here, below, above in (
+        ("learning rate", "", found.peak_lr, lower.peak_lr, upper.peak_lr),
+        ("warm-up, share of the run", "warm-up / run", share, lower.warmup, upper.warmup),
+        ("1 - momentum", "", 1 - found.momentum, 1 - lower.momentum, 1 - upper.momentum),
+        ("weight decay", "", found.weight_decay, lower.weight_decay, upper.weight_decay),
+        ("BatchNorm span", "", found.bn_span, lower.bn_span, upper.bn_span),
     ):
         if name.startswith("warm-up") and not has_warmup:
             continue
-        both = f"{below:.4g}" if lower is upper else f"{below:.4g} and {above:.4g}"
-        yield f"{name}: {here:.4g}, from {both}; {_missed(name)}"
+        both = f"{below:.4g}" if lower is upper else f"{below:.4g}, {above:.4g}"
+        yield f"{label or name:20}{here:>9.4g}   {both:<19}  {_missed(name)}"
+    yield (
+        f"the span is a divisor of {found.batch:,} from {SPANS[0]} to {SPANS[-1]}; what misses by "
+        f"{_percent(UNSURE)} or more is hardly a function of the batch: try others"
+    )
 
 
 def _missed(name: str) -> str:
     """Return how well the points that are left out are found from their neighbours."""
     errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
-    middle = median(errors)
-    unsure = "; it is hardly a function of the batch: try others" if middle > UNSURE else ""
-    return (
-        f"points that are left out are missed by {_percent(middle)} in the median, at most "
-        f"{_percent(errors[-1])}{unsure}"
-    )
+    return f"{_percent(median(errors))} in the median, at most {_percent(errors[-1])}"
 
 
 def _epochs(found: Suggestion) -> Iterator[str]:
