@@ -1,7 +1,7 @@
 """The planner against published runs that it was not fitted to, and against this machine.
 
     python benchmarks/planner.py [--rows FILE.csv]
-    python benchmarks/planner.py --here [--rounds 5] [--workers 2 4]
+    python benchmarks/planner.py --here [--rounds 5] [--workers 2 4 8]
 
 Published: every system of MLPerf's ResNet-50 results is left out once and predicted from the
 others; beside it stands the model of five constants (planner_baseline.py), left out in its own way:
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="more runs, in the columns of the installed CSV")
     parser.add_argument("--here", action="store_true", help="measure this machine")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:

@@ -104,6 +104,9 @@ class Measured(Section):
     images_per_second_read: PositiveFloat
     """That one worker reads and augments."""
 
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    """How much longer an update of more workers than cores takes than the sum of their turns."""
+
     error: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Half the width of the interval of predictions, as a ratio."""
 

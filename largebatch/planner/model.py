@@ -95,6 +95,9 @@ class Machine:
     """Workers are CPU cores: reading takes the time of computing, and more workers than cores take
     turns."""
 
+    oversubscription: float = 1.0
+    """How much longer that takes than the sum of the turns."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -155,6 +158,7 @@ def machine(cluster: Cluster, constants: Constants, *, software: Software | None
             statistics=2 * found.norm_layers * found.exchange_seconds,
             read=found.images_per_second_read,
             cores=found.device == "cpu",
+            oversubscription=found.oversubscription,
         )
     assert cluster.gpu is not None
     return Machine(
@@ -190,8 +194,10 @@ def _nodes(on: Machine, workers: int) -> int:
 
 
 def _turns(on: Machine, workers: int) -> float:
-    """Return how many workers share a core."""
-    return max(1.0, workers / on.workers_per_node) if on.cores else 1.0
+    """Return how many times longer workers take because they share cores."""
+    if not on.cores or workers <= on.workers_per_node:
+        return 1.0
+    return on.oversubscription * workers / on.workers_per_node
 
 
 def step_seconds(on: Machine, load: Load) -> Step:

@@ -4,7 +4,8 @@ One worker alone measures forward and backward at three device batches, the upda
 is given images; two workers measure all-reduces of four sizes. All take turns, round by round, so a
 machine that is slower for a while slows all alike. A worker has one CPU core, as in a run with as
 many workers as cores, and its time there is what the core worked for it, not what it waited for
-other programs; an all-reduce waits by nature, so that its shortest time counts.
+other programs; an all-reduce waits by nature, so that its shortest time counts. On CPUs more
+workers than cores then make updates together (largebatch.runs.oversubscription).
 """
 
 import json
@@ -40,6 +41,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import build_model, grouping_of, kept_exact
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.oversubscription import oversubscription
 from largebatch.training.loss import cross_entropy
 
 ROUNDS = 7
@@ -99,9 +101,10 @@ def describe(found: Measured) -> list[str]:
     exchange = "one device: all-reduces were not measured"
     if rate is not None:
         exchange = f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s"
+    turns = f"; more workers than cores take {found.oversubscription:.2f} times their turns"
     return [
         f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"{exchange}; an update has {number}",
+        f"{exchange}; an update has {number}{turns if found.device == 'cpu' else ''}",
         f"a worker reads {found.images_per_second_read:,.0f} images/s",
     ]
 
@@ -124,7 +127,7 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
     latency = 0.0
     if backend.device.type == "cpu" or _places(backend.device.type) > 1:
         per_byte, latency = fit_line(_exchanging())
-    return Measured(
+    found = Measured(
         model=recipe.model.name,
         arguments=recipe.model.arguments,
         classes=recipe.data.classes,
@@ -144,6 +147,9 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
         exchange_gigabytes_per_second=None if per_byte is None else 1e-9 / per_byte,
         images_per_second_read=read,
     )
+    if backend.device.type != "cpu":
+        return found
+    return found.model_copy(update={"oversubscription": oversubscription(recipe, found)})
 
 
 def fit_line(times: dict[int, float]) -> tuple[float, float]:

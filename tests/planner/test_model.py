@@ -1,6 +1,7 @@
 """The parts of a step, each against its formula in NumPy and against what is known of machines."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -75,11 +76,12 @@ def test_input_counts_where_reading_is_slower_than_the_rest() -> None:
 
 def test_workers_beyond_the_cores_take_turns_on_a_measured_machine() -> None:
     cores = replace(NODE, workers_per_node=2, cores=True)
-    two, four = (
-        step_seconds(cores, Load(workers=workers, device_batch=32, gradient_bytes=0.0))
-        for workers in (2, 4)
-    )
+    load = partial(Load, device_batch=32, gradient_bytes=1e6)
+    two, four = (step_seconds(cores, load(workers=workers)) for workers in (2, 4))
     assert four.compute == pytest.approx(2 * two.compute)
+    crowded = replace(cores, oversubscription=1.2)
+    assert step_seconds(crowded, load(workers=4)).seconds == pytest.approx(1.2 * four.seconds)
+    assert step_seconds(crowded, load(workers=2)) == two
 
 
 def test_evaluating_takes_turns_too() -> None:
