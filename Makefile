@@ -140,14 +140,23 @@ $(VENV)/.installed-for-docs: setup.cfg | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable '.[docs]' $(TORCH)
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-for-tests: setup.cfg | $(VENV)/bin/python
+# Horovod is built for torch, whose headers are all it needs, while the rest is being installed.
+$(VENV)/.torch: | $(VENV)/bin/python
+	$(PIP_INSTALL) $(TORCH)
+	@touch $@
+
+$(VENV)/.installed-for-tests: setup.cfg | $(VENV)/.torch
 	@echo "installing largebatch, PyTorch and everything optional into $(VENV) ..."
 	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
 	PYTHONPATH=tests/support $(BIN)/python -c 'import preloaded'  # compiled once, not by all at once
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.horovod: $(VENV)/.installed-for-tests launch/install_horovod.sh
+$(VENV)/.horovod-built: launch/install_horovod.sh | $(VENV)/.torch
 	@echo "building Horovod, which takes about three minutes ..."
+	BUILD_ONLY=1 launch/install_horovod.sh $(BIN)/python
+	@touch $@
+
+$(VENV)/.horovod: $(VENV)/.horovod-built $(VENV)/.installed-for-tests
 	launch/install_horovod.sh $(BIN)/python
 	@touch $@
 

@@ -3,6 +3,7 @@
 #
 #   launch/install_horovod.sh [PYTHON]             PYTHON: $PYTHON, else python3
 #   DRY_RUN=1 launch/install_horovod.sh [PYTHON]   print the decisions and the commands only
+#   BUILD_ONLY=1 launch/install_horovod.sh [PYTHON]   leave the wheel in its folder
 #
 # The machine needs a C++ compiler; cmake and ninja come from pip, into a temporary folder. NCCL is
 # built in where torch has CUDA and there is nvcc, MPI where there are mpicxx and mpirun. The wheel
@@ -88,5 +89,6 @@ EOP
 
 echo "Horovod $horovod for torch $torch, C++$standard"
 [[ -e $wheel ]] || build
+[[ ${BUILD_ONLY:-} != 1 ]] || exit 0
 run "$python" -m pip install --quiet "$wheel"
 run "$python" -c "from horovod.torch import init" || die "Horovod does not load; remove $wheel"

@@ -77,6 +77,7 @@ def test_the_same_reducer_with_horovod() -> None:
     assert same_weights(output_of(horovodrun, *words))
 
 
+@pytest.mark.long
 def test_timms_training_script(tmp_path: Path) -> None:
     """A script that makes model and optimizer as timm's does; that one is in no package."""
     script = tmp_path / "train.py"

@@ -142,6 +142,16 @@ def test_a_wheel_in_the_cache_is_not_built_again(machine: Machine) -> None:
     ]
 
 
+def test_a_wheel_can_be_built_and_not_installed(machine: Machine) -> None:
+    machine.add_program("c++")
+    machine.add_torch("2.13.0+cpu")
+    done = machine.install(DRY_RUN="1", BUILD_ONLY="1")
+    assert done.returncode == 0, done.stderr
+    assert " wheel " in done.stdout
+    assert " install --quiet " + str(machine.cache) not in done.stdout
+    assert "import init" not in done.stdout
+
+
 def test_a_failed_build_leaves_nothing_behind(machine: Machine) -> None:
     machine.add_program("c++")
     machine.add_torch("2.13.0+cpu")

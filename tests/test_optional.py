@@ -1,13 +1,16 @@
-"""Every case runs in a process of its own: torch's operator registry cannot be cleaned up."""
+"""Cases with torchvision run in processes of their own: torch's registry cannot be cleaned up."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from largebatch import optional
 from largebatch.errors import MissingPackageError
-from largebatch.optional import require_torchvision
+from largebatch.optional import require_timm, require_torchvision
 
 IMPORT_TWICE = """
 import torch
@@ -128,3 +131,27 @@ def test_a_missing_torchvision_is_named_with_the_way_to_get_it(
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(MissingPackageError, match=r"needs torchvision.*pip install torchvision"):
         require_torchvision()
+
+
+@pytest.mark.parametrize("before", [{}, {"wandb": ModuleType("wandb")}], ids=["new", "imported"])
+def test_timm_is_imported_without_wandb_which_can_be_imported_after_it(
+    before: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+
+    def imports_wandb(name: str, *_: object, **__: object) -> ModuleType:
+        try:
+            found.append(importlib.import_module("wandb"))
+        except ImportError:
+            found.append(None)
+        return ModuleType(name)
+
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for name, module in before.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(optional, "require_torchvision", lambda: None)
+    monkeypatch.setattr(optional, "_import", imports_wandb)
+    require_timm()
+    assert found == [before.get("wandb")]
+    assert sys.modules.get("wandb") is before.get("wandb")
+    assert ("wandb" in sys.modules) == bool(before)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from largebatch.data.types import Batch
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import PlanError
@@ -84,7 +85,7 @@ def be_worker(file: Path, times: Path) -> None:
         updates = train(
             model,
             build_optimizer(recipe, model),
-            repeat((images, labels)),
+            repeat(Batch(images, labels)),
             lambda _: 0.0,
             cross_entropy(smoothing=0.1, off_target="others"),
             reducer,

@@ -235,6 +235,7 @@ def test_samples_are_three_digits() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_resumed_run_measures_in_the_units_of_the_scale_that_it_goes_on_with(
     tmp_path: Path,
 ) -> None:

@@ -171,6 +171,7 @@ def test_the_decoders_agree_on_real_photographs(photographs: Index) -> None:
     assert_alike(photographs, [*augmented(photographs, 100, 1), clean], image_size=224)
 
 
+@pytest.mark.long
 @needs_dali
 def test_the_decoders_nearly_agree_on_bicubic_photographs(photographs: Index) -> None:
     """Where the cubic swings over 0 or 255, Pillow cuts it off between its two passes."""

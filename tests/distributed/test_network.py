@@ -91,6 +91,7 @@ def test_workers_on_three_hosts_are_measured() -> None:
     assert rates["node1", "node2"] < bandwidth(4096, workers=2, seconds=SLOW_SECONDS)
 
 
+@pytest.mark.long
 def test_doctor_measures_workers_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--network", "--workers", "2"]) == DONE
     first, *sums = capfd.readouterr().out.splitlines()

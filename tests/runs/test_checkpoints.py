@@ -53,6 +53,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_average_of_an_unfinished_run_is_polished_where_it_is_asked_for(
     unfinished: Path, tmp_path: Path
 ) -> None:

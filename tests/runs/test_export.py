@@ -86,6 +86,7 @@ def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path
     torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # PyTorch's exporter uses what Python deprecates
 def test_onnx_gives_the_same_for_any_number_of_images(
     trained: dict[str, Path], tmp_path: Path

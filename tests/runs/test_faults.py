@@ -342,6 +342,7 @@ def test_a_bad_number_is_skipped_where_the_recipe_says_so_a_few_times(
         run(recipe(skip), out=tmp_path / "twice")
 
 
+@pytest.mark.long
 def test_a_bad_number_that_comes_once_is_computed_again(
     tmp_path: Path, whole: Path, bad_numbers: Callable[..., None]
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_workers_traceback_is_raised_once() -> None:
     assert message.count("ZeroDivisionError: one of us") == 1
 
 
+@pytest.mark.long
 def test_a_mistake_of_the_user_stays_one_line() -> None:
     with pytest.raises(LargebatchError, match="^image.png: not an image$"):
         on_workers(fail_on_one, "user", workers=2)
@@ -197,6 +198,7 @@ def test_a_second_request_ends_workers_that_do_not_answer(tmp_path: Path) -> Non
     assert not any(Path(f"/proc/{worker}").exists() for worker in here(tmp_path))
 
 
+@pytest.mark.long
 def test_a_signal_to_every_process_is_one_request(tmp_path: Path) -> None:
     """Schedulers send it to all, and the launcher passes it on besides."""
 

@@ -272,7 +272,7 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_loss_that_is_no_number_ends_the_run_with_a_summary(workers: int, tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS,
