@@ -21,7 +21,12 @@ PAIRS = {
     "fashion_mnist": ("fashion_mnist_resnet9_128", "fashion_mnist_resnet9_1920"),
     "imagenette224": ("imagenette_resnet18_128px_32", "imagenette_resnet18_128px_160"),
 }
-BY_RECIPE = [pytest.param(data, name, id=name) for data, pair in PAIRS.items() for name in pair]
+LONG = {"imagenette_resnet18_128px_160": [pytest.mark.long]}
+BY_RECIPE = [
+    pytest.param(data, name, id=name, marks=LONG.get(name, []))
+    for data, pair in PAIRS.items()
+    for name in pair
+]
 
 
 def load(name: str, *changes: str) -> Recipe:

@@ -152,6 +152,7 @@ def test_local_workers_listen_on_the_loopback_interface_only(library: str) -> No
     assert {address.split(":")[0] for address in found} == {"0100007F"}
 
 
+@pytest.mark.long
 def test_a_workers_traceback_is_raised_once() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         on_workers(fail_on_one, "raise", workers=2)

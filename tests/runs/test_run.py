@@ -440,6 +440,7 @@ def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[s
     assert lines[-1] == f"report: {finished['one'] / 'report.html'}"
 
 
+@pytest.mark.long
 def test_worst_images_that_cannot_be_read_again_do_not_fail_a_run_that_is_done(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, draws: None
 ) -> None:

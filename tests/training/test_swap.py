@@ -154,6 +154,7 @@ def test_replicas_that_diverge_end_the_run_or_are_rolled_back(tmp_path: Path) ->
     assert_same(weights(tmp_path / "judged"), weights(tmp_path / "without"))
 
 
+@pytest.mark.long
 def test_replicas_begin_at_a_loss_scale_for_their_own_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
