@@ -74,6 +74,8 @@ s/from distutils/from setuptools._distutils/
 s/torch.version.cuda is not None/'HOROVOD_GPU_OPERATIONS' in __import__('os').environ/
 # make's word for what ninja calls -v
 s/VERBOSE=1/-v/
+# files together, for most of the time goes into the same headers; not tried with MPI and GPUs
+s/^set(PYTORCH_TARGET_LIB "pytorch")/&\nif(NOT HAVE_MPI AND NOT HAVE_CUDA AND NOT HAVE_ROCM)\nset(CMAKE_UNITY_BUILD ON)\nendif()/
 # debug symbols are 60 MB
 s/RelWithDebInfo/Release/
 EOP
