@@ -31,7 +31,7 @@ from largebatch.studies.database import Claim, Json, open_storage
 from largebatch.studies.metrics import measurements, outcome
 from largebatch.studies.phases import Bench, Phase, Progress
 from largebatch.studies.results import read_results
-from largebatch.studies.study import RATE, load_study
+from largebatch.studies.study import RATE, Study, load_study
 from largebatch.studies.trial import Hopeless, Interrupted, Machine, Result, train
 from largebatch.tracking.events import Evaluation
 
@@ -97,7 +97,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def table(bench: Bench, url: str) -> list[str]:
     with open_storage(url) as storage:
-        return describe_study(Progress(bench, storage)).splitlines()
+        assert isinstance(bench.study, Study)
+        return describe_study(bench.study, Progress(bench, storage)).splitlines()
 
 
 def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world: World) -> None:

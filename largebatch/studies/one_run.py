@@ -1,0 +1,23 @@
+"""One run of a study in a process of its own: `python -m largebatch.studies.one_run PART`.
+
+PART is what `trial.Part` holds, as JSON; the result is the run folder, and what went wrong stands
+on stderr. It ends with the process that started it.
+"""
+
+import os
+import sys
+
+from largebatch.distributed.watch import leave_with
+from largebatch.errors import DivergedError, LargebatchError, printable
+from largebatch.runs.launch import DIVERGED, STOPPED, USER
+from largebatch.studies.trial import PART, carry_out
+
+if __name__ == "__main__":
+    leave_with(os.getppid())
+    try:
+        carry_out(PART.validate_json(sys.argv[1]))
+    except LargebatchError as error:
+        sys.stderr.write(f"{printable(str(error))}\n")
+        sys.exit(DIVERGED if isinstance(error, DivergedError) else USER)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
