@@ -86,8 +86,8 @@ def open_existing(url: str) -> "Iterator[BaseStorage]":
         file = found.database if found.get_backend_name() == "sqlite" else file
     if file is not None and not Path(file).is_file():
         raise StudyError(
-            f"--storage {shown(url)}: no such file; `largebatch lr bench` makes it, by default "
-            "study.db in its --out"
+            f"--storage {shown(url)}: no such file; `largebatch lr bench` and `largebatch bench` "
+            "make it, by default study.db in their --out"
         )
     with open_storage(url) as storage:
         yield storage

@@ -232,28 +232,30 @@ def _transfers(findings: Findings, metric: Metric) -> Iterator[str]:
         return
     if len(set(best.values())) == 1:
         (setting,) = set(best.values())
-        yield f"{setting} has {measure.best} with all {len(best)} recipes: it transfers."
+        yield f"{setting} has {measure.best} on all {len(best)} recipes: it transfers."
         return
-    each = [f"{setting} with {name}" for name, setting in best.items()]
+    each = shorten([f"{setting} on {name}" for name, setting in best.items()], most=_NAMED)
+    lead = f"{measure.best.capitalize()}: {each}."
     worse = [_describe_lost(one, measure) for one in lost(matrix, higher=not measure.is_cost)]
     if worse:
-        named = shorten(worse, most=_NAMED, between="; ")
-        yield f"{measure.best.capitalize()} has {shorten(each, most=_NAMED)}. {named}."
+        yield " ".join([lead, *worse[:_NAMED]])
+    elif any(one.gap is None or one.gap.number == 1 for row in matrix for one in row):
+        yield f"{lead} Whether they transfer takes two seeds or more with every setting."
     else:
-        yield (
-            f"{measure.best.capitalize()} has {shorten(each, most=_NAMED)}; used on each other, "
-            "they are within the noise of seeds of the best ones."
-        )
+        yield f"{lead} Used on the other recipes, they are within the noise of seeds of the best."
 
 
 def _describe_lost(one: Transfer, measure: Measure) -> str:
     assert one.gap is not None
     if measure.is_cost:
-        gap = f"takes {one.gap.mean:.2f} times as much ({one.gap.low:.2f} to {one.gap.high:.2f})"
+        gap = (
+            f"takes {one.gap.mean:.2f} times ({one.gap.low:.2f} to {one.gap.high:.2f}) its own best"
+        )
     else:
         low, high = -100 * one.gap.high, -100 * one.gap.low
-        gap = f"is {-100 * one.gap.mean:.2f} points lower ({low:.2f} to {high:.2f})"
-    return f"That of {one.best_of}, {one.setting}, {gap} on {one.used_on} than its own best"
+        points = f"{-100 * one.gap.mean:.2f} points ({low:.2f} to {high:.2f})"
+        gap = f"is {points} below its own best"
+    return f"On {one.used_on}, that of {one.best_of} ({one.setting}) {gap}."
 
 
 def _circumstances(findings: Findings) -> Iterator[str]:
@@ -277,7 +279,8 @@ def _circumstances(findings: Findings) -> Iterator[str]:
             "during the runs, which their times show."
         )
     if findings.waiting:
-        yield f"Not finished: {shorten(findings.waiting, most=_NAMED)}."
+        named = shorten(findings.waiting, most=_NAMED)
+        yield f"Not finished: {plural(len(findings.waiting), 'cell')}, {named}"
 
 
 def overlapping(runs: Sequence[Result]) -> int:

@@ -238,7 +238,7 @@ def test_the_command_prints_what_settings_cost_and_writes_the_page(
     page = tmp_path / "out" / "study.html"
     assert main([*words, "--report"]) == DONE
     *_, waiting, written = capsys.readouterr().out.splitlines()
-    assert waiting == "Not finished: digits with threads."
+    assert waiting == "Not finished: 1 cell, digits with threads"
     assert written == f"page: {page}"
     assert main(words) == DONE
     printed = capsys.readouterr().out.splitlines()

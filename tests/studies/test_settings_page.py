@@ -61,11 +61,11 @@ def test_the_sentences_have_the_spread_and_what_does_not_transfer(findings: Find
     gaps = 100 * (np.array(TOP1["cifar", "threads"]) - np.array(TOP1["cifar", "own"]))
     reach = 4.302652729911275 * gaps.std(ddof=1) / np.sqrt(3)
     assert top1 == (
-        "The highest top-1 has own with mnist, threads with cifar. That of mnist, own, is "
-        f"{gaps.mean():.2f} points lower ({gaps.mean() - reach:.2f} to {gaps.mean() + reach:.2f}) "
-        "on cifar than its own best."
+        "The highest top-1: own on mnist, threads on cifar. On cifar, that of mnist (own) is "
+        f"{gaps.mean():.2f} points ({gaps.mean() - reach:.2f} to {gaps.mean() + reach:.2f}) below "
+        "its own best."
     )
-    assert seconds == "large has the shortest training with all 2 recipes: it transfers."
+    assert seconds == "large has the shortest training on all 2 recipes: it transfers."
     assert runs == "18 runs with seeds, on node-7 with torch 2.9.0."
 
 
@@ -87,7 +87,7 @@ def test_runs_that_were_under_way_together_and_other_programs_are_named() -> Non
     *_, shared, busy, waiting = describe(find([cell("a", "own", together, finished=False)], ()))
     assert shared.startswith("2 of them were made while another one was under way")
     assert busy.startswith("Other programs used 0.0 to 1.3 cores")
-    assert waiting == "Not finished: a with own."
+    assert waiting == "Not finished: 1 cell, a with own"
 
 
 def test_a_run_that_diverged_has_the_accuracy_of_chance_and_no_cost() -> None:
