@@ -18,13 +18,13 @@ from pydantic import TypeAdapter
 
 from largebatch.distributed.environment import available_cores
 from largebatch.recipe.plan import make_plan
-from largebatch.runs.interrupts import STOPS, Requests, answering
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
 from largebatch.studies.cells import Cell, Values, rungs
 from largebatch.studies.database import Claim, open_storage
 from largebatch.studies.owners import Owners, beating
 from largebatch.studies.phases import FIRST_FACTORS, Bench, Phase, Progress, rounded
 from largebatch.studies.study import ConfigurationStudy
-from largebatch.studies.trial import Interrupted, Machine, Result, train
+from largebatch.studies.trial import Machine, Result, train
 
 JOB = TypeAdapter(tuple[Bench, str])
 """What local processes are given, as JSON: the study and the URL of its storage."""
@@ -49,7 +49,7 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
                         time.sleep(_POLL_SECONDS)
                     else:
                         report(progress, *taken, _carry_out(bench, *taken, owners))
-        except (Interrupted, KeyboardInterrupt):
+        except (InterruptedStudyError, KeyboardInterrupt):
             return False
     return True
 

@@ -26,7 +26,7 @@ from largebatch.errors import CheckpointError, DivergedError, LargebatchError, W
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import Run, read_run
-from largebatch.runs.interrupts import STOPS, answering, noting_requests
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering, noting_requests
 from largebatch.runs.launch import DIVERGED, STOPPED, USER
 from largebatch.runs.run import run
 from largebatch.studies.metrics import has_diverged, measurements
@@ -67,10 +67,6 @@ class Machine:
         }
 
 
-class Interrupted(Exception):  # noqa: N818 -- a request is no error
-    """A run was asked to stop, and has saved."""
-
-
 Hopeless = Callable[[int, Evaluation], bool]
 """Decides after so many updates, by the evaluation there, whether to stop a run early."""
 
@@ -82,7 +78,7 @@ def train(
 
     What it prints is beside the folder, in <its name>.log. After each of `stops` updates `hopeless`
     decides whether to go on. A run that diverges is a result, as good as chance. Raises
-    Interrupted where it was asked to stop.
+    InterruptedStudyError where it was asked to stop.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     output = folder.with_name(f"{folder.name}.log")
@@ -96,7 +92,7 @@ def train(
             part = Part(recipe, folder, machine, until)
             summary = _carry_out_apart(part, log) if machine.apart else carry_out(part)
             if summary.status == "interrupted" or was_asked_to_stop():
-                raise Interrupted
+                raise InterruptedStudyError
             return summary
 
         begun, others = time.time(), watch_others() if machine.apart else None
@@ -104,7 +100,7 @@ def train(
             reached = _in_parts(folder, go_on, stops=stops, hopeless=hopeless)
         except DivergedError as error:
             if was_asked_to_stop():
-                raise Interrupted from None
+                raise InterruptedStudyError from None
             reached = {**_chance(recipe), "diverged": str(error)}
         times = {"begun": begun, "ended": time.time(), "other_cores": others() if others else None}
     run_read = read_run(folder)

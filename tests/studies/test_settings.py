@@ -23,6 +23,7 @@ import largebatch
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError, StudyError
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.studies import bench as bench_module
 from largebatch.studies.bench import work
 from largebatch.studies.cells import cells_of
@@ -30,7 +31,7 @@ from largebatch.studies.database import Claim, open_storage
 from largebatch.studies.phases import Bench, Phase, Progress
 from largebatch.studies.results import SettingResults, read_results, read_settings
 from largebatch.studies.study import RATE, load_configuration_study, load_study
-from largebatch.studies.trial import Hopeless, Interrupted, Machine, Result, train
+from largebatch.studies.trial import Hopeless, Machine, Result, train
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TOP1 = {96: 0.9, 192: 0.8}
@@ -55,7 +56,7 @@ class World:
         del stops, hopeless
         if len(self.made) == self.interrupted_at:
             self.interrupted_at = None
-            raise Interrupted
+            raise InterruptedStudyError
         self.made.append((folder.parent.name, folder.name, recipe, machine))
         top1 = TOP1[recipe.batch.global_batch] - abs(recipe.schedule.peak_lr - 0.5)
         seconds = 24.0 / (machine.threads or 1)
