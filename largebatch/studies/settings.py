@@ -5,7 +5,7 @@ set, and whether what is best for one is good for another (transfer).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -147,12 +147,23 @@ class Findings:
         """Return the cells of a recipe."""
         return [one for one in self.cells if one.configuration == place]
 
+    def values(self, place: int, metric: Metric) -> dict[str, dict[int, float]]:
+        """Return a metric of a recipe by setting and seed, of the seeds that all settings have run.
+
+        Else a setting that a study under way has run with more seeds would win by that alone.
+        """
+        cells = self.of(place)
+        run = set.intersection(*({one.seed for one in cell.found.seeds} for cell in cells))
+        return {
+            one.found.setting: {
+                seed: value for seed, value in one.by_seed(metric).items() if seed in run
+            }
+            for one in cells
+        }
+
     def matrix(self, metric: Metric) -> list[list[Transfer]]:
         """Return the transfer matrix of a metric."""
-        values = {
-            name: {one.found.setting: one.by_seed(metric) for one in self.of(place)}
-            for place, name in enumerate(self.recipes)
-        }
+        values = {name: self.values(place, metric) for place, name in enumerate(self.recipes)}
         return transfer_matrix(values, higher=not MEASURES[metric].is_cost)
 
 
@@ -182,37 +193,37 @@ def find(found: Sequence[SettingResults], metrics: Sequence[Metric]) -> Findings
 def describe(findings: Findings) -> Iterator[str]:
     """Yield what a study has found, a sentence each."""
     for place, name in enumerate(findings.recipes):
-        yield from (f"{name}: {text}" for text in _spread(findings.of(place)))
+        times = findings.values(place, "train_seconds")
+        yield f"{name}: {_spread(findings.of(place), times)}"
     if len(findings.recipes) > 1 and len(findings.settings) > 1:
         for metric in findings.metrics:
             yield from _transfers(findings, metric)
     yield from _circumstances(findings)
 
 
-def _spread(cells: Sequence[Measured]) -> Iterator[str]:
-    """Yield how far the settings of a recipe lie apart, and which one trains the fastest."""
+def _spread(cells: Sequence[Measured], times: Mapping[str, Mapping[int, float]]) -> str:
+    """Return how far the settings of a recipe lie apart, and which one trains the fastest."""
     ranked = [(one, top1) for one in cells if (top1 := one.mean_of("top1")) is not None]
     ranked.sort(key=lambda each: each[1].mean)
     (worst, low), (best, high) = ranked[0], ranked[-1]
     if worst is best:
-        yield f"top-1 {describe_interval(high)} with {best.found.setting}, the only setting."
-        return
+        return f"top-1 {describe_interval(high)} with {best.found.setting}, the only setting."
     spread = 100 * (high.mean - low.mean)
-    yield (
+    return (
         f"top-1 from {100 * low.mean:.2f} % ({worst.found.setting}) to {100 * high.mean:.2f} % "
         f"({best.found.setting}), a spread of {spread:.2f} points over {len(ranked)} settings; "
-        + _fastest(cells, high)
+        + _fastest(cells, times, high)
     )
 
 
-def _fastest(cells: Sequence[Measured], best: Interval) -> str:
-    times = {one.found.setting: one.by_seed("train_seconds") for one in cells}
+def _fastest(
+    cells: Sequence[Measured], times: Mapping[str, Mapping[int, float]], best: Interval
+) -> str:
     name = best_setting(times, higher=False)
     if name is None:
         return "training was not timed."
     one = next(each for each in cells if each.found.setting == name)
-    seconds, top1 = one.mean_of("train_seconds"), one.mean_of("top1")
-    assert seconds is not None
+    seconds, top1 = interval(times[name].values()), one.mean_of("top1")
     assert top1 is not None
     behind = 100 * (best.mean - top1.mean)
     level = "which is the highest" if behind == 0 else f"{behind:.2f} points below the highest"

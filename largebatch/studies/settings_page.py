@@ -181,6 +181,7 @@ def _draw(findings: Findings, looks: Sequence[Series], metric: Metric) -> "Chart
         marks.append(
             add_points(chart, look, _source(findings, cells, metric), first, "value", moves=True)
         )
+    chart.y_range.update(renderers=marks)
     add_hover(chart, marks, [("setting", "@setting"), (measure.title.lower(), "@text")])
     return chart
 

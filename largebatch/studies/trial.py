@@ -98,9 +98,11 @@ def train(
         begun, others = time.time(), watch_others() if machine.apart else None
         try:
             reached = _in_parts(folder, go_on, stops=stops, hopeless=hopeless)
-        except DivergedError as error:
-            if was_asked_to_stop():
+        except (DivergedError, WorkerFailedError) as error:
+            if was_asked_to_stop():  # a process that is about to begin ends by the signal itself
                 raise InterruptedStudyError from None
+            if isinstance(error, WorkerFailedError):
+                raise
             reached = {**_chance(recipe), "diverged": str(error)}
         times = {"begun": begun, "ended": time.time(), "other_cores": others() if others else None}
     run_read = read_run(folder)
@@ -139,24 +141,22 @@ def _carry_out_apart(part: Part, log: IO[str]) -> Summary:
     """Do the same in a process of its own, which ends with this one; raise what it raised."""
     threads = {} if part.machine.threads is None else {"OMP_NUM_THREADS": str(part.machine.threads)}
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    words = ["largebatch.studies.one_run", PART.dump_json(part).decode(), str(os.getpid())]
     process = subprocess.Popen(  # noqa: S603 -- the words are ours
-        [sys.executable, "-m", "largebatch.studies.one_run", PART.dump_json(part).decode()],
+        [sys.executable, "-m", *words],
         env={**os.environ, **paths, **threads}, stdout=log, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process, answering(lambda number, _: process.send_signal(number), *STOPS):
         _, errors = process.communicate()
     log.write(errors)
-    match process.returncode:
-        case 0:
-            return TypeAdapter(Summary).validate_json((part.folder / SUMMARY).read_bytes())
-        case code if code == STOPPED:
-            raise KeyboardInterrupt
-        case code if code == DIVERGED:
-            raise DivergedError(errors.strip())
-        case code if code == USER:
-            raise LargebatchError(errors.strip())
-        case code:
-            raise WorkerFailedError(f"a run ended with exit code {code}:\n{errors}")
+    code = process.returncode
+    if code == 0:
+        return TypeAdapter(Summary).validate_json((part.folder / SUMMARY).read_bytes())
+    if code == STOPPED:
+        raise KeyboardInterrupt
+    if code in {DIVERGED, USER}:
+        raise (DivergedError if code == DIVERGED else LargebatchError)(errors.strip())
+    raise WorkerFailedError(f"{part.folder}: its process ended with exit code {code}:\n{errors}")
 
 
 def _in_parts(

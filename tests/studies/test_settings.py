@@ -360,7 +360,7 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on_to_the_same_end(
             printed, _ = process.communicate()
         if number is not None:
             assert process.returncode != DONE
-            gone, alive = psutil.wait_procs(children, timeout=60)
+            gone, alive = psutil.wait_procs(children, timeout=300)
             assert (len(gone), alive) == (len(children), [])
     assert process.returncode == DONE
     assert "wild" in printed

@@ -100,6 +100,16 @@ def test_a_run_that_diverged_has_the_accuracy_of_chance_and_no_cost() -> None:
     assert "calm trains in the shortest time, 8.1 s" in first
 
 
+def test_settings_of_a_study_under_way_compare_by_the_seeds_that_all_have_run() -> None:
+    """Seed 1 took long with both; the one that has seed 2 too is no faster for that."""
+    cells = [
+        cell("a", "own", [run(1, 0.9, seconds=50), run(2, 0.9, seconds=10)]),
+        cell("a", "large", [run(1, 0.8, seconds=40)], finished=False),
+    ]
+    (first, *_) = describe(find(cells, ("train_seconds",)))
+    assert "large trains in the shortest time, 36.0 s" in first
+
+
 def test_a_study_without_a_run_has_no_page() -> None:
     with pytest.raises(StudyError, match="no run that has ended"):
         find([cell("a", "own", [])], ("top1",))
