@@ -1,8 +1,9 @@
-"""The `lr bench` command: every policy at the rate that suits it. It prints."""
+"""The commands that carry studies out: `lr bench` of policies, `bench` of settings. They print."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
     INTERRUPTED,
@@ -14,12 +15,31 @@ from largebatch.cli.arguments import (
 )
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
+from largebatch.optional import require_psutil
 from largebatch.runs.interrupts import STOPS
 
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command to those below `lr`."""
-    bench = command("bench", _bench, "search each policy's rate, then run seeds at it: a study")
+    from largebatch.studies.phases import Bench
+    from largebatch.studies.study import AnyStudy
+
+Command = Callable[[str, Call, str], argparse.ArgumentParser]
+Show = Callable[["Bench", "BaseStorage"], None]
+"""Prints what a study has found, and writes its page."""
+
+
+def add_settings_commands(command: Command) -> None:
+    """Add the command `bench`."""
+    bench = command("bench", _bench_settings, "measure what settings of recipes cost and reach")
+    _add_study(bench)
+    bench.add_argument(
+        "--report", action="store_true", help="write the page of what is measured so far"
+    )
+
+
+def _add_study(bench: argparse.ArgumentParser) -> None:
+    """Add what both kinds of studies take."""
     bench.add_argument("study", type=Path, metavar="STUDY.yaml")
     bench.add_argument("--out", type=Path, metavar="DIR", help="run folders (runs/<study's name>)")
     bench.add_argument(
@@ -32,6 +52,12 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     )
     bench.add_argument("--dry-run", action="store_true", help="print the runs and an estimate")
     add_machine(bench)
+
+
+def add_commands(command: Command) -> None:
+    """Add the commands to those below `lr`."""
+    bench = command("bench", _bench, "search each policy's rate, then run seeds at it: a study")
+    _add_study(bench)
 
     report = command("report", _report, "write a study's page again, of what its database holds")
     report.add_argument("study", metavar="STUDY", help="a study's folder, or its --storage")
@@ -47,35 +73,61 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from largebatch.studies.cells import cells_of
     from largebatch.studies.study import load_study
 
+    return _carry_out(args, load_study(args.study), _show_policies)
+
+
+def _bench_settings(args: argparse.Namespace) -> int:
+    from largebatch.studies.study import load_configuration_study
+
+    study = load_configuration_study(args.study)
+    require_psutil()  # before processes start
+    if not args.report:
+        return _carry_out(args, study, _show_settings)
+    from largebatch.studies.database import open_existing
+
+    bench = _prepare(args, study)
+    with open_existing(_url(args, bench.out)) as storage:
+        _show_settings(bench, storage)
+    return 0
+
+
+def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
+    """Return what the study is carried out with; raise LargebatchError where it cannot be."""
     if worker_rank() is not None:
         raise BackendError(
-            "lr bench makes runs of one worker each; start it by itself on every machine, with "
-            "--processes, and not by torchrun, horovodrun or srun with several tasks"
+            "a study starts the workers of its runs itself; start it by itself on every machine, "
+            "with --processes, and not by torchrun, horovodrun or srun with several tasks"
         )
-    study = load_study(args.study)
+    from largebatch.studies.cells import cells_of
+
     cells = cells_of(study, args.study.parent)
     given = args.data or args.dataset
     if given and all(cell.recipe.data.source != "folder" for cell in cells):
         raise DataError(
             f"{given} would not be read: no recipe of the study has data.source: folder"
         )
-    from largebatch.studies.bench import work, work_together
-    from largebatch.studies.console import describe_budget, describe_study, print_run
-    from largebatch.studies.database import open_storage
-    from largebatch.studies.page import PAGE, write_page
-    from largebatch.studies.phases import Bench, Progress
-    from largebatch.studies.results import read_results
+    from largebatch.studies.phases import Bench
     from largebatch.studies.trial import Machine
 
     out = args.out or Path("runs") / study.name
-    bench = Bench(study=study, cells=tuple(cells), out=out, machine=Machine(**machine_of(args)))
+    return Bench(study=study, cells=tuple(cells), out=out, machine=Machine(**machine_of(args)))
+
+
+def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
+    """Do all runs that are left, or print what they are; at the end show what was found."""
+    bench = _prepare(args, study)
+    from largebatch.studies.bench import work, work_together
+    from largebatch.studies.console import describe_budget, print_run
+    from largebatch.studies.database import open_storage
+    from largebatch.studies.phases import Progress
+
     if args.dry_run:
         print(printable(describe_budget(bench, processes=args.parallel)))
         return 0
-    url = args.storage or f"sqlite:///{_folder(out).absolute()}/study.db"
+    _make_folder(bench.out)
+    url = _url(args, bench.out)
     with open_storage(url) as storage:
         Progress(bench, storage).phases()  # what is wrong is found before processes start
     if args.parallel == 1:
@@ -85,17 +137,50 @@ def _bench(args: argparse.Namespace) -> int:
     with open_storage(url) as storage:
         progress = Progress(bench, storage)
         if progress.is_done:
-            print(printable(describe_study(progress)))
-            names = {(cell.configuration, cell.policy) for cell in cells}
-            found = [one for one in read_results(storage) if one.study == study.name]
-            found = [one for one in found if (one.configuration, one.policy) in names]
-            page = write_page(found, out / PAGE, targets=study.targets)
-            print(printable(f"page: {page}"))
+            show(bench, storage)
             return 0
         done = progress.num_done
     print(f"{done} of {bench.num_runs} runs are done; to go on: the same command")
     stopped = any(code == INTERRUPTED or -code in STOPS for code in codes)
     return INTERRUPTED if stopped else max(1, *codes)
+
+
+def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
+    from largebatch.studies.console import describe_study
+    from largebatch.studies.page import PAGE, write_page
+    from largebatch.studies.phases import Progress
+    from largebatch.studies.results import read_results
+    from largebatch.studies.study import Study
+
+    assert isinstance(bench.study, Study)
+    print(printable(describe_study(bench.study, Progress(bench, storage))))
+    names = {(cell.configuration, cell.variant) for cell in bench.cells}
+    found = [one for one in read_results(storage) if one.study == bench.study.name]
+    found = [one for one in found if (one.configuration, one.policy) in names]
+    page = write_page(found, bench.out / PAGE, targets=bench.study.targets)
+    print(printable(f"page: {page}"))
+
+
+def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
+    from largebatch.studies.console import describe_settings
+    from largebatch.studies.page import PAGE
+    from largebatch.studies.results import read_settings
+    from largebatch.studies.settings import find
+    from largebatch.studies.settings_page import write_settings_page
+    from largebatch.studies.study import ConfigurationStudy
+
+    assert isinstance(bench.study, ConfigurationStudy)
+    every = {(one.configuration, one.setting): one for one in read_settings(storage)
+             if one.study == bench.study.name}  # fmt: skip
+    names = [(cell.configuration, cell.variant) for cell in bench.cells]  # in the study's order
+    findings = find([every[name] for name in names if name in every], bench.study.metrics)
+    print(printable(describe_settings(findings)))
+    print(printable(f"page: {write_settings_page(findings, bench.out / PAGE)}"))
+
+
+def _url(args: argparse.Namespace, out: Path) -> str:
+    """Return the URL of a study's storage."""
+    return str(args.storage or f"sqlite:///{out.absolute()}/study.db")
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -123,10 +208,9 @@ def _database(folder: Path) -> str:
     return f"sqlite:///{path.absolute()}"
 
 
-def _folder(out: Path) -> Path:
+def _make_folder(out: Path) -> None:
     """Make the folder of a study; raise StudyError where that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StudyError(f"--out {out}: cannot be made: {error.strerror}") from None
-    return out

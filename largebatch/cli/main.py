@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from largebatch import __version__
+from largebatch.cli import bench as cli_bench
 from largebatch.cli import data as cli_data
 from largebatch.cli import init as cli_init
 from largebatch.cli import launch as cli_launch
@@ -354,6 +355,8 @@ def make_parser() -> argparse.ArgumentParser:
         cli_launch,
     ):
         module.add_commands(command)
+
+    cli_bench.add_settings_commands(command)
 
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)

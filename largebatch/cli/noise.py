@@ -128,8 +128,9 @@ def _measure(args: argparse.Namespace) -> int:
     if args.max_steps is not None:
         raise LargebatchError("--max-steps is for one run; --measure stops its runs by --epochs")
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.runs.critical_batch import Critical, InterruptedStudyError, measure_critical
+    from largebatch.runs.critical_batch import Critical, measure_critical
     from largebatch.runs.folder import default_folder
+    from largebatch.runs.interrupts import InterruptedStudyError
 
     options = options_of(args, out=args.out or default_folder(recipe))
     found = measure_critical(

@@ -23,6 +23,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import MORE_STEPS, over
 from largebatch.report.run import FloatArray, Run, read_run
+from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
 from largebatch.tracking.events import LOG, write_json
@@ -46,10 +47,6 @@ WINDOW = 0.1
 largest batch."""
 
 RESULT = "critical_batch.json"
-
-
-class InterruptedStudyError(Exception):
-    """A run was asked to stop and has saved; the same call goes on with it."""
 
 
 @dataclass(frozen=True, slots=True)

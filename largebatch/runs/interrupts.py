@@ -25,6 +25,10 @@ TOGETHER_SECONDS = 1.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
+class InterruptedStudyError(Exception):
+    """A run of several was asked to stop and has saved; the same call goes on with it."""
+
+
 class Requests:
     """Counts requests to stop."""
 

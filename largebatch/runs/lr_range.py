@@ -22,7 +22,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.report.lr_range import Curve, RangeTest, momentum_of
 from largebatch.report.lr_range_chart import content, write_range
 from largebatch.report.run import Run, read_run
-from largebatch.runs.critical_batch import InterruptedStudyError
+from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
 from largebatch.tracking.events import LOG, write_json

@@ -11,18 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from largebatch.distributed.environment import available_cores
 from largebatch.recipe.plan import make_plan
-from largebatch.runs.interrupts import STOPS, Requests, answering
-from largebatch.studies.cells import Values, rungs
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.studies.cells import Cell, Values, rungs
 from largebatch.studies.database import Claim, open_storage
 from largebatch.studies.owners import Owners, beating
 from largebatch.studies.phases import FIRST_FACTORS, Bench, Phase, Progress, rounded
-from largebatch.studies.trial import Interrupted, Result, train
+from largebatch.studies.study import ConfigurationStudy
+from largebatch.studies.trial import Machine, Result, train
 
 JOB = TypeAdapter(tuple[Bench, str])
 """What local processes are given, as JSON: the study and the URL of its storage."""
@@ -47,7 +49,7 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
                         time.sleep(_POLL_SECONDS)
                     else:
                         report(progress, *taken, _carry_out(bench, *taken, owners))
-        except (Interrupted, KeyboardInterrupt):
+        except (InterruptedStudyError, KeyboardInterrupt):
             return False
     return True
 
@@ -120,7 +122,7 @@ def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
 
 def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Result:
     """Train what was claimed and record its result; a run without one is given back."""
-    folder = bench.out / phase.cell.configuration / phase.cell.policy / claim.slot
+    folder = bench.out / phase.cell.configuration / phase.cell.variant / claim.slot
     make = _search if phase.is_search else _train_seed
     with beating(claim.trial, owners):
         try:
@@ -129,8 +131,22 @@ def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Resu
             phase.queue.give_back(claim)
             raise
     result = {"values": dict(values), **result}
-    phase.queue.finish(claim, result, value=result[bench.study.search.metric])
+    search = bench.study.search
+    phase.queue.finish(claim, result, value=result[search.metric if search else "top1"])
     return result
+
+
+def machine_of(bench: Bench, cell: Cell) -> Machine:
+    """Return what the machine decides about the runs of a cell.
+
+    A run whose cost is measured has a process of its own: else its threads would be those of the
+    first run in the process, and its memory what the runs before it have left.
+    """
+    backend = bench.machine.backend if cell.backend == "auto" else cell.backend
+    return replace(
+        bench.machine, backend=backend, workers=cell.workers, threads=cell.threads,
+        apart=isinstance(bench.study, ConfigurationStudy),
+    )  # fmt: skip
 
 
 def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
@@ -142,6 +158,7 @@ def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Val
     import optuna
 
     cell, trial, search = phase.cell, claim.trial, bench.study.search
+    assert search is not None
     first = len(FIRST_FACTORS)
     phase.queue.study.pruner = optuna.pruners.MedianPruner(
         n_startup_trials=first, n_min_trials=first
@@ -151,13 +168,13 @@ def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Val
         for key, (low, high) in cell.ranges.items()
     }
     recipe = cell.trial_recipe(values)
-    stops = rungs(make_plan(recipe, workers=1)) if search.prune else []
+    stops = rungs(make_plan(recipe, workers=cell.workers)) if search.prune else []
 
     def hopeless(step: int, found: object) -> bool:
         trial.report(getattr(found, search.metric), step)
         return trial.should_prune()
 
-    return values, train(recipe, folder, bench.machine, stops=stops, hopeless=hopeless)
+    return values, train(recipe, folder, machine_of(bench, cell), stops=stops, hopeless=hopeless)
 
 
 def _train_seed(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
@@ -165,5 +182,6 @@ def _train_seed(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple
     assert phase.values is not None
     about = phase.queue.slots[claim.slot].about
     recipe = phase.cell.seed_recipe(phase.values, seed=int(about["seed"]), scale=about["scale"])
-    result = train(recipe, folder, bench.machine, stops=(), hopeless=lambda *_: False)
+    machine = machine_of(bench, phase.cell)
+    result = train(recipe, folder, machine, stops=(), hopeless=lambda *_: False)
     return phase.values, result

@@ -1,4 +1,4 @@
-"""A cell of a study: one recipe with one policy, and the recipes of its runs.
+"""A cell of a study: one recipe with one policy or setting, and the recipes of its runs.
 
 A policy is a shape. All rates of its schedule are multiples of one base rate, which is searched for
 each shape (arXiv:2603.10301); at one rate for all, a bench would rank base rates.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from largebatch.distributed.environment import BackendName
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, validate_tree
 from largebatch.recipe.plan import Plan, make_plan
@@ -25,7 +26,15 @@ from largebatch.recipe.schedule import (
 )
 from largebatch.recipe.sections import Duration, Section
 from largebatch.schedules.build import build_schedule
-from largebatch.studies.study import RATE, Configuration, Search, Study
+from largebatch.studies.study import (
+    RATE,
+    AnyStudy,
+    Configuration,
+    ConfigurationStudy,
+    Search,
+    Setting,
+    settings_of,
+)
 
 Values = Mapping[str, float]
 """Keys of a recipe and what a trial has there."""
@@ -40,26 +49,39 @@ _BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One recipe with one policy."""
+    """One recipe with one policy, or with one setting."""
 
     configuration: str
-    policy: str
+    variant: str
+    """The name of the policy, or of the setting."""
+
     recipe: Recipe
     """As the study file has it; the searched keys are the centre of the search."""
 
-    search: Search
+    search: Search | None
+    """None: nothing is searched."""
+
+    workers: int = 1
+    backend: BackendName = "auto"
+    threads: int | None = None
+    """As in Setting."""
 
     @property
     def name(self) -> str:
         """Its name within the study."""
-        return f"{self.configuration}/{self.policy}"
+        return f"{self.configuration}/{self.variant}"
+
+    @property
+    def plan(self) -> Plan:
+        """How a run with a seed is divided."""
+        return make_plan(self.recipe, workers=self.workers)
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
         """The lowest and highest value of every key that is searched."""
+        keys = {} if self.search is None else self.search.keys
         return {
-            key: (low * self.own(key), high * self.own(key))
-            for key, (low, high) in self.search.keys.items()
+            key: (low * self.own(key), high * self.own(key)) for key, (low, high) in keys.items()
         }
 
     def own(self, key: str) -> float:
@@ -77,6 +99,7 @@ class Cell:
     def trial_recipe(self, values: Values) -> Recipe:
         """Return the recipe of a trial, which is judged on training images held out."""
         search = self.search
+        assert search is not None
         tree = shortened(self.at(values), search.part).model_dump(mode="json")
         tree["seed"] = search.seed
         tree["data"]["held_out"] = {"samples": search.held_out}
@@ -86,7 +109,7 @@ class Cell:
         recipe = validate_tree(Recipe, tree, source=self.name)
         if not search.prune or recipe.schedule.plateau is not None:  # it reads its own evaluations
             return recipe
-        plan = make_plan(recipe, workers=1)
+        plan = make_plan(recipe, workers=self.workers)
         every = max(1, plan.steps // RUNGS) / plan.steps_per_epoch
         tree["evaluation"] = {"every_epochs": every}
         return validate_tree(Recipe, tree, source=self.name)
@@ -121,32 +144,40 @@ class Cell:
             )
         for end in (0, 1):
             values = {key: bounds[end] for key, bounds in self.ranges.items()}
-            for recipe in (self.trial_recipe(values), self.seed_recipe(values, seed=1)):
-                make_plan(recipe, workers=1)
+            trials = [self.trial_recipe(values)] if self.search else []
+            for recipe in (*trials, self.seed_recipe(values, seed=1)):
+                make_plan(recipe, workers=self.workers)
                 build_schedule(recipe)
 
 
-def cells_of(study: Study, folder: Path) -> list[Cell]:
+def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
     """Return the cells of a study whose file lies in `folder`, each checked.
 
-    Raises LargebatchError naming the recipe and the policy that do not fit each other.
+    Those of settings monitor what the workers use. Raises LargebatchError naming the recipe and the
+    policy, or the setting, that do not fit each other.
     """
     cells = []
+    monitor = ("system",) if isinstance(study, ConfigurationStudy) else ()
     for name, configuration in study.recipes.items():
-        for policy, parts in study.policies.items():
+        for variant, setting in settings_of(study).items():
             try:
-                recipe = _load(configuration, parts, folder)
-                cell = Cell(configuration=name, policy=policy, recipe=recipe, search=study.search)
+                recipe = _load(configuration, setting, folder)
+                watched = tuple(dict.fromkeys((*recipe.monitor, *monitor)))
+                cell = Cell(
+                    configuration=name, variant=variant,
+                    recipe=recipe.model_copy(update={"monitor": watched}), search=study.search,
+                    workers=setting.workers, backend=setting.backend, threads=setting.threads,
+                )  # fmt: skip
                 cell.check()
             except LargebatchError as error:
-                raise RecipeError(f"recipe {name} with policy {policy}: {error}") from None
+                raise RecipeError(f"recipe {name} with {study.kind} {variant}: {error}") from None
             cells.append(cell)
     return cells
 
 
-def _load(configuration: Configuration, parts: Mapping[str, Any], folder: Path) -> Recipe:
+def _load(configuration: Configuration, setting: Setting, folder: Path) -> Recipe:
     file = folder / configuration.recipe
-    changes = {**configuration.set, **{f"schedule.{key}": part for key, part in parts.items()}}
+    changes = {**configuration.set, **setting.set}
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     return load_recipe(file if file.is_file() else configuration.recipe, overrides)
 

@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from largebatch.errors import printable
@@ -13,7 +13,8 @@ from largebatch.studies.database import Claim
 from largebatch.studies.metrics import cost, costs, interval
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
 from largebatch.studies.results import Result, edges, read_result
-from largebatch.studies.study import SCALES
+from largebatch.studies.settings import Findings, Measured, describe
+from largebatch.studies.study import SCALES, Study
 from largebatch.studies.trial import Result as Record
 
 
@@ -26,9 +27,10 @@ def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) ->
         ended += f", stopped after {result['pruned_after']:,} updates"
     left = progress.remaining_seconds()
     rest = "" if left is None else f"; {timedelta(seconds=round(left))} left"
+    values = describe_values(result["values"])
     line = (
-        f"{progress.num_done}/{progress.bench.num_runs}  {phase.cell.name} {claim.slot}, "
-        f"{describe_values(result['values'])}: {ended}{rest}"
+        f"{progress.num_done}/{progress.bench.num_runs}  {phase.cell.name} {claim.slot}"
+        f"{', ' * bool(values)}{values}: {ended}{rest}"
     )
     sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
@@ -43,9 +45,8 @@ def describe_values(values: Values) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in values.items())
 
 
-def describe_study(progress: Progress) -> str:
+def describe_study(study: Study, progress: Progress) -> str:
     """Return the table of a study that is done: one line for each recipe with each policy."""
-    study = progress.bench.study
     scales = [scale for scale in SCALES if scale != 1] if study.robustness_seeds else []
     rows = [
         [
@@ -60,7 +61,7 @@ def describe_study(progress: Progress) -> str:
         diverged = sum(one.diverged is not None for one in done)
         rows.append(
             [
-                *(search.cell.configuration, search.cell.policy),
+                *(search.cell.configuration, search.cell.variant),
                 describe_values(seeds.values or {}) + _edge(search, seeds.values or {}),
                 describe_mean(_top1(done)) + (f", {diverged} diverged" if diverged else ""),
                 *(_updates_to(done, target) for target in study.targets),
@@ -70,11 +71,49 @@ def describe_study(progress: Progress) -> str:
                 ),
             ]
         )
+    return _align(rows)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Return the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+_COLUMNS: dict[str, tuple[Callable[[Result], float | None], float, str]] = {
+    "train s": (lambda run: run.usage and run.usage.train_seconds, 1, ",.1f"),
+    "images/s": (lambda run: run.images_per_second, 1, ",.0f"),
+    "evaluation s": (lambda run: run.usage and run.usage.evaluation_seconds, 1, ",.2f"),
+    "cpu s": (lambda run: run.usage and run.usage.cpu_seconds, 1, ",.1f"),
+    "cores": (lambda run: run.usage and run.usage.cores, 1, ".2f"),
+    "memory MB": (lambda run: run.usage and run.usage.peak_memory_bytes, 1e-6, ",.0f"),
+    "read MB": (lambda run: run.usage and run.usage.read_bytes, 1e-6, ",.1f"),
+}
+"""What is printed of every setting: the mean over seeds, its unit, its format."""
+
+
+def describe_settings(findings: Findings) -> str:
+    """Return the table of a study of settings, and below it what it has found."""
+    rows = [["recipe", "setting", "top-1", *_COLUMNS]]
+    for one in findings.cells:
+        diverged = f", {one.diverged} diverged" if one.diverged else ""
+        rows.append(
+            [
+                *(one.found.configuration, one.found.setting),
+                describe_mean(_top1(one.found.seeds)) + diverged,
+                *(_shown(one, *column) for column in _COLUMNS.values()),
+            ]
+        )
+    return "\n".join([_align(rows), *describe(findings)])
+
+
+def _shown(one: Measured, value: Callable[[Result], float | None], factor: float, form: str) -> str:
+    """Return a mean over the seeds that have it and did not diverge."""
+    found = one.mean(lambda run: None if run.diverged else value(run))
+    return "-" if found is None else format(factor * found.mean, form)
 
 
 def _results(seeds: Phase, *, scale: float) -> list[Result]:
@@ -120,15 +159,16 @@ def describe_budget(bench: Bench, *, processes: int) -> str:
     now; trials that are stopped early take less.
     """
     lines, total = [], 0.0
-    number, seeds = bench.study.search.trials, len(seed_slots(bench.study))
+    seeds = len(seed_slots(bench.study))
     for cell in bench.cells:
-        trials = number * trial_updates(cell)
+        searched, trials = "", 0
+        if bench.study.search is not None:
+            number = bench.study.search.trials
+            trials = number * trial_updates(cell)
+            around = describe_values({key: cell.own(key) for key in cell.ranges})
+            searched = f"{number} trials of {trial_updates(cell):,} updates around {around}, then "
         plan = make_plan(cell.recipe, workers=1)
-        lines.append(
-            f"{cell.name}: {number} trials of {trial_updates(cell):,} updates around "
-            f"{describe_values({key: cell.own(key) for key in cell.ranges})}, then {seeds} runs of "
-            f"{plan.updates:,} updates"
-        )
+        lines.append(f"{cell.name}: {searched}{seeds} runs of {plan.updates:,} updates")
         each = estimate(cell.recipe, plan).run_seconds / plan.updates
         total += each * (trials + seeds * plan.updates)
     time = timedelta(seconds=round(total / processes))

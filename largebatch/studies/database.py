@@ -38,6 +38,9 @@ JOURNAL = ".journal"
 DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
 """Attributes: the first one of studies, the others of trials."""
 
+KINDS = ("policy", "setting")
+"""What studies compare: the key of a definition that has its name."""
+
 _BUSY_SECONDS = 120
 """How long a process waits for others that write to the same SQLite file."""
 
@@ -83,8 +86,8 @@ def open_existing(url: str) -> "Iterator[BaseStorage]":
         file = found.database if found.get_backend_name() == "sqlite" else file
     if file is not None and not Path(file).is_file():
         raise StudyError(
-            f"--storage {shown(url)}: no such file; `largebatch lr bench` makes it, by default "
-            "study.db in its --out"
+            f"--storage {shown(url)}: no such file; `largebatch lr bench` and `largebatch bench` "
+            "make it, by default study.db in their --out"
         )
     with open_storage(url) as storage:
         yield storage
@@ -316,6 +319,23 @@ def _require_same(study: "optuna.Study", definition: Json) -> None:
             f"{clip(json.dumps(old), LONGEST_NAME)} there and {clip(json.dumps(new), LONGEST_NAME)}"
             " here; give this one another name, or another --storage"
         )
+
+
+def require_kind(storage: "BaseStorage", name: str, kind: str) -> None:
+    """Raise StudyError where a storage holds a study of this name that compares something else."""
+    import optuna
+
+    for each in optuna.get_all_study_names(storage):
+        if not each.startswith(f"{name}/"):
+            continue
+        there = optuna.load_study(study_name=each, storage=storage).user_attrs.get(DEFINITION)
+        if isinstance(there, dict) and there.get("study") == name and kind not in there:
+            found = next((one for one in KINDS if one in there), "something else")
+            raise StudyError(
+                f"{name}: the database holds another study of this name: it compares every "
+                f"{found}, and this one every {kind}; give this one another name, or another "
+                "--storage"
+            )
 
 
 def require_format(name: str, definition: Json | None) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from largebatch.recipe.plan import make_plan
 from largebatch.studies.cells import Cell, Values
-from largebatch.studies.database import Queue, Slot
-from largebatch.studies.study import RATE, SCALES, Study
+from largebatch.studies.database import Json, Queue, Slot, require_kind
+from largebatch.studies.study import RATE, SCALES, AnyStudy, Search, Study
 from largebatch.studies.trial import Machine
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ FIRST_FACTORS = (1.0, 0.4, 2.5)
 class Bench:
     """What a study is carried out with; the same in all of its processes."""
 
-    study: Study
+    study: AnyStudy
     cells: tuple[Cell, ...]
     out: Path
     """The folder that holds the run folders."""
@@ -38,7 +38,8 @@ class Bench:
     @property
     def num_runs(self) -> int:
         """Trials and seeds of all cells."""
-        return len(self.cells) * (self.study.search.trials + len(seed_slots(self.study)))
+        trials = self.study.search.trials if self.study.search else 0
+        return len(self.cells) * (trials + len(seed_slots(self.study)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,13 @@ class Phase:
 
 
 class Progress:
-    """The phases of a study as far as they can begin: seeds follow the search of their cell."""
+    """The phases of a study as far as they can begin: seeds follow the search of their cell.
+
+    Raises StudyError where the storage holds a study of the same name and of the other kind.
+    """
 
     def __init__(self, bench: Bench, storage: "BaseStorage") -> None:
+        require_kind(storage, bench.study.name, bench.study.kind)
         self.bench, self._storage = bench, storage
         self._searches: dict[str, Phase] = {}
         self._seeds: dict[str, Phase] = {}
@@ -71,21 +76,21 @@ class Progress:
         """Return them cell by cell; opened in the storage where they are new."""
         found = []
         for cell in self.bench.cells:
-            if cell.name not in self._searches:
+            if cell.search is not None and cell.name not in self._searches:
                 self._searches[cell.name] = self._open_search(cell)
-            search = self._searches[cell.name]
-            found.append(search)
-            if cell.name not in self._seeds and search.queue.is_done:
-                self._seeds[cell.name] = self._open_seeds(cell, best_values(search.queue))
-            if cell.name in self._seeds:
-                found.append(self._seeds[cell.name])
+            search = self._searches.get(cell.name)
+            if cell.name not in self._seeds and (search is None or search.queue.is_done):
+                values = best_values(search.queue) if search else {}
+                self._seeds[cell.name] = self._open_seeds(cell, values)
+            found += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
         return found
 
     @property
     def is_done(self) -> bool:
         """Whether every run of the study has its result."""
-        phases = self.phases()
-        return len(phases) == 2 * len(self.bench.cells) and all(one.queue.is_done for one in phases)
+        phases = self.phases()  # which opens the seeds where they can begin
+        begun = len(self._seeds) == len(self.bench.cells)
+        return begun and all(one.queue.is_done for one in phases)
 
     @property
     def num_done(self) -> int:
@@ -95,37 +100,48 @@ class Progress:
     def remaining_seconds(self) -> float | None:
         """Return how long the runs that are left take, by what those that are done took.
 
-        At the seconds an update of their configuration, over as many processes as are at work, this
-        one among them; None before each configuration has a run.
+        At the seconds an update of their configuration, or of the cell where settings are compared,
+        over as many processes as are at work, this one among them; None before each has a run.
         """
-        left = dict.fromkeys(self.bench.study.recipes, 0)
+        left = {self._pace(cell): 0 for cell in self.bench.cells}
         seconds, updates, at_work = dict.fromkeys(left, 0.0), dict.fromkeys(left, 0), 1
         for phase in self.phases():
-            name, done = phase.cell.configuration, phase.queue.done()
+            name, done = self._pace(phase.cell), phase.queue.done()
             left[name] += phase.updates * (len(phase.queue.slots) - len(done))
             running = (one.state.name == "RUNNING" for one in phase.queue.trials().values())
             at_work += sum(running)
             for one in phase.queue.results().values():
-                seconds[name] += one.get("seconds", 0.0)
+                seconds[name] += self._seconds(one)
                 updates[name] += one["updates"] if "seconds" in one else 0
         for cell in self.bench.cells:
             if cell.name not in self._seeds:
-                each = make_plan(cell.recipe, workers=1).updates
-                left[cell.configuration] += each * len(seed_slots(self.bench.study))
+                left[self._pace(cell)] += cell.plan.updates * len(seed_slots(self.bench.study))
         unfinished = [name for name in left if left[name]]
         if not all(updates[name] for name in unfinished):
             return None
         return sum(left[name] * seconds[name] / updates[name] for name in unfinished) / at_work
 
+    def _seconds(self, result: Json) -> float:
+        """Return how long a run has taken; one with a process of its own needs time to begin."""
+        seconds = float(result.get("seconds", 0.0))
+        if isinstance(self.bench.study, Study):
+            return seconds
+        return max(seconds, float(result["ended"]) - float(result["begun"]))
+
+    def _pace(self, cell: Cell) -> str:
+        """Return the name of the cells that take as long for an update as this one."""
+        return cell.configuration if isinstance(self.bench.study, Study) else cell.name
+
     def _open_search(self, cell: Cell) -> Phase:
         study = self.bench.study
+        assert study.search is not None
         slots = [
             Slot(name=f"search-{number:03}", fixed=fixed)
             for number, fixed in enumerate(first_values(cell), start=1)
         ]
         definition = {**_define(study, cell), "search": study.search.model_dump(mode="json")}
         name = f"{study.name}/{cell.name}/search"
-        queue = Queue(self._storage, name, definition, slots, sampler=_sampler(study))
+        queue = Queue(self._storage, name, definition, slots, sampler=_sampler(study.search))
         return Phase(cell=cell, queue=queue, updates=trial_updates(cell))
 
     def _open_seeds(self, cell: Cell, values: Values) -> Phase:
@@ -133,11 +149,10 @@ class Progress:
         definition = {**_define(study, cell), "values": dict(values)}
         slots = seed_slots(study)
         queue = Queue(self._storage, f"{study.name}/{cell.name}/seeds", definition, slots)
-        updates = make_plan(cell.recipe, workers=1).updates
-        return Phase(cell=cell, queue=queue, updates=updates, values=values)
+        return Phase(cell=cell, queue=queue, updates=cell.plan.updates, values=values)
 
 
-def _sampler(study: Study) -> "Callable[[int], BaseSampler]":
+def _sampler(search: Search) -> "Callable[[int], BaseSampler]":
     """Return what makes the sampler of a trial: a Gaussian process over the trials so far.
 
     With so few trials it comes closer to the summit of a noisy bell over the logarithm of the rate
@@ -146,24 +161,24 @@ def _sampler(study: Study) -> "Callable[[int], BaseSampler]":
     from optuna.samplers import GPSampler
 
     first = len(FIRST_FACTORS)
-    return lambda number: GPSampler(
-        seed=(study.search.seed + number) % 2**32, n_startup_trials=first
-    )
+    return lambda number: GPSampler(seed=(search.seed + number) % 2**32, n_startup_trials=first)
 
 
-def _define(study: Study, cell: Cell) -> dict[str, object]:
-    """Return what identifies the runs of a cell, and what a reader of the database looks for."""
-    return {
-        "study": study.name,
-        "configuration": cell.configuration,
-        "policy": cell.policy,
-        "recipe": cell.recipe.mathematics.model_dump(mode="json"),
-    }
+def _define(study: AnyStudy, cell: Cell) -> dict[str, object]:
+    """Return what identifies the runs of a cell, and what a reader of the database looks for.
+
+    The machine is part of a setting, and not of what policies are compared by.
+    """
+    names = {"study": study.name, "configuration": cell.configuration, study.kind: cell.variant}
+    if isinstance(study, Study):
+        return {**names, "recipe": cell.recipe.mathematics.model_dump(mode="json")}
+    machine = {"workers": cell.workers, "backend": cell.backend, "threads": cell.threads}
+    return {**names, "recipe": cell.recipe.model_dump(mode="json"), "machine": machine}
 
 
 def trial_updates(cell: Cell) -> int:
     """Return how many updates a trial of its search has, if it is not stopped early."""
-    return make_plan(cell.trial_recipe({}), workers=1).updates
+    return make_plan(cell.trial_recipe({}), workers=cell.workers).updates
 
 
 def first_values(cell: Cell) -> list[dict[str, float]]:
@@ -177,19 +192,21 @@ def first_values(cell: Cell) -> list[dict[str, float]]:
     low, high = ranges[varied]
     rates = {rounded(rate): rate for rate in (centre[varied] * each for each in FIRST_FACTORS)}
     inside = [rate for rate in rates.values() if low <= rate <= high]
+    assert cell.search is not None
     fixed = [{**centre, varied: rate} for rate in inside][: cell.search.trials]
     return [*fixed, *({} for _ in range(cell.search.trials - len(fixed)))]
 
 
-def seed_slots(study: Study) -> list[Slot]:
+def seed_slots(study: AnyStudy) -> list[Slot]:
     """Return the runs at the rate found, then those at multiples of it."""
+    robustness_seeds = study.robustness_seeds if isinstance(study, Study) else 0
     slots = [
         Slot(name=f"seed-{seed}", about={"seed": seed, "scale": 1.0})
         for seed in range(1, study.seeds + 1)
     ]
     slots += [
         Slot(name=f"seed-{seed}-rate-x{scale:g}", about={"seed": seed, "scale": scale})
-        for seed in range(1, study.robustness_seeds + 1)
+        for seed in range(1, robustness_seeds + 1)
         for scale in SCALES
         if scale != 1
     ]

@@ -16,7 +16,8 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.studies.cells import Cell
 from largebatch.studies.database import DEFINITION, RESULT, SLOT, Json, require_format
 from largebatch.studies.metrics import Measurement
-from largebatch.studies.study import Search
+from largebatch.studies.study import Search, Setting
+from largebatch.studies.usage import Usage
 from largebatch.tracking.events import Measured
 
 if TYPE_CHECKING:
@@ -80,6 +81,14 @@ class Result:
     images_per_second: float | None = None
     peak_memory_bytes: int | None = None
     workers: int = 1
+    usage: Usage | None = None
+    begun: Measured = math.nan
+    ended: Measured = math.nan
+    """When the run, or its last part, was begun and ended: seconds since 1970."""
+
+    other_cores: Measured = math.nan
+    """That other programs of the machine used meanwhile, on average."""
+
     hardware: str = ""
     host: str = ""
     commit: str | None = None
@@ -123,7 +132,7 @@ class CellResults:
         """The cell, which has the recipes of its runs."""
         return Cell(
             configuration=self.configuration,
-            policy=self.policy,
+            variant=self.policy,
             recipe=self.recipe,
             search=self.settings,
         )
@@ -145,25 +154,65 @@ def edges(found: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> d
     return ends
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingResults:
+    """One recipe with one setting, whose name stands for it."""
+
+    study: str
+    configuration: str
+    setting: str
+    recipe: Recipe
+    """With the changes of the setting."""
+
+    workers: int
+    backend: str
+    threads: int | None
+    """As in study.Setting."""
+
+    values: Mapping[str, float]
+    """Those found; none where nothing was searched."""
+
+    search: tuple[Result, ...]
+    seeds: tuple[Result, ...]
+    """By seed."""
+
+    finished: bool
+    """Whether every run has its result."""
+
+
 def read_results(storage: "BaseStorage") -> list[CellResults]:
-    """Return the cells of all studies in a storage, in the order in which they were begun.
+    """Return the cells of all studies of policies in a storage, in the order of their begin.
 
     An Optuna study of another origin is left out. Raises StudyError for a format of another
     version, and for a record that cannot be read.
     """
-    searches: dict[tuple[str, ...], _Queue] = {}
-    seeds: dict[tuple[str, ...], _Queue] = {}
-    for study in _studies(storage):
-        definition = study.user_attrs.get(DEFINITION)
-        if not isinstance(definition, dict) or not definition.keys() >= {"format", *_NAMES}:
-            continue
-        require_format(study.study_name, definition)
-        to = searches if "search" in definition else seeds
-        to[tuple(definition[key] for key in _NAMES)] = _read(study, definition)
+    searches, seeds = _queues(storage, "policy")
     return [_cell(search, seeds.get(names)) for names, search in searches.items()]
 
 
-_NAMES = ("study", "configuration", "policy")
+def read_settings(storage: "BaseStorage") -> list[SettingResults]:
+    """Return the cells of all studies of settings in a storage, as read_results does."""
+    searches, seeds = _queues(storage, "setting")
+    names = dict.fromkeys((*searches, *seeds))
+    return [_setting(searches.get(one), seeds.get(one)) for one in names]
+
+
+_Queues = dict[tuple[str, ...], "_Queue"]
+
+
+def _queues(storage: "BaseStorage", kind: str) -> tuple[_Queues, _Queues]:
+    """Return the searches and the seeds of studies that compare this kind, by their names."""
+    searches: _Queues = {}
+    seeds: _Queues = {}
+    names = ("study", "configuration", kind)
+    for study in _studies(storage):
+        definition = study.user_attrs.get(DEFINITION)
+        if not isinstance(definition, dict) or not definition.keys() >= {"format", *names}:
+            continue
+        require_format(study.study_name, definition)
+        to = searches if "search" in definition else seeds
+        to[tuple(str(definition[key]) for key in names)] = _read(study, definition)
+    return searches, seeds
 
 
 class _Queue(NamedTuple):
@@ -222,7 +271,9 @@ def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
 
 
 def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
-    study, configuration, policy = (str(search.definition[key]) for key in _NAMES)
+    study, configuration, policy = (
+        str(search.definition[key]) for key in ("study", "configuration", "policy")
+    )
     try:
         recipe = validate_tree(Recipe, search.definition["recipe"], source=search.name)
         settings = validate_tree(Search, search.definition["search"], source=search.name)
@@ -241,4 +292,28 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
         seeds=tuple(one for one in done if one.scale == 1),
         scaled=tuple(one for one in done if one.scale != 1),
         finished=searched and seeds is not None and seeds.is_done,
+    )
+
+
+def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
+    of = seeds or search
+    assert of is not None
+    definition = of.definition
+    try:
+        recipe = validate_tree(Recipe, definition["recipe"], source=of.name)
+        machine = validate_tree(Setting, definition["machine"], source=of.name)
+    except (KeyError, TypeError, LargebatchError) as error:
+        raise StudyError(f"{of.name}: its definition cannot be read: {error}") from None
+    return SettingResults(
+        study=str(definition["study"]),
+        configuration=str(definition["configuration"]),
+        setting=str(definition["setting"]),
+        recipe=recipe,
+        workers=machine.workers,
+        backend=machine.backend,
+        threads=machine.threads,
+        values=dict(seeds.definition["values"]) if seeds else {},
+        search=search.results if search else (),
+        seeds=tuple(sorted(seeds.results, key=lambda one: one.seed)) if seeds else (),
+        finished=seeds is not None and seeds.is_done,
     )

@@ -1,10 +1,17 @@
-"""The study file: configurations x policies x seeds, and how each policy's rate is searched."""
+"""Study files: recipes x policies x seeds, and recipes x settings x seeds.
 
+The first kind searches the rate that suits every policy. The second one measures what each recipe
+reaches and costs with every setting of the training and of the machine.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from largebatch.distributed.environment import BackendName
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import parse_yaml, read_text, validate_tree
 from largebatch.recipe.sections import Fraction, Samples, Section
@@ -78,13 +85,51 @@ class Search(Section):
         return self
 
 
-class Study(Section):
-    """Recipes x policies x seeds: every policy at the rate that suits it."""
+class Setting(Section):
+    """How a recipe is carried out: changes to it, and what is decided outside of recipes."""
+
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Changes by dotted key, as --set makes them: {batch.global_batch: 384, precision: bf16,
+    execution.decoder: dali}."""
+
+    workers: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Local processes, as --workers starts them."""
+
+    backend: BackendName = "auto"
+    """The library that sums gradients, as --backend has it; auto: as the command has it."""
+
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Of the processor in each worker (OMP_NUM_THREADS). null: those of the command's
+    environment, else all cores."""
+
+
+Metric = Literal[
+    "top1",
+    "top5",
+    "train_seconds",
+    "evaluation_seconds",
+    "cpu_seconds",
+    "peak_memory_bytes",
+    "read_bytes",
+]
+"""What settings can be compared by."""
+
+
+class _Study(Section):
+    """What studies of both kinds have."""
+
+    kind: ClassVar[str]
+    """What is compared, as definitions in databases name it."""
 
     name: Name
     recipes: Annotated[dict[Name, Configuration], Field(min_length=1)]
     """Short names, and what is trained."""
 
+
+class Study(_Study):
+    """Recipes x policies x seeds: every policy at the rate that suits it."""
+
+    kind = "policy"
     policies: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     """Names, and the parts of the recipe's `schedule` that each one changes:
     {warmup: null, decay: {kind: cosine}}."""
@@ -102,11 +147,7 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _the_search_has_a_seed_of_its_own(self) -> Self:
-        if 1 <= self.search.seed <= self.seeds:
-            raise ValueError(
-                f"search.seed ({self.search.seed}) is one of the seeds 1 to {self.seeds} that are "
-                "measured: the search would choose what suits it; give another"
-            )
+        _require_own_seed(self.search, seeds=self.seeds)
         return self
 
     @model_validator(mode="after")
@@ -118,16 +159,90 @@ class Study(Section):
         return self
 
 
+class ConfigurationStudy(_Study):
+    """Recipes x settings x seeds: what each recipe reaches and costs with every setting."""
+
+    kind = "setting"
+    settings: Annotated[dict[Name, Setting], Field(min_length=1)]
+    """Names, and how the recipes are carried out."""
+
+    search: Search | None = None
+    """As in a study of policies: the rate that suits each recipe with each setting is searched
+    first. null: the rates are those of the recipe with the setting."""
+
+    seeds: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Runs with seeds 1, 2, 3 ... of every recipe with every setting, on all training images,
+    measured on the validation images."""
+
+    metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("top1", "train_seconds")
+    """By what the best setting of a recipe is chosen; each has a transfer matrix of its own."""
+
+    @model_validator(mode="after")
+    def _the_search_has_a_seed_of_its_own(self) -> Self:
+        if self.search is not None:
+            _require_own_seed(self.search, seeds=self.seeds)
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_stands_twice(self) -> Self:
+        for (one, first), (other, second) in combinations(self.settings.items(), 2):
+            if first == second:
+                raise ValueError(
+                    f"settings.{one} and settings.{other} are the same: leave one of them out"
+                )
+        twice = [one for one in self.metrics if self.metrics.count(one) > 1]
+        if twice:
+            raise ValueError(f"metrics: {twice[0]} stands there twice")
+        return self
+
+
+AnyStudy = Study | ConfigurationStudy
+_Kind = TypeVar("_Kind", Study, ConfigurationStudy)
+
+
+def _require_own_seed(search: Search, *, seeds: int) -> None:
+    if 1 <= search.seed <= seeds:
+        raise ValueError(
+            f"search.seed ({search.seed}) is one of the seeds 1 to {seeds} that are measured: the "
+            "search would choose what suits it; give another"
+        )
+
+
+def settings_of(study: AnyStudy) -> Mapping[str, Setting]:
+    """Return what a study compares, by name; a policy is a setting of parts of the schedule."""
+    if isinstance(study, ConfigurationStudy):
+        return study.settings
+    return {
+        name: Setting(set={f"schedule.{key}": part for key, part in parts.items()})
+        for name, parts in study.policies.items()
+    }
+
+
 def load_study(path: Path) -> Study:
-    """Read and validate a study file.
+    """Read and validate the file of a study of policies.
 
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
+    return _load(path, Study, ("policies", "lr bench"), ("settings", "bench"))
+
+
+def load_configuration_study(path: Path) -> ConfigurationStudy:
+    """Read and validate the file of a study of settings, as load_study does."""
+    return _load(path, ConfigurationStudy, ("settings", "bench"), ("policies", "lr bench"))
+
+
+def _load(path: Path, kind: type[_Kind], own: tuple[str, str], other: tuple[str, str]) -> _Kind:
+    """Read a study; `own` and `other` are the section that only one kind has, and its command."""
     tree = parse_yaml(read_text(path, what="study"), source=str(path))
     if not isinstance(tree, dict):
         raise RecipeError(
             f"{path}: a study is a mapping of sections, found "
             f"{'nothing' if tree is None else type(tree).__name__}; it begins with "
-            "name, recipes, policies and search"
+            f"name, recipes and {own[0]}"
         )
-    return validate_tree(Study, tree, source=str(path))
+    if other[0] in tree and own[0] not in tree:
+        raise RecipeError(
+            f"{path}: a study of {other[0]}, expected one of {own[0]}: carry it out by "
+            f"`largebatch {other[1]}`"
+        )
+    return validate_tree(kind, tree, source=str(path))

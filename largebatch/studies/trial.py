@@ -5,27 +5,34 @@ machine, or gone: `results.Result` has its fields.
 """
 
 import json
+import os
 import platform
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
-from largebatch.errors import CheckpointError, DivergedError
+from largebatch.errors import CheckpointError, DivergedError, LargebatchError, WorkerFailedError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import Run, read_run
-from largebatch.runs.interrupts import noting_requests
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering, noting_requests
+from largebatch.runs.launch import DIVERGED, STOPPED, USER
 from largebatch.runs.run import run
 from largebatch.studies.metrics import has_diverged, measurements
+from largebatch.studies.usage import usage_of, watch_others
 from largebatch.tracking.environment import source_commit, versions
-from largebatch.tracking.events import Evaluation, Mistakes, Summary
+from largebatch.tracking.events import SUMMARY, Evaluation, Mistakes, Summary
 
 Result = dict[str, Any]
 """What is recorded of a run, as JSON."""
@@ -40,6 +47,12 @@ class Machine:
     imports: tuple[str, ...] = ()
     backend: BackendName = "auto"
     timeout: float = TIMEOUT_SECONDS
+    workers: int = 1
+    apart: bool = False
+    """Whether each run has a process of its own."""
+
+    threads: int | None = None
+    """Of each worker of such a run; None: those of the environment."""
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
         """Return the options of a run; recipes whose images are no folder's are given none."""
@@ -50,11 +63,8 @@ class Machine:
             "imports": self.imports,
             "backend": self.backend,
             "timeout": self.timeout,
+            "workers": self.workers,
         }
-
-
-class Interrupted(Exception):  # noqa: N818 -- a request is no error
-    """A run was asked to stop, and has saved."""
 
 
 Hopeless = Callable[[int, Evaluation], bool]
@@ -68,7 +78,7 @@ def train(
 
     What it prints is beside the folder, in <its name>.log. After each of `stops` updates `hopeless`
     decides whether to go on. A run that diverges is a result, as good as chance. Raises
-    Interrupted where it was asked to stop.
+    InterruptedStudyError where it was asked to stop.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     output = folder.with_name(f"{folder.name}.log")
@@ -79,26 +89,74 @@ def train(
     ):
 
         def go_on(until: int | None) -> Summary:
-            options = machine.options(recipe)
-            summary = run(
-                recipe, out=folder, resume="auto", max_steps=until, report=False, **options
-            )
+            part = Part(recipe, folder, machine, until)
+            summary = _carry_out_apart(part, log) if machine.apart else carry_out(part)
             if summary.status == "interrupted" or was_asked_to_stop():
-                raise Interrupted
+                raise InterruptedStudyError
             return summary
 
+        begun, others = time.time(), watch_others() if machine.apart else None
         try:
             reached = _in_parts(folder, go_on, stops=stops, hopeless=hopeless)
-        except DivergedError as error:
-            if was_asked_to_stop():
-                raise Interrupted from None
+        except (DivergedError, WorkerFailedError) as error:
+            if was_asked_to_stop():  # a process that is about to begin ends by the signal itself
+                raise InterruptedStudyError from None
+            if isinstance(error, WorkerFailedError):
+                raise
             reached = {**_chance(recipe), "diverged": str(error)}
+        times = {"begun": begun, "ended": time.time(), "other_cores": others() if others else None}
     run_read = read_run(folder)
     if "diverged" not in reached and has_diverged(run_read):
         reached = {**_chance(recipe), "diverged": "the validation loss at the end is no number"}
-    record = {**_circumstances(recipe, folder), **_measured(run_read), **reached}
+    if not reached and run_read.result:
+        reached = _end(run_read.result)
+    record = {**_circumstances(recipe, folder), **times, **_measured(run_read), **reached}
     plain: Result = json.loads(to_json(record, inf_nan_mode="null"))  # JSON has no NaN
     return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run as far as so many updates; None: to its end."""
+
+    recipe: Recipe
+    folder: Path
+    machine: Machine
+    until: int | None
+
+
+PART = TypeAdapter(Part)
+"""What the process of a run is given, as JSON."""
+
+
+def carry_out(part: Part) -> Summary:
+    """Begin a run, or go on with it, in this process or in its workers."""
+    return run(
+        part.recipe, out=part.folder, resume="auto", max_steps=part.until, report=False,
+        **part.machine.options(part.recipe),
+    )  # fmt: skip
+
+
+def _carry_out_apart(part: Part, log: IO[str]) -> Summary:
+    """Do the same in a process of its own, which ends with this one; raise what it raised."""
+    threads = {} if part.machine.threads is None else {"OMP_NUM_THREADS": str(part.machine.threads)}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    words = ["largebatch.studies.one_run", PART.dump_json(part).decode(), str(os.getpid())]
+    process = subprocess.Popen(  # noqa: S603 -- the words are ours
+        [sys.executable, "-m", *words],
+        env={**os.environ, **paths, **threads}, stdout=log, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process, answering(lambda number, _: process.send_signal(number), *STOPS):
+        _, errors = process.communicate()
+    log.write(errors)
+    code = process.returncode
+    if code == 0:
+        return TypeAdapter(Summary).validate_json((part.folder / SUMMARY).read_bytes())
+    if code == STOPPED:
+        raise KeyboardInterrupt
+    if code in {DIVERGED, USER}:
+        raise (DivergedError if code == DIVERGED else LargebatchError)(errors.strip())
+    raise WorkerFailedError(f"{part.folder}: its process ended with exit code {code}:\n{errors}")
 
 
 def _in_parts(
@@ -108,14 +166,18 @@ def _in_parts(
     stops: Sequence[int],
     hopeless: Hopeless,
 ) -> Result:
-    """Train from stop to stop, and to the end unless a run is hopeless; return what it reached."""
+    """Train from stop to stop, and to the end unless a run is hopeless.
+
+    Returns what one reached that was stopped early; of one that went to its end its log tells.
+    """
     for stop in stops:
         if stop not in _evaluations(folder):
             go_on(stop)
         found = _evaluations(folder).get(stop)
         if found is not None and hopeless(stop, found):
             return {**_end(found), "pruned_after": stop}
-    return _reached(folder, go_on(None))
+    go_on(None)
+    return {}
 
 
 def _evaluations(folder: Path) -> dict[int, Evaluation]:
@@ -155,6 +217,8 @@ def _measured(run: Run) -> Result:
         "classes": _classes(last.mistakes) if last and last.mistakes else None,
         "loss_difference": gaps.get(last.name) if last else None,
         "workers": run.plan.workers,
+        "usage": asdict(usage_of(run)),
+        **_summed_up(run.summary),
     }
 
 
@@ -169,10 +233,11 @@ def _classes(found: Mistakes) -> Result:
     }
 
 
-def _reached(folder: Path, summary: Summary) -> Result:
-    last = read_run(folder).result
+def _summed_up(summary: Summary | None) -> Result:
+    """Return what the summary of a run that went to its end has besides."""
+    if summary is None or summary.status != "finished":
+        return {}
     return {
-        **(_end(last) if last else {}),
         "seconds": summary.seconds,
         "images_per_second": summary.images_per_second,
         "peak_memory_bytes": summary.peak_memory_bytes,

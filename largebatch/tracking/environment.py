@@ -5,6 +5,7 @@ import platform
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,5 +57,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this worker has held so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has had, since its program was started.
+
+    Linux's getrusage counts what the process that started this one had, before this program took
+    its place: that of a large parent would be its child's.
+    """
+    with suppress(OSError, StopIteration):  # macOS has no /proc; in a container it may be hidden
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -130,6 +130,12 @@ class System:
     gpu_memory_bytes: tuple[Measured, ...]
     """Of the worker's GPU by NVML, over all processes; NaN without one, or without NVML."""
 
+    seconds: tuple[Measured, ...] = ()
+    """That this record is of: since the one before, or since this part of the run began."""
+
+    peak_memory_bytes: tuple[Measured, ...] = ()
+    """The most resident memory that the process has had so far."""
+
 
 SYSTEM = tuple(each.name for each in fields(System) if each.name not in {"event", "stage", "step"})
 """What is measured of each worker."""
@@ -385,13 +391,6 @@ class Tracker(Protocol):
 
     def record(self, event: Event) -> None:
         """Take one event. A finish is the last."""
-
-
-class Clock:
-    """A base of Trackers that measure a run: no other tracker's work is in their times.
-
-    They receive a start after all other trackers, and everything else before them.
-    """
 
 
 def write_json(path: Path, content: Summary | Mapping[str, object]) -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import IO
 
 from largebatch.errors import CheckpointError
-from largebatch.tracking.events import EVENTS, Clock, Event, Finish, Note, Start, Tracker
+from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
 
 _PIECE = 2**16
 """Bytes that are searched at a time for the last end of a line."""
+
+
+class Clock:
+    """A base of Trackers that measure a run: no other tracker's work is in their times.
+
+    They receive a start after all other trackers, and everything else before them.
+    """
 
 
 class JsonLines:

@@ -25,8 +25,8 @@ from largebatch.recipe.optimizers import LAMB, LARS, SGD
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
-from largebatch.tracking.events import Clock, Evaluation, Event, Finish, Start, Step
-from largebatch.tracking.log import drop_unfinished_line
+from largebatch.tracking.events import Evaluation, Event, Finish, Start, Step
+from largebatch.tracking.log import Clock, drop_unfinished_line
 
 MLPERF_LOG = "mlperf.log"
 TOKEN = ":::MLLOG "  # noqa: S105 -- no password

@@ -6,6 +6,7 @@ from contextlib import suppress
 import torch
 
 from largebatch.optional import require_psutil
+from largebatch.tracking.environment import peak_resident_bytes
 
 
 class Sampler:
@@ -23,9 +24,11 @@ class Sampler:
         now, counters = time.perf_counter(), self._counters()
         then, before = self._before
         self._before = now, counters
-        rates = [(b - a) / (now - then) for a, b in zip(before, counters, strict=True)]
-        memory = float(self._process.memory_info().rss)
-        return [self._process.cpu_percent(), memory, *rates, *_gpu(self._device)]
+        seconds = now - then
+        rates = [(b - a) / seconds for a, b in zip(before, counters, strict=True)]
+        memory, peak = float(self._process.memory_info().rss), float(peak_resident_bytes())
+        used = [self._process.cpu_percent(), memory, *rates, *_gpu(self._device)]
+        return [*used, seconds, peak]
 
     def _counters(self) -> list[float]:
         """Return bytes read, written, received and sent so far; NaN for what is not counted."""

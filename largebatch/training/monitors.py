@@ -72,7 +72,9 @@ class Monitors:
 
         The sum over the workers then has every row.
         """
-        if self._sampler is None or step % max(1, self._plan.updates // SAMPLES):
+        updates = self._plan.updates
+        due = step % max(1, updates // SAMPLES) == 0 or step == updates - 1
+        if self._sampler is None or not due:
             return []
         rows = [0.0] * (len(SYSTEM) * self._backend.world_size)
         first = len(SYSTEM) * self._backend.rank

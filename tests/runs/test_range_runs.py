@@ -25,7 +25,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
 from largebatch.runs import lr_range
-from largebatch.runs.critical_batch import InterruptedStudyError
+from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.lr_range import Range, choose_range, range_recipe, read_range, train_range
 from largebatch.runs.options import Options
 

@@ -21,7 +21,7 @@ from largebatch.errors import DivergedError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import read_run
-from largebatch.runs.interrupts import stop_requests
+from largebatch.runs.interrupts import InterruptedStudyError, stop_requests
 from largebatch.runs.run import run
 from largebatch.studies import bench as bench_module
 from largebatch.studies.bench import work
@@ -31,8 +31,8 @@ from largebatch.studies.database import Claim, Json, open_storage
 from largebatch.studies.metrics import measurements, outcome
 from largebatch.studies.phases import Bench, Phase, Progress
 from largebatch.studies.results import read_results
-from largebatch.studies.study import RATE, load_study
-from largebatch.studies.trial import Hopeless, Interrupted, Machine, Result, train
+from largebatch.studies.study import RATE, Study, load_study
+from largebatch.studies.trial import Hopeless, Machine, Result, train
 from largebatch.tracking.events import Evaluation
 
 BEST = {"fall": 0.8, "flat": 0.1}
@@ -58,7 +58,7 @@ class World:
     ) -> Result:
         if len(self.made) == self.interrupted_at:
             self.interrupted_at = None
-            raise Interrupted
+            raise InterruptedStudyError
         policy, rate = folder.parent.name, recipe.schedule.peak_lr
         self.made.append((policy, folder.name, recipe))
         top1 = accuracy(policy, rate)
@@ -97,7 +97,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def table(bench: Bench, url: str) -> list[str]:
     with open_storage(url) as storage:
-        return describe_study(Progress(bench, storage)).splitlines()
+        assert isinstance(bench.study, Study)
+        return describe_study(bench.study, Progress(bench, storage)).splitlines()
 
 
 def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world: World) -> None:
@@ -294,7 +295,7 @@ def test_a_request_to_stop_that_comes_as_a_run_ends_is_not_lost(
 
     monkeypatch.setattr("largebatch.studies.trial.run", end)
     bench, _ = a_bench(tmp_path)
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedStudyError):
         train(
             bench.cells[0].recipe,
             tmp_path / "run",

@@ -77,8 +77,8 @@ def fill_storage(
     bench = Bench(study=study, cells=cells, out=folder, machine=Machine())
     progress = Progress(bench, storage)
     for number, cell in enumerate(cells):
-        _search(progress.phases()[2 * number].queue, measured[cell.policy])
-        _seeds(progress.phases()[2 * number + 1].queue, measured[cell.policy])
+        _search(progress.phases()[2 * number].queue, measured[cell.variant])
+        _seeds(progress.phases()[2 * number + 1].queue, measured[cell.variant])
 
 
 def _search(queue: Queue, policy: Policy) -> None:

@@ -32,6 +32,25 @@ STUDY: dict[str, Any] = {
 }
 
 
+SETTINGS: dict[str, Any] = {
+    "name": "tiny",
+    "recipes": STUDY["recipes"],
+    "settings": {
+        "own": {},
+        "large": {"set": {"batch.global_batch": 192}},
+        "threads": {"threads": 2},
+    },
+    "seeds": 2,
+}
+
+
+def write_settings(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 -- any part of a study
+    """Write a study of settings with other parts; return its file."""
+    path = folder / "study.yaml"
+    path.write_text(json.dumps({**SETTINGS, **changes}))
+    return path
+
+
 def write_study(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 -- any part of a study
     """Write the study with other parts; return its file. JSON is YAML."""
     path = folder / "study.yaml"

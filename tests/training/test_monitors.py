@@ -1,6 +1,10 @@
 """What is monitored is right, costs no other weights, and is there for the report and trackers."""
 
 import math
+import os
+import resource
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +22,7 @@ from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError, RecipeError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.tracking.environment import peak_resident_bytes
 from largebatch.tracking.events import SYSTEM
 from largebatch.tracking.system import Sampler
 from largebatch.training.monitors import Monitors, gradient_norm
@@ -217,6 +222,54 @@ def test_what_a_worker_uses_is_what_psutil_counts() -> None:
     assert found["received_bytes_per_second"] >= 0
 
 
+def test_what_was_used_adds_up_to_what_the_system_counted(tmp_path: Path) -> None:
+    """Held against the kernel's own clock of the process, and its count of written blocks."""
+    sampler = Sampler(torch.device("cpu"))
+    began, blocks = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_oublock
+    while time.process_time() - began < 0.5:
+        sum(range(10_000))
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(2**22))
+        file.flush()
+        os.fsync(file.fileno())
+    found = dict(zip(SYSTEM, sampler.read(), strict=True))
+    used = time.process_time() - began
+    written = 512 * (resource.getrusage(resource.RUSAGE_SELF).ru_oublock - blocks)
+    assert found["cpu_percent"] / 100 * found["seconds"] == pytest.approx(used, rel=0.1)
+    assert found["written_bytes_per_second"] * found["seconds"] == pytest.approx(written, abs=2**16)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_the_peak_is_the_most_memory_of_this_program() -> None:
+    """And not of the one that started it, whose memory getrusage counts for both."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = psutil.Process().memory_info().rss
+    assert peak_resident_bytes() == pytest.approx(before, rel=0.02)
+    held = np.ones(2**23)  # 64 MiB
+    del held
+    assert peak_resident_bytes() - before == pytest.approx(2**26, rel=0.1)
+
+
+def test_a_gpu_is_read_by_the_number_that_nvml_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that is not there, by a stand-in for nvidia-ml-py, which torch calls."""
+    used = {3: (87, 5 * 2**30), 5: (12, 2**30)}
+    library = SimpleNamespace(
+        NVMLError_DriverNotLoaded=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: used[index],
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle[0], memory=1),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle[1], free=0, total=2**36),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]  # a module
+    monkeypatch.setattr(torch.cuda, "pynvml", library, raising=False)
+    monkeypatch.setattr(torch.cuda, "_HAS_PYNVML", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    found = dict(zip(SYSTEM, Sampler(torch.device("cuda", 1)).read(), strict=True))
+    assert (found["gpu_percent"], found["gpu_memory_bytes"]) == used[3]
+
+
 def test_counters_that_cannot_be_read_are_not_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a container hides /proc."""
 
@@ -227,7 +280,7 @@ def test_counters_that_cannot_be_read_are_not_numbers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(psutil.Process, "io_counters", hidden, raising=False)
     found = dict(zip(SYSTEM, Sampler(torch.device("cpu")).read(), strict=True))
     lost = {name for name, value in found.items() if math.isnan(value)}
-    assert {name for name in SYSTEM if "second" in name} <= lost
+    assert {name for name in SYSTEM if "per_second" in name} <= lost
     assert found["memory_bytes"] > 2**26
 
 
