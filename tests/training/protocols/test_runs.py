@@ -111,9 +111,16 @@ def test_a_run_goes_on_with_its_clock_and_its_next_mini_batch(runs: Path) -> Non
 
 
 def test_local_steps_go_on_with_the_momentum_of_all_learners_and_servers(runs: Path) -> None:
-    """They are deterministic, so that a run in parts has the weights of one in a piece."""
+    """They are deterministic, so that a run in parts has the weights of one in a piece.
+
+    Statistics are averaged once more in it, which rounds.
+    """
     whole, parts = weights(runs / "local"), weights(runs / "local in parts")
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    for name, value in whole.items():
+        if "running" in name:
+            torch.testing.assert_close(parts[name], value, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(parts[name], value), name
     rounds = [one["mini_batch"] for one in arrivals(runs / "local in parts")]
     assert sorted(rounds) == [0, 1, 2, 3, 6, 7, 10, 11]
     assert [each["step"] for each in log(runs / "local", "step")] == list(range(STEPS))
