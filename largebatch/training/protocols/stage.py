@@ -215,7 +215,8 @@ class _Stretch:
             return
         lines = self._path.read_text().splitlines(keepends=True)
         first = begun * self._rule.gradients
-        kept = [line for line in lines if json.loads(line)["mini_batch"] < first]
+        whole = [line for line in lines if line.endswith("\n")]  # a killed process left the last
+        kept = [line for line in whole if json.loads(line)["mini_batch"] < first]
         if len(kept) < len(lines):
             write_whole(self._path, "".join(kept).encode())
 
