@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
+from largebatch.errors import CheckpointError
 from largebatch.recipe.plan import converter
 from largebatch.recipe.protocols import LocalSteps, mini_batch
 from largebatch.storage import write_whole
@@ -221,11 +222,20 @@ class _Stretch:
             write_whole(self._path, "".join(kept).encode())
 
     def _write(self, record: Record) -> None:
-        """Add the gradients to the run folder, by server, in the order in which they arrived."""
-        with self._path.open("a") as file:
-            for server, arrivals in enumerate(record.arrivals):
-                for arrival in arrivals:
-                    file.write(json.dumps({"server": server, **arrival._asdict()}) + "\n")
+        """Add the gradients to the run folder, by server, in the order in which they arrived.
+
+        Raises CheckpointError where that cannot be.
+        """
+        lines = [
+            json.dumps({"server": server, **arrival._asdict()}) + "\n"
+            for server, arrivals in enumerate(record.arrivals)
+            for arrival in arrivals
+        ]
+        try:
+            with self._path.open("a") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
 
 
 def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
