@@ -6,6 +6,7 @@ every worker has the same weights after the same number of updates.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -226,14 +227,14 @@ class _Stretch:
 
         Raises CheckpointError where that cannot be.
         """
-        lines = [
-            json.dumps({"server": server, **arrival._asdict()}) + "\n"
-            for server, arrivals in enumerate(record.arrivals)
-            for arrival in arrivals
-        ]
+        lines = []
+        for server, arrivals in enumerate(record.arrivals):
+            for arrival in arrivals:
+                loss = arrival.loss if math.isfinite(arrival.loss) else None  # as in the log
+                lines.append(json.dumps({"server": server, **arrival._asdict(), "loss": loss}))
         try:
             with self._path.open("a") as file:
-                file.writelines(lines)
+                file.writelines(f"{line}\n" for line in lines)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
 
