@@ -1,6 +1,6 @@
 """A parameter server against the papers' update rules written by hand in plain PyTorch, float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def gradient(weights: Sequence[Tensor], mini_batch: int) -> list[Tensor]:
 
 
 def serve(
-    kind: type[Optimizer], rule: Rule, *, clock: int = 0, **settings: float
+    kind: Callable[..., Optimizer], rule: Rule, *, clock: int = 0, **settings: float
 ) -> ParameterServer:
     weights = [weight.requires_grad_() for weight in start()]
     return ParameterServer(weights, kind(weights, lr=1.0, **settings), schedule, rule, clock=clock)
