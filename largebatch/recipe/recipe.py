@@ -17,6 +17,7 @@ from pydantic import (
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.model import Model
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
+from largebatch.recipe.protocols import Protocol, require_fit
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.sections import (
     MAX_BATCH,
@@ -176,6 +177,9 @@ class Recipe(Section):
     the loss and skips updates whose gradients overflow."""
 
     reduction: Reduction = Reduction()
+    protocol: Protocol | None = None
+    """Who waits for whom, over parameter servers; null: every worker for all, in every update."""
+
     execution: Execution = Execution()
     polish: Polish | None = None
     evaluation: Evaluation = Evaluation()
@@ -228,6 +232,12 @@ class Recipe(Section):
                 f"data.held_out.samples ({self.data.val_split}) must be fewer than "
                 f"data.train_samples ({self.data.train_samples})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_protocol_fits(self) -> Self:
+        if self.protocol is not None:
+            require_fit(self)
         return self
 
     @model_validator(mode="after")
@@ -377,4 +387,6 @@ class Recipe(Section):
 
 def anywhere(recipe: Recipe) -> Recipe:
     """Return the recipe as any machine can compute it, whatever the one had that trained."""
-    return recipe.with_execution(kernels="torch").model_copy(update={"reduction": Reduction()})
+    return recipe.with_execution(kernels="torch").model_copy(
+        update={"reduction": Reduction(), "protocol": None}
+    )

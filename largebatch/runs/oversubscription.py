@@ -27,9 +27,10 @@ from largebatch.planner.prediction import predict
 from largebatch.recipe.loading import dump_yaml, load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model, build_reducer, build_scaler
+from largebatch.runs.build import build_model, build_scaler
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.reduction import build_reducer
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
 

@@ -1,0 +1,1 @@
+"""Protocols between waiting for every gradient and waiting for none, over parameter servers."""

@@ -1,0 +1,120 @@
+"""The problem of the crown test, solved by learners and parameter servers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import crown
+import torch
+from crown import GLOBAL_BATCH, SMOOTHING, SPAN, State, rate
+from torch.optim import SGD
+
+from largebatch.data.types import Batch
+from largebatch.distributed.connection import connect
+from largebatch.distributed.links import open_links
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.models.batchnorm import Spans, with_span
+from largebatch.training.loss import cross_entropy
+from largebatch.training.protocols.exchange import Exchange, Layout, Record
+from largebatch.training.protocols.gradients import Gradients, average_statistics
+from largebatch.training.protocols.rule import MiniBatches, Rule
+
+LAYOUTS = {
+    "a server beside each of 4 learners": Layout(4, (0, 1, 2, 3)),
+    "a server beside each of 2 learners": Layout(2, (0, 1)),
+    "2 learners, 1 server": Layout(2, (2,)),
+    "2 learners, 2 servers": Layout(2, (2, 3)),
+}
+"""On 4 workers, of which some do nothing."""
+
+CASES = (("batchnorm", "sgd"), ("batchnorm", "reference"))
+ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
+"""A net and an optimizer each."""
+
+
+SOFTSYNC = Rule(learners=2, gradients=1, waits=False, by_staleness=True)
+"""On 2 learners; the rate of every gradient is divided by its staleness."""
+
+LOCAL = Rule(learners=2, gradients=2, waits=True, local_steps=2)
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+"""Rounds of 2, 2 and 1 local steps, and DiLoCo's outer optimizer."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The net and data of the crown test on one worker."""
+
+    exchange: Exchange
+    net: str
+    optimizer: str
+    rule: Rule
+
+    def solve(self) -> tuple[State, Record]:
+        """Train by the rule; return the state of the model and the record."""
+        exchange, rule = self.exchange, self.rule
+        images, labels = crown.data()
+        size = GLOBAL_BATCH // rule.gradients
+        updates = range(len(images) // GLOBAL_BATCH)
+        model = with_span(crown.net(self.net), SPAN)
+        optimizer = crown.make_optimizer(self.optimizer, model)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        alone = Serial(torch.device("cpu"))
+
+        def batch(number: int) -> Batch:
+            part = slice(number * size, (number + 1) * size)
+            return Batch(images[part], labels[part])
+
+        with Reducer(model.named_parameters(), alone) as reducer:
+            gradients = Gradients(
+                model=model,
+                weights=weights,
+                batch=batch,
+                criterion=cross_entropy(smoothing=SMOOTHING, off_target="all"),
+                reducer=reducer,
+                spans=Spans(model, alone),
+                learners=rule.learners,
+                seed=0,
+            )
+            local = partial(
+                gradients.of_local_steps,
+                end=updates.stop,
+                steps=rule.local_steps,
+                optimizer=optimizer,
+                schedule=rate,
+            )
+            is_local = rule.local_steps > 1
+            record = exchange.run(
+                weights,
+                SGD(weights, **OUTER) if is_local else optimizer,
+                (lambda _: OUTER["lr"]) if is_local else rate,
+                rule,
+                MiniBatches(rule, updates),
+                clock=0,
+                gradient=local if is_local else gradients.of,
+            )
+            average_statistics(model, exchange.backend, learners=rule.learners)
+        return dict(model.state_dict()), record
+
+
+def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
+    """Solve every case by hardsync in every layout, and others in one; on each of 4 workers."""
+    backend = connect("torch", timeout=60)
+    exchanges = {
+        name: Exchange(backend, layout, open_links(backend, layout.pairs))
+        for name, layout in LAYOUTS.items()
+    }
+    found: dict[str, tuple[State, Record]] = {}
+    for name, exchange in exchanges.items():
+        rule = Rule.hardsync(exchange.layout.learners)
+        for net, optimizer in cases:
+            problem = Problem(exchange, net, optimizer, rule)
+            found[f"{name}, {net}, {optimizer}"] = problem.solve()
+    two = exchanges["2 learners, 2 servers"]
+    found["softsync"] = Problem(two, "plain", "sgd", SOFTSYNC).solve()
+    beside = exchanges["a server beside each of 2 learners"]
+    found["local steps"] = Problem(beside, "plain", "sgd", LOCAL).solve()
+    backend.close()
+    return found
