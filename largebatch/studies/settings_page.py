@@ -175,9 +175,9 @@ def _draw(findings: Findings, looks: Sequence[Series], metric: Metric) -> "Chart
                 source = _source(findings, line, metric)
                 add_line(chart, tagged, source, _column(findings, key), "value")
         for one in cells:
-            source = _ends(findings, one, metric)
-            if source is not None:
-                add_line(chart, look, source, first, "value", moves=True)
+            ends = _ends(findings, one, metric)
+            if ends is not None:
+                add_line(chart, look, ends, first, "value", moves=True)
         marks.append(
             add_points(chart, look, _source(findings, cells, metric), first, "value", moves=True)
         )

@@ -27,7 +27,7 @@ SECONDS = {"own": 20.0, "large": 10.0, "threads": 15.0}
 
 
 def found(*, name: str = "cifar") -> list[SettingResults]:
-    cells = []
+    cells: list[SettingResults] = []
     for (recipe, setting), accuracies in TOP1.items():
         runs = [
             run(seed, top1, seconds=SECONDS[setting] + seed, begun=1000.0 * seed + len(cells) * 50)

@@ -260,7 +260,7 @@ def test_a_gpu_is_read_by_the_number_that_nvml_has_for_it(monkeypatch: pytest.Mo
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle[0], memory=1),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle[1], free=0, total=2**36),
     )
-    monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]  # a module
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(torch.cuda, "pynvml", library, raising=False)
     monkeypatch.setattr(torch.cuda, "_HAS_PYNVML", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
