@@ -92,7 +92,7 @@ def test_suggest_takes_the_shape_that_was_measured(
     monkeypatch.chdir(tmp_path)
     assert main([*SUGGEST, "--out", "points.yaml"]) == DONE
     points = capsys.readouterr().out
-    assert "warm-up, share of the run" in points
+    assert "warm-up / run" in points
     assert "measured polic" not in points
     monkeypatch.chdir(filled)
     assert main([*SUGGEST, "--out", str(tmp_path / "measured.yaml")]) == DONE
