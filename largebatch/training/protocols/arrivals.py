@@ -1,0 +1,36 @@
+"""The order in which gradients arrived at a parameter server, as columns.
+
+Which gradient goes into which update, and which weights it was computed from, is all that decides
+the weights of a run; the times only decide the order. So a run and a simulation leave the same
+record, and `replay` computes the weights from either.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """One row for each gradient that one server took, in order of arrival."""
+
+    learner: IntArray
+    mini_batch: IntArray
+    """Its number, the same on every server."""
+
+    clock_read: IntArray
+    """Updates of this server in the weights that the gradient was computed from."""
+
+    update: IntArray
+    """The update that the gradient is part of, counted from 0."""
+
+    def __len__(self) -> int:
+        return len(self.learner)
+
+    @property
+    def staleness(self) -> IntArray:
+        """Updates of the server between the weights of a gradient and its own update."""
+        return self.update - self.clock_read
