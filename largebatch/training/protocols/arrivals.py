@@ -5,10 +5,14 @@ the weights of a run; the times only decide the order. So a run and a simulation
 record, and `replay` computes the weights from either.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+
+from largebatch.training.protocols.server import Arrival
 
 IntArray = npt.NDArray[np.int64]
 
@@ -26,6 +30,13 @@ class Arrivals:
 
     update: IntArray
     """The update that the gradient is part of, counted from 0."""
+
+    @classmethod
+    def of(cls, arrivals: Iterable[Arrival]) -> Self:
+        """Return what a parameter server recorded."""
+        rows = [(one.learner, one.mini_batch, one.clock_read, one.update) for one in arrivals]
+        learner, mini_batch, clock_read, update = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return cls(learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update)
 
     def __len__(self) -> int:
         return len(self.learner)

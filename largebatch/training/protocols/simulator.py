@@ -5,9 +5,10 @@ server, by the same rule as the servers of a run; the events are simpy's. Gradie
 times, so the weights of a simulated run are a second step: `replay` computes them from the order
 of arrivals found here.
 
-A link carries one message after the other at its bandwidth. A message is there when both ends are
-through with it, so that a server's link, which all learners share, is what saturates; the latencies
-of both links come on top.
+The messages are those of `learner`: a pull asks the first server, then all others at once; a push
+goes to all at once; both wait for the answers. A link carries one message after the other at its
+bandwidth. A message is there when both ends are through with it, so that a server's link, which all
+learners share, is what saturates; the latencies of both links come on top.
 """
 
 from array import array
@@ -152,7 +153,7 @@ class _Learner:
     """Where a learner is in its rounds of pull, compute and push."""
 
     __slots__ = (
-        *("_engine", "_missing", "_seconds", "connections", "mini_batch", "number"),
+        *("_asked", "_engine", "_missing", "_seconds", "connections", "mini_batch", "number"),
         *("ready_at", "round"),
     )
 
@@ -162,37 +163,46 @@ class _Learner:
         """With every server."""
 
         self.mini_batch: int | None = None
+        """The one under way, which the first server hands out."""
+
         self.round = 0
         """How often it began anew; events of earlier rounds are void."""
 
     def pull(self, begin: float) -> None:
-        """Read the weights of every server, if a mini-batch is left."""
-        self.mini_batch = self._engine.mini_batches.next(self.number)
-        if self.mini_batch is not None:
-            self._expect_answers()
-            for connection in self.connections:
-                self._engine.at(begin + connection.latency, self, connection.read)
+        """Read the weights of the first server, and if it has a mini-batch left of the others."""
+        self._asked = 1
+        self._ask(self.connections[:1], begin)
 
     def push(self) -> None:
         """Send every server its part of the gradient."""
-        self._expect_answers()
+        self._expect(len(self.connections))
         for connection in self.connections:
             connection.send_gradient()
 
     def take_weights(self, at: float) -> None:
         """Compute when the weights of all servers are there."""
-        if self._was_last(at):
-            engine = self._engine
-            seconds = sum(islice(self._seconds, engine.rule.local_steps))
-            engine.at(self.ready_at + seconds, self, self.push)
+        if not self._was_last(at):
+            return
+        if self._asked < len(self.connections):
+            self._asked = len(self.connections)
+            self._ask(self.connections[1:], self.ready_at)
+            return
+        engine = self._engine
+        seconds = sum(islice(self._seconds, engine.rule.local_steps))
+        engine.at(self.ready_at + seconds, self, self.push)
 
     def acknowledge(self, at: float) -> None:
         """Go on when all servers have acknowledged the gradient."""
         if self._was_last(at):
             self.pull(self.ready_at)
 
-    def _expect_answers(self) -> None:
-        self._missing, self.ready_at = len(self.connections), 0.0
+    def _ask(self, connections: Sequence["_Connection"], begin: float) -> None:
+        self._expect(len(connections))
+        for connection in connections:
+            self._engine.at(begin + connection.latency, self, connection.read)
+
+    def _expect(self, answers: int) -> None:
+        self._missing, self.ready_at = answers, 0.0
 
     def _was_last(self, at: float) -> bool:
         self._missing -= 1
@@ -211,9 +221,14 @@ class _Connection:
         self.latency = 0.0 if host is server.host else host.latency + server.host.latency
 
     def read(self) -> None:
-        """Let the server send its weights as they are now."""
+        """Let the server send its weights as they are now, if there is anything left to do."""
+        engine, learner = self._engine, self.learner
+        if self.server is engine.servers[0]:
+            learner.mini_batch = engine.mini_batches.next(learner.number)
+            if learner.mini_batch is None:
+                return
         self.clock_read = self.server.clock
-        self._send(self.server.host, self._host, self.learner.take_weights)
+        self._send(self.server.host, self._host, learner.take_weights)
 
     def send_gradient(self) -> None:
         """Send the server its part of the gradient."""
@@ -260,8 +275,7 @@ class _Engine:
             seconds = compute_times(cluster.compute, seed=seed, learner=number, factor=factor)
             learner = _Learner(number, self, seconds)
             learner.connections = tuple(
-                _Connection(self, learner, host, server)
-                for server in _rotated(self.servers, number + 1)
+                _Connection(self, learner, host, server) for server in self.servers
             )
             self.learners.append(learner)
 
@@ -306,9 +320,3 @@ class _Engine:
             if learner not in in_time:
                 learner.round += 1
                 learner.pull(self.env.now + learner.connections[0].latency)
-
-
-def _rotated(servers: Sequence[_Server], first: int) -> list[_Server]:
-    """Return the servers in an order of a learner's own, so that not all begin with the same."""
-    first %= len(servers)
-    return [*servers[first:], *servers[:first]]

@@ -87,7 +87,7 @@ def test_every_server_takes_every_mini_batch_once() -> None:
     cluster = Cluster(
         learners=6, compute=EXPONENTIAL, link=Link(bandwidth=1e3, latency=0.01), model_bytes=60.0
     )
-    found = simulate(softsync(6, 3), cluster, servers=3, updates=50, seed=6)
+    found = simulate(softsync(6, 3), cluster, servers=None, updates=50, seed=6)
     orders = [arrivals.mini_batch for arrivals in found.arrivals]
     assert all((np.sort(order) == np.arange(100)).all() for order in orders)
     assert any((order != orders[0]).any() for order in orders)
@@ -162,6 +162,15 @@ def test_a_message_takes_the_slower_end_and_both_latencies() -> None:
     one_way = 0.75 + 50 / 100
     first = 0.75 + one_way + 1.0 + one_way  # asked for, weights, computed, gradient
     assert found.ends.tolist() == pytest.approx([first, first + 0.75 + first])
+
+
+def test_the_first_server_answers_before_the_others_are_asked() -> None:
+    cluster = Cluster(learners=1, compute=SECOND, link=Link(latency=0.1))
+    ends = [
+        simulate(Rule.hardsync(1), cluster, servers=servers, updates=1, seed=1).ends[0]
+        for servers in (1, 2, 3)
+    ]
+    assert ends == pytest.approx([1.6, 2.0, 2.0])
 
 
 def test_a_link_serves_as_a_resource_of_simpy() -> None:
