@@ -17,7 +17,7 @@ from string import Template
 from largebatch.cli.arguments import Call, add_set, count
 from largebatch.errors import LargebatchError, PlanError, nearest
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.plan import make_plan, require_workers
 
 KINDS = {
     "slurm": "slurm.sh",
@@ -54,6 +54,7 @@ def _launch(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
     workers = args.nodes * args.gpus_per_node
     try:
+        require_workers(recipe, workers=workers)
         make_plan(recipe, workers=workers)
     except PlanError as error:
         raise PlanError(

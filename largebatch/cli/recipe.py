@@ -21,7 +21,9 @@ from largebatch.recipe.plan import (
     describe_spans,
     make_plan,
     replica_plan,
+    require_workers,
 )
+from largebatch.recipe.protocols import describe_protocol
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
@@ -62,17 +64,34 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     copied.add_argument("--out", type=Path, metavar="FILE", help="<name>.yaml")
 
 
+def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
+    """Return how many workers to plan for: those of the protocol, if the recipe has one."""
+    given: int = args.workers
+    if recipe.protocol is None:
+        return given
+    if given != 1:
+        require_workers(recipe, workers=given)
+    return recipe.protocol.workers
+
+
+def _division(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Return what an update is made of."""
+    if recipe.protocol is not None:
+        return {"protocol": describe_protocol(recipe)}
+    division = f"{plan.workers} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
+    return {"global batch": f"{plan.global_batch:,} = {division}"}
+
+
 def _plan(args: argparse.Namespace) -> int:
     if planning.wanted(args):
         return planning.plan_elsewhere(args)
     recipe = load_recipe(args.recipe, args.set)
-    plan = make_plan(recipe, workers=args.workers)
+    plan = make_plan(recipe, workers=_workers(args, recipe))
     course = follow(recipe)
     rates, peak = course.rates, course.peak
     rows = {
         "recipe": recipe.name,
-        "global batch": f"{plan.global_batch:,} = {plan.workers} workers x {plan.accumulation} "
-        f"micro-batches x {plan.device_batch}",
+        **_division(recipe, plan),
         **_batch_changes(plan),
         "BatchNorm span": describe_spans(plan),
         "data": f"{plan.train_samples:,} training, {plan.val_samples:,} validation samples"
@@ -91,7 +110,7 @@ def _plan(args: argparse.Namespace) -> int:
     for name, value in rows.items():
         print(f"{name:>15}  {value}", flush=True)
     from largebatch.data.datasets.own import import_own
-    from largebatch.runs.build import describe_groups
+    from largebatch.runs.reduction import describe_groups
 
     for module in args.imports:
         import_own(module)

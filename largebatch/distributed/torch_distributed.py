@@ -63,7 +63,7 @@ class _Pending:
 
     def wait(self) -> None:
         """Block until the result is there."""
-        with _lost_peers_named(self._worker):
+        with lost_peers_named(self._worker):
             self._work.wait()
 
 
@@ -102,7 +102,7 @@ class TorchGroup:
         works: list[dist.Work] = []
         if self._watch is not None:  # from here on: to begin may be to wait
             self._watch.begin(name, self._members, lambda: bool(works and works[0].is_completed()))
-        with _lost_peers_named(self._worker):
+        with lost_peers_named(self._worker):
             work = begin()
         assert work is not None
         works.append(work)
@@ -136,11 +136,27 @@ class RunningTorch(TorchGroup):
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
         """Make a process group of every part; return the one this worker is in."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
-        with _lost_peers_named(self._worker):  # every worker makes all of them, in this order
+        with lost_peers_named(self._worker):  # every worker makes all of them, in this order
             groups = [dist.new_group(list(part), timeout=self._limit) for part in parts]
         group = groups[[list(part) for part in parts].index(own)]
         assert isinstance(group, dist.ProcessGroup)
         return TorchGroup(group, self._watch)
+
+    def pair_groups(
+        self, pairs: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """Make a group of Gloo for each pair of ranks; return those this worker is in.
+
+        Every worker makes all of them, in this order. A pair may come twice, the other way round.
+        """
+        made: dict[tuple[int, int], dist.ProcessGroup] = {}
+        with lost_peers_named(self._worker):
+            for pair in pairs:
+                group = dist.new_group(sorted(pair), timeout=self._limit, backend="gloo")
+                if self.rank in pair:
+                    assert isinstance(group, dist.ProcessGroup)
+                    made[pair] = group
+        return made
 
     def busy(self) -> AbstractContextManager[None]:
         """Let the others wait for this worker; without a watch their library has its own limit."""
@@ -175,7 +191,7 @@ class TorchDistributed(RunningTorch):
             use_loopback()
         kind = "nccl" if device.type == "cuda" else "gloo"
         self._limit = timedelta(seconds=timeout) + _LATER
-        with _lost_peers_named(int(os.environ["RANK"])):
+        with lost_peers_named(int(os.environ["RANK"])):
             store, rank, world_size = _open_store(self._limit, alone=alone)
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -267,7 +283,7 @@ def _current_device(kind: str) -> torch.device:
 
 
 @contextmanager
-def _lost_peers_named(worker: int) -> Iterator[None]:
+def lost_peers_named(worker: int) -> Iterator[None]:
     """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError."""
     try:
         yield

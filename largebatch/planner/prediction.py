@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from largebatch.errors import PlanError
 from largebatch.planner.calibration import COVERAGE, installed_fit, installed_left_out, quantile
 from largebatch.planner.cluster import Cluster, require_workers
 from largebatch.planner.known import (
@@ -116,6 +117,10 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
     """
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
+    if recipe.protocol is not None:
+        raise PlanError(
+            "protocol: times are predicted of the synchronous core alone; leave protocol out"
+        )
     require_known(recipe, cluster)
     plan = make_plan(recipe, workers=workers)
     found = installed_fit()

@@ -3,6 +3,7 @@
 import math
 
 from largebatch.errors import PlanError
+from largebatch.recipe.protocols import mini_batch
 from largebatch.recipe.recipe import Recipe
 
 DEVICE_BATCH_LIMIT = 256
@@ -10,7 +11,12 @@ DEVICE_BATCH_LIMIT = 256
 
 
 def divide_batch(recipe: Recipe, *, workers: int) -> int:
-    """Return the device batch; raise PlanError where a global batch cannot be divided."""
+    """Return the device batch; raise PlanError where a global batch cannot be divided.
+
+    With a protocol it is a learner's mini-batch, on however many workers.
+    """
+    if recipe.protocol is not None:
+        return mini_batch(recipe)
     batch, span = recipe.batch, recipe.batch.bn_span or 1
     together = math.gcd(*batch.by_key.values())  # what divides this divides the batch of each piece
     for key, size in batch.by_key.items():

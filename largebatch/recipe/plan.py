@@ -180,6 +180,9 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     """
     device_batch = divide_batch(recipe, workers=workers)
     batch, pieces = recipe.batch, find_pieces(recipe)
+    accumulation = batch.global_batch // (workers * device_batch)
+    if recipe.protocol is not None:
+        accumulation = 1  # whoever computes them, an update takes whole mini-batches
     steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
     warmup, steps_in = recipe.schedule.warmup, converter(recipe)
     polish = recipe.polish or Polish.model_construct()
@@ -194,7 +197,7 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         workers=workers,
         global_batch=batch.global_batch,
         device_batch=device_batch,
-        accumulation=batch.global_batch // (workers * device_batch),
+        accumulation=accumulation,
         batch_changes=pieces[1:],
         bn_span=batch.bn_span,
         sync_workers=max(1, (batch.bn_span or 1) // device_batch),
@@ -213,6 +216,18 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     if polish.swap is not None:
         replica_plan(recipe, plan)
     return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
+
+
+def require_workers(recipe: Recipe, *, workers: int) -> None:
+    """Raise PlanError where a recipe's protocol is for another number of workers."""
+    protocol = recipe.protocol
+    if protocol is None or workers == protocol.workers:
+        return
+    servers = f" + {protocol.dedicated} servers" if protocol.dedicated else ""
+    raise PlanError(
+        f"protocol has {protocol.learners} learners{servers}, which are {protocol.workers} "
+        f"workers, got {workers}: start --workers {protocol.workers}, or change protocol.learners"
+    )
 
 
 def _check_lengths(recipe: Recipe, plan: Plan) -> None:

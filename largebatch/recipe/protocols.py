@@ -169,6 +169,18 @@ def mini_batch(recipe: "Recipe") -> int:
     return recipe.batch.global_batch // recipe.protocol.gradients
 
 
+def describe_protocol(recipe: "Recipe") -> str:
+    """Return in words what an update is made of, and where the weights are."""
+    protocol = recipe.protocol
+    assert protocol is not None
+    where = f"{protocol.dedicated} servers" if protocol.dedicated else "a server beside each"
+    return (
+        f"{protocol.kind}: {recipe.batch.global_batch:,} samples an update = {protocol.gradients} "
+        f"gradients x {mini_batch(recipe):,}; {protocol.learners} learners, {where}: "
+        f"{protocol.workers} workers"
+    )
+
+
 def require_fit(recipe: "Recipe") -> None:
     """Raise ValueError where other sections and the protocol cannot be had together."""
     protocol = recipe.protocol

@@ -387,4 +387,6 @@ class Recipe(Section):
 
 def anywhere(recipe: Recipe) -> Recipe:
     """Return the recipe as any machine can compute it, whatever the one had that trained."""
-    return recipe.with_execution(kernels="torch").model_copy(update={"reduction": Reduction()})
+    return recipe.with_execution(kernels="torch").model_copy(
+        update={"reduction": Reduction(), "protocol": None}
+    )

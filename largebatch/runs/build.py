@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import assert_never
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from torch.optim import SGD
 
 from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_pipeline
-from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -26,20 +24,14 @@ from largebatch.distributed.environment import (
     world_size,
 )
 from largebatch.distributed.reducer import (
-    Grouping,
     Reducer,
-    by_bytes,
-    constant,
-    cubic,
-    divide,
-    quadratic,
 )
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.models import affine_parameters, build, norm_parameters, param_groups
+from largebatch.models import affine_parameters, build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.image_sizes import require_image_sizes
-from largebatch.recipe import optimizers, sections
+from largebatch.recipe import optimizers
 from largebatch.recipe.plan import (
     Plan,
     make_plan,
@@ -51,6 +43,7 @@ from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.options import Options
+from largebatch.runs.reduction import build_reducer, summing
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.schedules.plateau import with_plateau
@@ -60,11 +53,10 @@ from largebatch.tracking.log import record
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Retention, Writer
 from largebatch.training.loss import cross_entropy
+from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
 from largebatch.training.trainer import Trainer
-
-_SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -156,30 +148,6 @@ def _build_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
 
 
-def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
-    """Build what sums or combines the gradients.
-
-    Raises RecipeError where the backend cannot send the type.
-    """
-    section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
-    if section.parts is not None:
-        parts, passes = section.parts, plan.accumulation
-        return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
-    if section.dtype == "bf16" and backend.name == "horovod":
-        raise RecipeError(
-            "reduction.dtype: bf16: Horovod has no such type; use fp16, or --backend torch"
-        )
-    return Reducer(
-        model.named_parameters(),
-        backend,
-        grouping=grouping,
-        dtype=_SENT_AS[section.dtype],
-        divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
-        exact=kept_exact(recipe, model),
-        measure="noise_scale" in recipe.monitor,
-    )
-
-
 def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
     """Build what scales the loss in fp16; disabled in fp32 and bf16.
 
@@ -193,61 +161,6 @@ def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
         init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
         growth_interval=max(1, min(2000, plan.steps // 20)),
     )
-
-
-def describe_groups(recipe: Recipe) -> str:
-    """Say which gradients are sent together; the model is built without memory for its weights."""
-    section = recipe.reduction
-    with torch.device("meta"):
-        model = build(
-            recipe.model.name,
-            num_classes=recipe.data.classes,
-            arguments=recipe.model.arguments,
-            head_std=recipe.model.head_std,
-        )
-    exact, grouping = kept_exact(recipe, model), grouping_of(recipe.execution.groups)
-    groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
-    width = 4 if section.dtype == "fp32" else 2
-    sizes = []
-    for group in groups:
-        kept = bool(exact) and group[0][1] in exact
-        size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
-        sizes.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
-    kind = recipe.execution.groups.kind
-    how = f"Adasum of {section.parts} parts, " if section.parts else ""
-    return f"{how}{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
-
-
-def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
-    """Leave out the middle of a long list, with the number left out."""
-    if len(words) <= limit:
-        return words
-    return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
-
-
-def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters whose gradients are never sent in a shorter type."""
-    return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
-
-
-def grouping_of(
-    section: sections.CubicGroups
-    | sections.QuadraticGroups
-    | sections.ConstantGroups
-    | sections.GroupsByBytes,
-) -> Grouping:
-    """Return how gradients are divided into groups."""
-    match section:
-        case sections.CubicGroups():
-            return cubic
-        case sections.QuadraticGroups():
-            return quadratic
-        case sections.ConstantGroups():
-            return constant(section.tensors)
-        case sections.GroupsByBytes():
-            return by_bytes(section.megabytes * 1e6)
-        case _:
-            assert_never(section)
 
 
 def _channels_last(recipe: Recipe, backend: Backend) -> bool:
@@ -342,7 +255,7 @@ def build_trainer(
                 backend=backend,
                 pipeline=pipeline,
                 criterion=cross_entropy(smoothing=smoothing, off_target=off_target),
-                spans=Spans(model, backend, sync_workers=plan.sync_workers),
+                spans=Spans(model, summing(here, backend), sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=partial(_build_affine, here, plan, model, backend),
                 build_replica=partial(_build_replica, here, plan, model),
@@ -351,6 +264,7 @@ def build_trainer(
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
                 checkpoints=options.out / CHECKPOINTS,
                 writer=Writer(options.out / CHECKPOINTS, _retention(recipe)),
+                exchange=Exchange.open(backend, here.protocol) if here.protocol else None,
                 began=began,
             )
         finally:

@@ -37,9 +37,10 @@ from largebatch.planner.known import settings
 from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model, grouping_of, kept_exact
+from largebatch.runs.build import build_model
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.reduction import grouping_of, kept_exact
 from largebatch.training.loss import cross_entropy
 
 ROUNDS = 7

@@ -20,6 +20,7 @@ from largebatch.distributed.environment import (
     BackendName,
     join_slurm,
     worker_rank,
+    world_size,
 )
 from largebatch.errors import (
     BackendError,
@@ -31,7 +32,7 @@ from largebatch.errors import (
     PlanError,
     WorkerFailedError,
 )
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.plan import make_plan, require_workers
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
@@ -125,6 +126,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
             )
         return run_worker(recipe, chosen)
     make_plan(recipe, workers=workers)
+    require_workers(recipe, workers=workers)
     if workers == 1:
         return run_worker(recipe, chosen)
     if backend == "serial":
@@ -168,6 +170,7 @@ def _fewer(recipe: Recipe, workers: int, *, least: int) -> int:
     for number in range(workers - 1, max(least, 2) - 1, -1):
         with suppress(PlanError):
             make_plan(recipe, workers=number)
+            require_workers(recipe, workers=number)
             return number
     return workers
 
@@ -175,6 +178,7 @@ def _fewer(recipe: Recipe, workers: int, *, least: int) -> int:
 def run_worker(recipe: Recipe, options: Options) -> Summary:
     """Be one worker of a run, from joining the others to leaving them."""
     folder = options.out
+    require_workers(recipe, workers=world_size())
     with open_trainer(recipe, options, {"command": "train"}) as trainer:
         checkpoint = read_checkpoint(folder, trainer.backend, resume=options.resume)
         if checkpoint is not None:

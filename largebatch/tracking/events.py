@@ -22,7 +22,8 @@ from largebatch.storage import write_whole
 
 RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"
 REPORT, OVERVIEW = "report.html", "report.png"
-"""What the files of a run folder are called."""
+ARRIVALS = "arrivals.jsonl"
+"""What the files of a run folder are called; the last one only of a run with a protocol."""
 
 StageName = Literal["train", "clean", "ema", "swa", "swap", "affine", "statistics"]
 """The stages of a run, in their order."""

@@ -119,7 +119,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     scale = scaler.get_scale()
     for step in steps:
         model.train()
-        _seed_generators(seed(step), reducer.device)
+        seed_generators(seed(step), reducer.device)
         lr, scaled_by = schedule(step), scale
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -163,7 +163,7 @@ def step_seeds(seed: int, rank: int) -> Callable[[int], int]:
     return lambda step: int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
 
 
-def _seed_generators(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Seed what this worker draws from; torch.manual_seed costs half a millisecond without a GPU.
 
     For every kind of device that is not there it notes the call with the whole stack.

@@ -19,6 +19,7 @@ from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.protocols import stage as by_protocol
 from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
 
@@ -226,6 +227,9 @@ STAGES = (
 
 def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
     """Make these updates of a stage, or those before `until`; evaluate and save on the way."""
+    if trainer.exchange is not None:
+        by_protocol.make_updates(trainer, name, steps, until=until)
+        return
     plan, step_log, state = trainer.plan, trainer.step_log, trainer.state
     end = min(steps.stop, until + state.progress.discarded)
     batches = trainer.pipeline.training(steps, clean=name != "train")

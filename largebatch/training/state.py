@@ -121,6 +121,10 @@ class TrainState:
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The state in which the stage under way began, where it may be rolled back; else empty."""
 
+    protocol: dict[str, Tensor] = field(default_factory=dict)
+    """With local steps, the momentum of the servers (`outer`), and of every learner (`inner`, a row
+    each), which the optimizer of this worker has only its own of; else empty."""
+
     _begun: float = field(default_factory=time.perf_counter, init=False)
 
     @property
@@ -137,6 +141,7 @@ class TrainState:
         """Make the updates that follow by another updater."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
+        self.protocol = {}
 
     def count(self, step: int, *, images: int, seconds: float, skipped: bool) -> None:
         """Count the update of a step, and let the average follow it."""
@@ -160,6 +165,7 @@ class TrainState:
             self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
+        self.protocol = {}
 
     def end_stage(self, result: StageResult) -> None:
         """Add the result of a stage, which can be rolled back no more."""
@@ -187,6 +193,7 @@ class TrainState:
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
             "snapshot": self.snapshot,
+            "protocol": self.protocol,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,6 +217,7 @@ class TrainState:
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
+        self.protocol = state.get("protocol", {})  # those of older versions have none
         if self.snapshot:
             _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")
             _require_like(self.snapshot["ema"], self._average_state(), "the snapshot's average")

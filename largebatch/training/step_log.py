@@ -140,6 +140,35 @@ class StepLog:
         if self._stream is None:
             self.flush()
 
+    @property
+    def asks(self) -> bool:
+        """Whether this worker alone is asked to stop, or to save, which worker 0 is."""
+        return self._wants_stop() or self._save_is_late
+
+    @property
+    def _save_is_late(self) -> bool:
+        late = time.perf_counter() - self._saved > self._save_seconds
+        return late and self._backend.rank == 0
+
+    def exchange_requests(self) -> None:
+        """Take in whether any worker is asked to stop or to save, between updates."""
+        requests = torch.tensor([float(self._wants_stop()), float(self._save_is_late)])
+        sums = requests.to(self._backend.device)
+        self._backend.all_reduce(sums).wait()
+        stop, save = sums.tolist()  # sync: when all workers have come to rest
+        self.stopped = self.stopped or stop > 0
+        self.save_due = self.save_due or save > 0
+
+    def add_made(self, step: Step) -> None:
+        """Count and emit an update that parameter servers made.
+
+        Raises DivergedError where its loss is not finite.
+        """
+        images = self._plan.batch_at(step.step)
+        self._state.count(step.step, images=images, seconds=step.step_seconds, skipped=False)
+        self._emit(step)
+        self._judge(step, _Sums(step.loss, bad=0, ranks=0, infinite=0, stop=0, save=0))
+
     def exchange(self, bad: Tensor) -> bool:
         """Take in whether any worker was asked to stop; return whether `bad` is above 0 on any.
 
@@ -153,8 +182,7 @@ class StepLog:
 
     def _requests(self, update: Update) -> Tensor:
         """Return what is summed: the loss, whether to stop, whether to save (worker 0 alone)."""
-        late = time.perf_counter() - self._saved > self._save_seconds
-        save = late and self._backend.rank == 0
+        save = self._save_is_late
         bad = (~update.loss.isfinite()).to(update.loss.dtype)
         infinite = (~update.finite).to(update.loss.dtype)
         known = [float(self._wants_stop()), float(save)]

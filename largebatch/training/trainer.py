@@ -52,6 +52,7 @@ from largebatch.training.checkpoint import (
 )
 from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
 from largebatch.training.loss import Criterion
+from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
 
@@ -87,6 +88,8 @@ class Trainer:
     writer: Writer
     """Writes to `checkpoints`."""
 
+    exchange: Exchange | None = None
+    """With a protocol: learners and parameter servers."""
     began: float = field(default_factory=time.time)
     """When this worker began to build them, in seconds since 1970."""
 

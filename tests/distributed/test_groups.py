@@ -20,7 +20,7 @@ from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.recipe.plan import make_plan
-from largebatch.runs.build import build_reducer
+from largebatch.runs.reduction import build_reducer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = RECIPES / "quickstart" / "digits_96.yaml"

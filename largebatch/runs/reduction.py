@@ -1,0 +1,115 @@
+"""Recipe and workers -> what sums the gradients, and how they are divided into groups."""
+
+from typing import assert_never
+
+import torch
+from torch import nn
+
+from largebatch.distributed.adasum import Adasum
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import (
+    Grouping,
+    Reducer,
+    by_bytes,
+    constant,
+    cubic,
+    divide,
+    quadratic,
+)
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.models import build, norm_parameters
+from largebatch.recipe import sections
+from largebatch.recipe.plan import Plan
+from largebatch.recipe.recipe import Recipe
+
+_SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def summing(recipe: Recipe, backend: Backend) -> Backend:
+    """Return the workers whose gradients and statistics are summed in an update.
+
+    With a protocol each learner computes by itself, and parameter servers put together what it
+    sends.
+    """
+    return backend if recipe.protocol is None else Serial(backend.device)
+
+
+def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
+    """Build what sums or combines the gradients.
+
+    Raises RecipeError where the backend cannot send the type.
+    """
+    section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
+    backend = summing(recipe, backend)
+    if section.parts is not None:
+        parts, passes = section.parts, plan.accumulation
+        return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
+    if section.dtype == "bf16" and backend.name == "horovod":
+        raise RecipeError(
+            "reduction.dtype: bf16: Horovod has no such type; use fp16, or --backend torch"
+        )
+    return Reducer(
+        model.named_parameters(),
+        backend,
+        grouping=grouping,
+        dtype=_SENT_AS[section.dtype],
+        divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
+        exact=kept_exact(recipe, model),
+        measure="noise_scale" in recipe.monitor,
+    )
+
+
+def describe_groups(recipe: Recipe) -> str:
+    """Say which gradients are sent together; the model is built without memory for its weights."""
+    section = recipe.reduction
+    with torch.device("meta"):
+        model = build(
+            recipe.model.name,
+            num_classes=recipe.data.classes,
+            arguments=recipe.model.arguments,
+            head_std=recipe.model.head_std,
+        )
+    exact, grouping = kept_exact(recipe, model), grouping_of(recipe.execution.groups)
+    groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
+    width = 4 if section.dtype == "fp32" else 2
+    sizes = []
+    for group in groups:
+        kept = bool(exact) and group[0][1] in exact
+        size = sum(weight.numel() for _, weight in group) * (4 if kept else width) / 1e6
+        sizes.append(f"{len(group)} ({size:.3g} MB)" + (" of normalisation in fp32" * kept))
+    kind = recipe.execution.groups.kind
+    how = f"Adasum of {section.parts} parts, " if section.parts else ""
+    return f"{how}{kind}, in {section.dtype}; tensors: {', '.join(_shorten(sizes))}"
+
+
+def _shorten(words: list[str], *, limit: int = 8) -> list[str]:
+    """Leave out the middle of a long list, with the number left out."""
+    if len(words) <= limit:
+        return words
+    return [*words[: limit - 2], f"... {len(words) - limit + 1} more ...", words[-1]]
+
+
+def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters whose gradients are never sent in a shorter type."""
+    return set() if recipe.reduction.dtype == "fp32" else norm_parameters(model)
+
+
+def grouping_of(
+    section: sections.CubicGroups
+    | sections.QuadraticGroups
+    | sections.ConstantGroups
+    | sections.GroupsByBytes,
+) -> Grouping:
+    """Return how gradients are divided into groups."""
+    match section:
+        case sections.CubicGroups():
+            return cubic
+        case sections.QuadraticGroups():
+            return quadratic
+        case sections.ConstantGroups():
+            return constant(section.tensors)
+        case sections.GroupsByBytes():
+            return by_bytes(section.megabytes * 1e6)
+        case _:
+            assert_never(section)

@@ -1,0 +1,234 @@
+"""Some updates by a protocol: every worker is a learner, a server or both until they are made.
+
+What goes in and what comes out is the same on every worker: weights and momentum after the same
+number of updates. So a run can be evaluated, saved and resumed there as any other.
+"""
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.links import Link, open_links
+from largebatch.recipe.protocols import Protocol
+from largebatch.schedules.functions import Schedule
+from largebatch.training.protocols.learner import Gradient, Shard, learn
+from largebatch.training.protocols.rule import MiniBatches, Rule
+from largebatch.training.protocols.server import Applied, Arrival, ParameterServer, divide
+from largebatch.training.protocols.service import Endpoint, LocalServer, RemoteServer, Service
+
+MOMENTUM = "momentum_buffer"
+"""What SGD and LARS keep of each weight."""
+
+
+class Layout(NamedTuple):
+    """Which worker is what: learners come first."""
+
+    learners: int
+    servers: tuple[int, ...]
+    """The ranks of the servers."""
+
+    @classmethod
+    def of(cls, protocol: Protocol) -> "Layout":
+        """Return that of a recipe."""
+        first = protocol.learners if protocol.dedicated else 0
+        return cls(protocol.learners, tuple(range(first, first + protocol.num_servers)))
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Every learner and the rank of every server that is not in its own process."""
+        return [
+            (learner, server)
+            for learner in range(self.learners)
+            for server in self.servers
+            if learner != server
+        ]
+
+
+class Record(NamedTuple):
+    """What was done, the same on every worker."""
+
+    end: int
+    """Updates made in all; fewer than were asked for where a learner was asked to stop."""
+
+    updates: list[tuple[Applied, float]]
+    """Those of the first server, with the seconds that each took."""
+
+    arrivals: list[list[Arrival]]
+    """Every gradient, by server and in order."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The learners and servers of a run, and the links between them."""
+
+    backend: Backend
+    layout: Layout
+    links: Mapping[tuple[int, int], Link] = field(repr=False)
+
+    @classmethod
+    def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
+        """Connect every learner to every server; raise BackendError where that cannot be."""
+        layout = Layout.of(protocol)
+        return cls(backend, layout, open_links(backend, layout.pairs))
+
+    @property
+    def is_learner(self) -> bool:
+        """Whether this worker computes gradients."""
+        return self.backend.rank < self.layout.learners
+
+    def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
+        self,
+        weights: Sequence[Tensor],
+        optimizer: Optimizer,
+        schedule: Schedule,
+        rule: Rule,
+        mini_batches: MiniBatches,
+        *,
+        clock: int,
+        gradient: Gradient,
+        asks: Callable[[], bool] = lambda: False,
+    ) -> Record:
+        """Go through the mini-batches; `weights` and the momentum of `optimizer` change in place.
+
+        `optimizer` holds these weights, perhaps others too, and `clock` is the number of the first
+        update, which `schedule` gets. Every worker calls this alike; the servers work on copies.
+
+        Raises PeerLostError where another worker is lost.
+        """
+        parts = divide([weight.nbytes for weight in weights], len(self.layout.servers))
+        services = {
+            server: Service(
+                ParameterServer(*_copied(weights, optimizer, part), schedule, rule, clock=clock),
+                mini_batches if number == 0 else None,
+            )
+            for number, (server, part) in enumerate(zip(self.layout.servers, parts, strict=True))
+            if server == self.backend.rank
+        }
+        with self._serving(services):
+            if self.is_learner:
+                shards = [
+                    Shard(self._endpoint(server, services), part)
+                    for server, part in zip(self.layout.servers, parts, strict=True)
+                ]
+                learn(shards, weights, gradient, asks=asks)
+        own = services.get(self.backend.rank)
+        part = dict(zip(self.layout.servers, parts, strict=True)).get(self.backend.rank, [])
+        self._share(weights, optimizer, part, own.server if own else None)
+        return self._collect(own, mini_batches)
+
+    def _endpoint(self, server: int, services: Mapping[int, Service]) -> Endpoint:
+        if server in services:
+            return LocalServer(services[server], self.backend.rank)
+        return RemoteServer(self.links[self.backend.rank, server])
+
+    @contextmanager
+    def _serving(self, services: Mapping[int, Service]) -> Iterator[None]:
+        """Let threads serve the learners of other processes until each of them has left."""
+        threads = [
+            threading.Thread(target=partial(service.serve, learner, link), daemon=True)
+            for service in services.values()
+            for (learner, server), link in self.links.items()
+            if server == self.backend.rank
+        ]
+        for thread in threads:
+            thread.start()
+        yield
+        for thread in threads:
+            thread.join()
+        for service in services.values():
+            if service.failure is not None:
+                raise service.failure
+
+    @torch.no_grad()
+    def _share(
+        self,
+        weights: Sequence[Tensor],
+        optimizer: Optimizer,
+        part: Sequence[int],
+        server: ParameterServer | None,
+    ) -> None:
+        """Give every worker the weights of all servers, and their momentum.
+
+        A sum in which each number is one server's and zero elsewhere: exact, and one all-reduce.
+        """
+        held = [torch.zeros_like(weight) for weight in weights]
+        momentum = [torch.zeros_like(weight) for weight in weights]
+        flags = weights[0].new_zeros(len(weights))
+        for number, own in zip(part, server.weights if server else (), strict=True):
+            held[number].copy_(own)
+            assert server is not None
+            kept = server.optimizer.state.get(own, {}).get(MOMENTUM)
+            if kept is not None:
+                momentum[number].copy_(kept)
+                flags[number] = 1
+        flat = torch.cat([*(each.flatten() for each in (*held, *momentum)), flags])
+        self.backend.all_reduce(flat).wait()
+        sizes = [weight.numel() for weight in weights]
+        *values, found = flat.split([*sizes, *sizes, len(weights)])
+        for number, has in enumerate(found.tolist()):  # sync: between updates, when all have ended
+            weight = weights[number]
+            weight.copy_(values[number].view_as(weight))
+            if has:
+                kept = values[len(weights) + number].view_as(weight)
+                optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(kept)
+
+    def _collect(self, own: Service | None, mini_batches: MiniBatches) -> Record:
+        """Return the record of all servers on every worker."""
+        own_values: dict[str, Any] = {}
+        if own is not None:
+            own_values = {
+                "server": self.layout.servers.index(self.backend.rank),
+                "arrivals": own.server.arrivals,
+                "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
+                "end": mini_batches.end,
+            }
+        found = sorted(
+            (each for each in gather_values(own_values, self.backend) if each),
+            key=lambda one: one["server"],
+        )
+        arrivals = [[Arrival(*one) for one in each["arrivals"]] for each in found]
+        first, by_update = found[0], dict[int, list[Arrival]]()
+        for arrival in arrivals[0]:
+            by_update.setdefault(arrival.update, []).append(arrival)
+        updates = [
+            (Applied(update, lr, tuple(by_update[update])), seconds)
+            for update, lr, seconds in first["updates"]
+        ]
+        return Record(first["end"], updates, arrivals)
+
+
+def _copied(
+    weights: Sequence[Tensor], optimizer: Optimizer, part: Sequence[int]
+) -> tuple[list[Tensor], Optimizer]:
+    """Return copies of some of the weights, and of the optimizer, which has the copies."""
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(optimizer, memo)
+    own = [memo[id(weights[number])] for number in part]
+    for group in copied.param_groups:
+        for weight in group["params"]:
+            weight.grad = None
+    return own, copied
+
+
+def gather_values(own: object, backend: Backend) -> list[Any]:
+    """Return the plain values of every worker, by rank; they travel as JSON."""
+    content = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = backend.all_gather(torch.tensor([len(content)], device=backend.device)).flatten()
+    longest = int(sizes.max().item())  # sync: between updates
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = content
+    gathered = backend.all_gather(padded.to(backend.device)).cpu()  # sync: between updates
+    return [
+        json.loads(each[:size].numpy().tobytes())
+        for each, size in zip(gathered, sizes.tolist(), strict=True)  # sync: between updates
+    ]

@@ -1,0 +1,96 @@
+"""What a learner computes between a pull and a push: a gradient, or what local steps change."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from largebatch.data.types import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Reducer
+from largebatch.models.batchnorm import Spans
+from largebatch.schedules.functions import Schedule
+from largebatch.training.loop import seed_generators, step_seeds
+from largebatch.training.loss import Criterion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of a model by the number of their mini-batch.
+
+    `reducer` and `spans` are of this worker alone: nothing is summed here, and each learner
+    normalises its own mini-batch and keeps running statistics of its own.
+    """
+
+    model: nn.Module
+    weights: Sequence[nn.Parameter]
+    batch: Callable[[int], Batch]
+    criterion: Criterion
+    reducer: Reducer
+    spans: Spans
+    learners: int
+    seed: int
+    """For dropout and the like, which are then a function of the number of the mini-batch."""
+
+    def of(self, mini_batch: int) -> tuple[list[Tensor], float]:
+        """Return the mean gradient over a mini-batch at the weights as they are, and its loss."""
+        loss = self._compute(mini_batch)
+        found = []
+        for weight in self.weights:
+            assert weight.grad is not None  # else the reducer has raised
+            found.append(weight.grad)
+        return found, loss
+
+    def of_local_steps(
+        self, mini_batch: int, *, end: int, steps: int, optimizer: Optimizer, schedule: Schedule
+    ) -> tuple[list[Tensor], float]:
+        """Make updates of this learner's own; return by how much they lowered the weights.
+
+        At most `steps`, and none from update `end` on. The loss is the mean over them.
+        """
+        before = [weight.detach().clone() for weight in self.weights]
+        update, learner = divmod(mini_batch, self.learners)
+        losses = []
+        for step in range(update, min(end, update + steps)):
+            losses.append(self._compute(step * self.learners + learner))
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(step)
+            optimizer.step()
+        with torch.no_grad():
+            pairs = zip(before, self.weights, strict=True)
+            return [start - weight for start, weight in pairs], sum(losses) / len(losses)
+
+    def _compute(self, mini_batch: int) -> float:
+        self.model.train()
+        update, learner = divmod(mini_batch, self.learners)
+        seed_generators(step_seeds(self.seed, learner)(update), self.reducer.device)
+        images, labels = self.batch(mini_batch)
+        self.reducer.zero()
+        loss = self.criterion(self.model(images), labels) / len(labels)
+        self.spans.reduce()
+        self.reducer.arm()
+        loss.backward()
+        self.reducer.wait()
+        self.spans.update()
+        return loss.item()  # sync: the gradient is about to leave the device
+
+
+def average_statistics(model: nn.Module, backend: Backend, *, learners: int) -> None:
+    """Let the running statistics of every worker become their mean over the learners.
+
+    The learners are the first workers. Running means move linearly, so that after hardsync this is
+    what the synchronous core has: it moves one towards the mean over the spans of all workers.
+    """
+    buffers = list(model.buffers())
+    if not buffers:
+        return
+    counts = backend.rank < learners
+    flat = torch.cat([buffer.flatten().double() for buffer in buffers]) * counts / learners
+    flat = flat.to(backend.device)
+    backend.all_reduce(flat).wait()
+    parts = flat.split([buffer.numel() for buffer in buffers])
+    for buffer, mean in zip(buffers, parts, strict=True):
+        exact = mean if buffer.is_floating_point() else mean.round()
+        buffer.copy_(exact.view_as(buffer))

@@ -1,0 +1,75 @@
+"""A learner: read weights, compute the gradient of a mini-batch, push it; again until none is left.
+
+The same code in every layout: it does not know where the servers are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from largebatch.training.protocols.service import Endpoint, Pushed
+
+Gradient = Callable[[int], tuple[Sequence[Tensor], float]]
+"""From a mini-batch to its mean gradient, one tensor for each of the weights, and its mean loss."""
+
+
+class Shard(NamedTuple):
+    """One server, and the numbers of the weights that it has."""
+
+    server: Endpoint
+    numbers: Sequence[int]
+
+
+def learn(
+    shards: Sequence[Shard],
+    weights: Sequence[Tensor],
+    gradient: Gradient,
+    *,
+    asks: Callable[[], bool] = lambda: False,
+) -> None:
+    """Be a learner until the first server has no mini-batch left.
+
+    `weights` hold what was read last; `asks` tells whether this worker is asked to stop. Raises
+    PeerLostError where a server, or a learner that an update waits for, is lost.
+    """
+    flat = [
+        weights[shard.numbers[0]].new_empty(sum(weights[n].numel() for n in shard.numbers))
+        for shard in shards
+    ]
+    while True:
+        clocks, number = _pull(shards, flat)
+        if number is None:
+            break
+        for shard, values in zip(shards, flat, strict=True):
+            _unpack(values, [weights[n] for n in shard.numbers])
+        found, loss = gradient(number)
+        stop = asks()
+        for shard, clock in zip(shards, clocks, strict=True):
+            packed = torch.cat([found[n].flatten() for n in shard.numbers])
+            shard.server.begin_push(Pushed(clock, number, loss, stop), packed)
+        for shard in shards:
+            shard.server.finish_push()
+    for shard in shards:
+        shard.server.leave()
+
+
+def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], int | None]:
+    """Read from all servers, first from the one that knows whether there is anything to do."""
+    clocks: list[int] = []
+    shards[0].server.begin_pull()
+    first = shards[0].server.finish_pull(flat[0])
+    if first.mini_batch is None:
+        return clocks, None
+    for shard in shards[1:]:
+        shard.server.begin_pull()
+    for shard, values in zip(shards[1:], flat[1:], strict=True):
+        clocks.append(shard.server.finish_pull(values).clock)
+    return [first.clock, *clocks], first.mini_batch
+
+
+@torch.no_grad()
+def _unpack(values: Tensor, weights: Sequence[Tensor]) -> None:
+    for part, weight in zip(values.split([w.numel() for w in weights]), weights, strict=True):
+        weight.copy_(part.view_as(weight))

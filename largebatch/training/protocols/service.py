@@ -1,0 +1,234 @@
+"""A parameter server that learners reach: those of its own process by calls, others over links.
+
+A thread serves each learner, so that one that is slow or stopped keeps no other waiting; a lock
+makes what they do to the server atomic. Whoever has the lock first has arrived first.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from largebatch.distributed.links import Link
+from largebatch.errors import PeerLostError
+from largebatch.training.protocols.rule import MiniBatches
+from largebatch.training.protocols.server import Applied, ParameterServer
+
+_PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
+_NONE, _LOST = -1.0, -2.0
+"""In the place of a mini-batch: there is none; and of a clock: the update cannot be completed."""
+
+
+class Pulled(NamedTuple):
+    """What a learner reads from one server."""
+
+    clock: int
+    """Updates that the weights have behind them."""
+
+    mini_batch: int | None
+    """What to compute next; None where nothing is left, and from all servers but the first."""
+
+
+class Pushed(NamedTuple):
+    """What a learner sends besides the gradient."""
+
+    clock: int
+    """Of the weights that the gradient was computed from."""
+
+    mini_batch: int
+    loss: float
+    stop: bool
+    """Whether this learner is asked to stop, or to save."""
+
+
+class Endpoint(Protocol):
+    """A server as a learner sees it: `begin_*` sends, `finish_*` waits for the answer."""
+
+    def begin_pull(self) -> None:
+        """Ask for the weights."""
+
+    def finish_pull(self, into: Tensor) -> Pulled:
+        """Write the weights of the server's tensors, one after the other, into a flat tensor."""
+
+    def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
+        """Send a gradient, laid out as the weights are."""
+
+    def finish_push(self) -> None:
+        """Wait until it was taken, or, where the rule lets learners wait, until its update."""
+
+    def leave(self) -> None:
+        """Announce that nothing more will come."""
+
+
+class Service:
+    """A server of this process, for all learners."""
+
+    def __init__(self, server: ParameterServer, mini_batches: MiniBatches | None) -> None:
+        self.server = server
+        self.updates: list[tuple[Applied, float]] = []
+        """Those made, and the seconds that each took since the one before."""
+
+        self._mini_batches = mini_batches
+        """What the first server hands out."""
+
+        self._sizes = [weight.numel() for weight in server.weights]
+        self._changed = threading.Condition()
+        self.failure: Exception | None = None
+        self._owed: dict[int, int] = {}
+        self._begun = time.perf_counter()
+
+    def pull(self, learner: int, into: Tensor) -> Pulled:
+        """Copy the weights as they are after the last update into a flat tensor."""
+        with self._changed:
+            self._require_whole()
+            clock, weights = self.server.pull()
+            torch.cat([weight.flatten() for weight in weights], out=into)
+            found = self._mini_batches.next(learner) if self._mini_batches else None
+        return Pulled(clock, found)
+
+    def push(self, learner: int, pushed: Pushed, gradient: Tensor) -> None:
+        """Take the gradient, which must not change any more, and make the update it completes."""
+        parts = [
+            part.view_as(weight)
+            for part, weight in zip(gradient.split(self._sizes), self.server.weights, strict=True)
+        ]
+        with self._changed:
+            self._require_whole()
+            if self._mini_batches and (pushed.stop or not math.isfinite(pushed.loss)):
+                self._mini_batches.stop_early()
+            self._owed[learner] = self.server.clock
+            applied = self.server.push(
+                learner, pushed.clock, parts, mini_batch=pushed.mini_batch, loss=pushed.loss
+            )
+            if applied is not None:
+                seconds = time.perf_counter() - self._begun
+                self._begun += seconds
+                self.updates.append((applied, seconds))
+                self._changed.notify_all()
+
+    def wait(self, learner: int) -> None:
+        """Wait for the update where the rule says so; raise PeerLostError where it cannot come."""
+        if not self.server.rule.waits:
+            return
+        with self._changed:
+            update = self._owed[learner]
+            self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)
+            if self.server.clock <= update:
+                self._require_whole()
+
+    def serve(self, learner: int, link: Link) -> None:
+        """Answer a learner of another process until it leaves, or something fails."""
+        try:
+            self._answer(learner, link)
+        except Exception as error:  # it ends all that wait, in whatever thread
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let no learner wait for an update that will not come: all of them end with the error."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _require_whole(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _answer(self, learner: int, link: Link) -> None:
+        asked = torch.empty(5, dtype=torch.float64)
+        weights = self.server.weights[0].new_empty(sum(self._sizes))
+        while True:
+            link.receive(asked)
+            kind, clock, mini_batch, loss, stop = asked.tolist()
+            if kind == _LEAVE:
+                return
+            gradient = torch.empty_like(weights)
+            if kind == _PUSH:
+                link.receive(gradient)
+            try:
+                if kind == _PUSH:
+                    pushed = Pushed(int(clock), int(mini_batch), loss, bool(stop))
+                    self.push(learner, pushed, gradient)
+                    self.wait(learner)
+                    answer = [0.0, _NONE]
+                else:
+                    found = self.pull(learner, weights)
+                    number = _NONE if found.mini_batch is None else float(found.mini_batch)
+                    answer = [float(found.clock), number]
+            except Exception:
+                link.send(torch.tensor([_LOST, _NONE], dtype=torch.float64))
+                raise
+            link.send(torch.tensor(answer, dtype=torch.float64))
+            if kind == _PULL:
+                link.send(weights)
+
+
+class LocalServer:
+    """A server of this process, an Endpoint by calls."""
+
+    def __init__(self, service: Service, learner: int) -> None:
+        self._service, self._learner = service, learner
+
+    def begin_pull(self) -> None:
+        """Do nothing: the weights are here."""
+
+    def finish_pull(self, into: Tensor) -> Pulled:
+        """Copy them."""
+        return self._service.pull(self._learner, into)
+
+    def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
+        """Let the server have a gradient."""
+        self._service.push(self._learner, pushed, gradient)
+
+    def finish_push(self) -> None:
+        """Wait where the rule says so."""
+        self._service.wait(self._learner)
+
+    def leave(self) -> None:
+        """Do nothing: no thread serves this learner."""
+
+
+class RemoteServer:
+    """A server of another process, an Endpoint over a link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def begin_pull(self) -> None:
+        """Ask for the weights."""
+        self._ask([_PULL, 0, 0, 0, 0])
+
+    def finish_pull(self, into: Tensor) -> Pulled:
+        """Wait for them."""
+        clock, number = self._answer()
+        self._link.receive(into)
+        return Pulled(int(clock), None if number == _NONE else int(number))
+
+    def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
+        """Send a gradient."""
+        self._ask([_PUSH, *map(float, pushed)])
+        self._link.send(gradient)
+
+    def finish_push(self) -> None:
+        """Wait for the answer."""
+        self._answer()
+
+    def leave(self) -> None:
+        """Let the server's thread end."""
+        self._ask([_LEAVE, 0, 0, 0, 0])
+
+    def _ask(self, numbers: Sequence[float]) -> None:
+        self._link.send(torch.tensor(numbers, dtype=torch.float64))
+
+    def _answer(self) -> list[float]:
+        answer = torch.empty(2, dtype=torch.float64)
+        self._link.receive(answer)
+        if answer[0] == _LOST:
+            raise PeerLostError(
+                f"worker {self._link.peer}, a parameter server, lost contact with a learner"
+            )
+        numbers: list[float] = answer.tolist()
+        return numbers

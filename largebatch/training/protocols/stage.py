@@ -1,0 +1,224 @@
+"""Makes the updates of a stage by the protocol of the recipe, in place of the synchronous core.
+
+Everything else of a run is the run's own. For an evaluation, a checkpoint or the end of a stage the
+learners come to rest: no mini-batch is handed out beyond that update, all gradients are pushed, and
+every worker has the same weights after the same number of updates.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from largebatch.data.types import Batch
+from largebatch.recipe.plan import converter
+from largebatch.recipe.protocols import LocalSteps, mini_batch
+from largebatch.storage import write_whole
+from largebatch.tracking.events import ARRIVALS, StageName, Step
+from largebatch.training.protocols.exchange import MOMENTUM, Record
+from largebatch.training.protocols.gradients import Gradients, average_statistics
+from largebatch.training.protocols.rule import MiniBatches, Rule
+from largebatch.training.trainer import Trainer
+
+
+def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
+    """Make these updates of a stage, or those before `until`; evaluate and save on the way."""
+    plan, step_log, state = trainer.plan, trainer.step_log, trainer.state
+    end = min(steps.stop, until + state.progress.discarded)
+    stretch = _Stretch(trainer, name)
+    if trainer.backend.rank == 0:
+        stretch.forget(state.progress.step)
+    while (begun := state.progress.step) < end and not step_log.stopped:
+        stop = _next_rest(trainer, begun, end=end, last=steps.stop)
+        stretch.run(range(begun, stop))
+        done = state.progress.step
+        passed = any(begun < point <= done for point in plan.evaluate_after)
+        if done < steps.stop and passed:
+            state.progress.note_accuracy(trainer.evaluate(name).top1)
+        if done < end and not step_log.stopped:  # else it is saved by those who end the stage
+            trainer.save()
+
+
+def _next_rest(trainer: Trainer, begun: int, *, end: int, last: int) -> int:
+    """Return after which update the learners come to rest next.
+
+    With local steps that is at the end of a round, except at the `last` update of the stage.
+    """
+    points = [point for point in trainer.plan.evaluate_after if point > begun]
+    every = trainer.recipe.execution.checkpoints.every_steps
+    if every is not None:
+        points.append((begun // every + 1) * every)
+    point = min([end, *points])
+    section, begin = trainer.recipe.protocol, _begin(trainer)
+    if not isinstance(section, LocalSteps) or point <= begin:
+        return point
+    if begun < begin:
+        return begin
+    return min(last, begun + -(-(point - begun) // section.steps) * section.steps)
+
+
+def _begin(trainer: Trainer) -> int:
+    """Return from which update on learners make local steps."""
+    section = trainer.recipe.protocol
+    if not isinstance(section, LocalSteps) or section.begin is None:
+        return 0
+    return converter(trainer.recipe)(section.begin)
+
+
+class _Stretch:
+    """Updates between two rests."""
+
+    def __init__(self, trainer: Trainer, name: StageName) -> None:
+        self._trainer, self._name = trainer, name
+        section = trainer.recipe.protocol
+        assert section is not None
+        assert trainer.exchange is not None
+        self._section, self._exchange = section, trainer.exchange
+        self._path = trainer.checkpoints.parent / ARRIVALS
+        self._size = mini_batch(trainer.recipe)
+        self._rule = Rule.of(section, mini_batch=self._size)
+        self._optimizer = trainer.state.updater.optimizer
+        groups = self._optimizer.param_groups
+        self._gradients = Gradients(
+            model=trainer.state.model,
+            weights=[weight for group in groups for weight in group["params"]],
+            batch=self._batch,
+            criterion=trainer.criterion,
+            reducer=trainer.state.updater.reducer,
+            spans=trainer.spans,
+            learners=section.learners,
+            seed=trainer.recipe.seed,
+        )
+
+    def run(self, updates: range) -> None:
+        """Make these updates, or fewer where a worker is asked to stop or to save."""
+        trainer, rule = self._trainer, self._rule
+        if isinstance(self._section, LocalSteps) and updates.start >= _begin(trainer):
+            record = self._run_locally(self._section, updates)
+        else:
+            if isinstance(self._section, LocalSteps):
+                rule = Rule.hardsync(rule.learners)
+            record = self._run_by_gradients(rule, updates)
+        average_statistics(trainer.state.model, trainer.backend, learners=rule.learners)
+        if trainer.backend.rank == 0:
+            self._write(record)
+        trainer.step_log.exchange_requests()
+        for step in self._steps(record, rule, begun=updates.start):
+            trainer.step_log.add_made(step)
+
+    def _run_by_gradients(self, rule: Rule, updates: range) -> Record:
+        return self._exchange.run(
+            self._gradients.weights,
+            self._optimizer,
+            self._trainer.state.updater.schedule,
+            rule,
+            MiniBatches(rule, updates),
+            clock=updates.start,
+            gradient=self._gradients.of,
+            asks=lambda: self._trainer.step_log.asks,
+        )
+
+    def _run_locally(self, section: LocalSteps, updates: range) -> Record:
+        """Let learners make updates, and servers average what these have changed."""
+        trainer, outer, state = self._trainer, section.outer, self._trainer.state
+        weights = self._gradients.weights
+        mean = SGD(weights, lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
+        if state.protocol:
+            own = trainer.backend.rank if self._exchange.is_learner else 0
+            _load_momentum(mean, weights, state.protocol["outer"])
+            _load_momentum(self._optimizer, weights, state.protocol["inner"][own])
+        local = partial(
+            self._gradients.of_local_steps,
+            end=updates.stop,
+            steps=section.steps,
+            optimizer=self._optimizer,
+            schedule=state.updater.schedule,
+        )
+        record = self._exchange.run(
+            weights,
+            mean,
+            lambda _: outer.lr,
+            self._rule,
+            MiniBatches(self._rule, updates),
+            clock=-(-(updates.start - _begin(trainer)) // section.steps),
+            gradient=local,
+            asks=lambda: trainer.step_log.asks,
+        )
+        inner = trainer.backend.all_gather(_momentum(self._optimizer, weights))
+        state.protocol = {
+            "outer": _momentum(mean, weights),
+            "inner": inner[: section.learners].clone(),
+        }
+        return record
+
+    def _batch(self, number: int) -> Batch:
+        """Return the images of a mini-batch."""
+        pipeline = self._trainer.pipeline
+        positions = range(number * self._size, (number + 1) * self._size)
+        clean, usual = self._name != "train", self._trainer.recipe.data.image_size
+        size = usual
+        if not clean:
+            size = self._trainer.plan.image_size(positions.start, otherwise=usual)
+        request = pipeline.training_request(positions, clean=clean)
+        with closing(pipeline.decoder(size)(pipeline.train_index, iter([request]))) as batches:
+            return next(batches)
+
+    def _steps(self, record: Record, rule: Rule, *, begun: int) -> Iterator[Step]:
+        """Yield the record of each update as the core's are; a round's updates share a loss."""
+        plan, schedule = self._trainer.plan, self._trainer.state.updater.schedule
+        step = begun
+        for applied, seconds in record.updates:
+            several = range(step, min(record.end, step + rule.local_steps))
+            losses = [arrival.loss for arrival in applied.arrivals]
+            each = seconds / len(several)
+            for number in several:
+                yield Step(
+                    stage=self._name,
+                    step=number,
+                    epoch=plan.epoch(number + 1),
+                    loss=sum(losses) / len(losses),
+                    lr=applied.lr if rule.local_steps == 1 else schedule(number),
+                    step_seconds=each,
+                    images_per_second=plan.global_batch / each,
+                )
+            step = several.stop
+
+    def forget(self, begun: int) -> None:
+        """Take what was recorded of updates that are made again out of the file; worker 0 only."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_text().splitlines(keepends=True)
+        first = begun * self._rule.gradients
+        kept = [line for line in lines if json.loads(line)["mini_batch"] < first]
+        if len(kept) < len(lines):
+            write_whole(self._path, "".join(kept).encode())
+
+    def _write(self, record: Record) -> None:
+        """Add the gradients to the run folder, by server, in the order in which they arrived."""
+        with self._path.open("a") as file:
+            for server, arrivals in enumerate(record.arrivals):
+                for arrival in arrivals:
+                    file.write(json.dumps({"server": server, **arrival._asdict()}) + "\n")
+
+
+def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:
+    """Return what an optimizer keeps of these weights as one flat tensor; zeros if nothing."""
+    none: dict[str, Tensor] = {}
+    kept = [optimizer.state.get(weight, none).get(MOMENTUM) for weight in weights]
+    return torch.cat(
+        [
+            torch.zeros_like(weight).flatten() if found is None else found.flatten()
+            for weight, found in zip(weights, kept, strict=True)
+        ]
+    ).detach()
+
+
+def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor) -> None:
+    """Undo `_momentum`."""
+    parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))

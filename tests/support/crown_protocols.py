@@ -1,0 +1,100 @@
+"""The problem of the crown test, solved by learners and parameter servers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import crown
+import torch
+from crown import GLOBAL_BATCH, SMOOTHING, SPAN, STEPS, State, rate
+from torch import Tensor
+
+from largebatch.data.types import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import connect
+from largebatch.distributed.links import open_links
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.models.batchnorm import Spans, with_span
+from largebatch.training.loss import cross_entropy
+from largebatch.training.protocols.exchange import Exchange, Layout, Record
+from largebatch.training.protocols.gradients import Gradients, average_statistics
+from largebatch.training.protocols.rule import MiniBatches, Rule
+
+LAYOUTS = {
+    "a server beside each of 4 learners": Layout(4, (0, 1, 2, 3)),
+    "a server beside each of 2 learners": Layout(2, (0, 1)),
+    "2 learners, 1 server": Layout(2, (2,)),
+    "2 learners, 2 servers": Layout(2, (2, 3)),
+}
+"""On 4 workers, of which some do nothing."""
+
+CASES = (("batchnorm", "sgd"), ("batchnorm", "reference"))
+ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
+"""A net and an optimizer each."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The net and data of the crown test on one worker."""
+
+    exchange: Exchange
+    net: str
+    optimizer: str
+    rule: Rule
+
+    def solve(self, updates: range = range(STEPS)) -> tuple[State, Record]:
+        """Train by the rule; return the state of the model and the record."""
+        exchange, rule = self.exchange, self.rule
+        images, labels = crown.data()
+        size = GLOBAL_BATCH // rule.gradients
+        model = with_span(crown.net(self.net), SPAN)
+        optimizer = crown.make_optimizer(self.optimizer, model)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        alone = Serial(torch.device("cpu"))
+
+        def batch(number: int) -> Batch:
+            part = slice(number * size, (number + 1) * size)
+            return Batch(images[part], labels[part])
+
+        with Reducer(model.named_parameters(), alone) as reducer:
+            gradients = Gradients(
+                model=model,
+                weights=weights,
+                batch=batch,
+                criterion=cross_entropy(smoothing=SMOOTHING, off_target="all"),
+                reducer=reducer,
+                spans=Spans(model, alone),
+                learners=rule.learners,
+                seed=0,
+            )
+            record: Record = exchange.run(
+                weights,
+                optimizer,
+                rate,
+                rule,
+                MiniBatches(rule, updates),
+                clock=updates.start,
+                gradient=gradients.of,
+            )
+            average_statistics(model, exchange.backend, learners=rule.learners)
+        return dict(model.state_dict()), record
+
+
+def open_exchange(backend: Backend, layout: Layout) -> Exchange:
+    """Connect learners and servers."""
+    return Exchange(backend, layout, open_links(backend, layout.pairs))
+
+
+def solve_hardsync(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
+    """Solve every case by hardsync in every layout; on each of 4 workers."""
+    backend = connect("torch", timeout=60)
+    found: dict[str, tuple[dict[str, Tensor], Record]] = {}
+    for name, layout in LAYOUTS.items():
+        exchange = open_exchange(backend, layout)
+        rule = Rule.hardsync(layout.learners)
+        for net, optimizer in cases:
+            problem = Problem(exchange, net, optimizer, rule)
+            found[f"{name}, {net}, {optimizer}"] = problem.solve()
+    backend.close()
+    return found
