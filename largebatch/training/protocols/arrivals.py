@@ -5,8 +5,8 @@ the weights of a run; the times only decide the order. So a run and a simulation
 record, and `replay` computes the weights from either.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -37,6 +37,24 @@ class Arrivals:
         rows = [(one.learner, one.mini_batch, one.clock_read, one.update) for one in arrivals]
         learner, mini_batch, clock_read, update = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return cls(learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update)
+
+    @classmethod
+    def joined(cls, records: Sequence[Self]) -> Self:
+        """Return records one after the other."""
+        columns = {
+            name: np.concatenate([getattr(one, name) for one in records])
+            for name in ("learner", "mini_batch", "clock_read", "update")
+        }
+        return cls(**columns)
+
+    def later(self, updates: int, *, gradients: int) -> Self:
+        """Return the same after so many updates, each of so many gradients."""
+        return replace(
+            self,
+            mini_batch=self.mini_batch + updates * gradients,
+            clock_read=self.clock_read + updates,
+            update=self.update + updates,
+        )
 
     def __len__(self) -> int:
         return len(self.learner)

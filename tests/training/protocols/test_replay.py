@@ -6,39 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from on_forked_workers import on_forked_workers
+from replaying import SETTINGS, UPDATES, build, loss_of, replayed, run_for_real, schedule
+from torch import Tensor
 from torch.optim import SGD
 
 from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import Exponential
-from largebatch.training.protocols.replay import Part, replay
+from largebatch.training.protocols.exchange import Layout, Record
 from largebatch.training.protocols.rule import Rule
-from largebatch.training.protocols.server import Arrival, ParameterServer, divide
+from largebatch.training.protocols.server import Arrival, divide
 from largebatch.training.protocols.simulator import simulate
-
-SETTINGS = {"momentum": 0.9, "weight_decay": 1e-3}
-
-
-def schedule(update: int) -> float:
-    return 0.2 / (1 + 0.01 * update)
-
-
-def build() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def mini_batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(3, (8,), generator=generator)
-
-
-def loss_of(model: nn.Module, number: int) -> Tensor:
-    inputs, labels = mini_batch(number)
-    return F.cross_entropy(model(inputs), labels)
 
 
 def record(rule: Rule, *, servers: int | None, updates: int = 40) -> tuple[Arrivals, ...]:
@@ -50,44 +29,6 @@ def record(rule: Rule, *, servers: int | None, updates: int = 40) -> tuple[Arriv
         model_bytes=30.0,
     )
     return simulate(rule, cluster, servers=servers, updates=updates, seed=7).arrivals
-
-
-def replayed(
-    rule: Rule, records: Sequence[Arrivals], *, after: list[list[Tensor]] | None = None
-) -> tuple[list[Tensor], list[int], list[float], int]:
-    """Return the final weights, the number of updates by server, all losses and gradients.
-
-    `after` receives the weights of the first server after each of its updates.
-    """
-    model, calls = build(), 0
-    weights = list(model.parameters())
-    parts, losses = [], []
-    for numbers, arrivals in zip(
-        divide([w.nbytes for w in weights], len(records)), records, strict=True
-    ):
-        own = [weights[number].detach().clone().requires_grad_() for number in numbers]
-        server = ParameterServer(own, SGD(own, lr=1.0, **SETTINGS), schedule, rule)
-        parts.append(Part(server, numbers, arrivals))
-
-    def gradient(_: int, number: int) -> tuple[Sequence[Tensor], float]:
-        nonlocal calls
-        calls += 1
-        loss = loss_of(model, number)
-        return torch.autograd.grad(loss, weights), loss.item()
-
-    made = [0] * len(parts)
-    for server_number, applied in replay(parts, weights, gradient):
-        assert applied.update == made[server_number]
-        made[server_number] += 1
-        if server_number == 0:
-            if after is not None:
-                after.append([weight.detach().clone() for weight in parts[0].server.weights])
-            losses += [arrival.loss for arrival in applied.arrivals]
-    final = [weight.detach() for weight in weights]
-    for part in parts:
-        for number, values in zip(part.numbers, part.server.weights, strict=True):
-            final[number] = values.detach()
-    return final, made, losses, calls
 
 
 class Plain:
@@ -156,8 +97,8 @@ RULES = [
 def test_a_replay_has_the_weights_of_a_plain_program_after_every_update(rule: Rule) -> None:
     arrivals = record(rule, servers=1, updates=30)[0]
     expected = Plain(rule, [arrivals])
-    after = []
-    calls = replayed(rule, [arrivals], after=after)[3]
+    after: list[list[Tensor]] = []
+    calls = replayed(rule, [arrivals], after=after)[2]
     assert len(after) == 30
     assert calls == len(arrivals)
     for update, weights in enumerate(after):
@@ -175,29 +116,51 @@ def test_servers_that_saw_different_orders_are_followed_each_in_its_own() -> Non
     rule = Rule(learners=4, gradients=2, waits=False, by_staleness=True)
     records = record(rule, servers=None)
     assert any((one.mini_batch != records[0].mini_batch).any() for one in records)
-    weights, made, losses, calls = replayed(rule, records)
+    weights, made, calls = replayed(rule, records)
     assert made == [40] * 4
-    assert calls == len(losses) == 80
+    assert calls == 80
     assert_same(weights, Plain(rule, records).weights([40] * 4))
 
 
-def test_what_a_server_recorded_comes_back_from_a_replay() -> None:
-    rule = Rule(learners=4, gradients=2, waits=False)
-    arrivals = record(rule, servers=1, updates=20)[0]
-    rows = [
-        Arrival(update, learner, clock, update - clock, number, 0.0)
-        for learner, number, clock, update in zip(
-            arrivals.learner.tolist(),
-            arrivals.mini_batch.tolist(),
-            arrivals.clock_read.tolist(),
-            arrivals.update.tolist(),
-            strict=True,
-        )
-    ]
-    again = Arrivals.of(rows)
-    assert (again.staleness == arrivals.staleness).all()
-    assert (again.learner == arrivals.learner).all()
-    assert_same(replayed(rule, [again])[0], replayed(rule, [arrivals])[0])
+FREE = Rule(learners=3, gradients=1, waits=False)
+AWARE = Rule(learners=4, gradients=2, waits=False, by_staleness=True)
+RUNS = {
+    "asynchronous, 2 servers": (Layout(2, (2, 3)), replace(FREE, learners=2), "sgd"),
+    "asynchronous, 1 server": (Layout(3, (3,)), FREE, "lars"),
+    "2-softsync, decentralised, LARS": (Layout(4, (0, 1, 2, 3)), AWARE, "lars"),
+}
+
+
+@pytest.fixture(scope="module")
+def real_runs() -> dict[str, tuple[list[Tensor], Record]]:
+    """Runs of 4 processes, one after the other."""
+    found = on_forked_workers(run_for_real, list(RUNS.values()), workers=4)
+    return dict(zip(RUNS, found, strict=True))
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_replay_of_what_a_run_recorded_has_the_weights_of_the_run(
+    real_runs: dict[str, tuple[list[Tensor], Record]], case: str
+) -> None:
+    (weights, record), (layout, rule, optimizer) = real_runs[case], RUNS[case]
+    records = [Arrivals.of(arrivals) for arrivals in record.arrivals]
+    ours, made, _ = replayed(rule, records, optimizer=optimizer)
+    assert made == [UPDATES] * len(layout.servers)
+    assert_same(ours, weights)
+    assert max(one.staleness.max() for one in records) > 0  # else any order would do
+
+
+def test_the_columns_are_those_of_the_servers() -> None:
+    rows = [Arrival(0, 3, 0, 0, 7, 1.5), Arrival(4, 1, 2, 2, 9, 0.5)]
+    columns = Arrivals.of(rows)
+    assert columns.update.tolist() == [0, 4]
+    assert columns.learner.tolist() == [3, 1]
+    assert columns.mini_batch.tolist() == [7, 9]
+    assert columns.staleness.tolist() == [one.staleness for one in rows]
+    later = Arrivals.joined([columns, columns.later(5, gradients=2)])
+    assert later.update.tolist() == [0, 4, 5, 9]
+    assert later.clock_read.tolist() == [0, 2, 5, 7]
+    assert later.mini_batch.tolist() == [7, 9, 17, 19]
 
 
 def test_records_that_no_run_can_leave_are_refused() -> None:
