@@ -142,7 +142,7 @@ class Outer(Section):
 
 
 class LocalSteps(_Protocol):
-    """Learners make updates of their own, and now and then average what these have changed.
+    """Learners make updates of their own, and at intervals average what these changed.
 
     Post-local SGD (arXiv:1808.07217); with an outer optimizer, DiLoCo (arXiv:2311.08105). A step is
     one local update of every learner, so global_batch is learners times a mini-batch here too.

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import crown
 import torch
-from crown import GLOBAL_BATCH, SMOOTHING, SPAN, STEPS, State, rate
-from torch import Tensor
+from crown import GLOBAL_BATCH, SMOOTHING, SPAN, State, rate
+from torch.optim import SGD
 
 from largebatch.data.types import Batch
-from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.links import open_links
 from largebatch.distributed.reducer import Reducer
@@ -34,6 +34,14 @@ ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
 """A net and an optimizer each."""
 
 
+SOFTSYNC = Rule(learners=2, gradients=1, waits=False, by_staleness=True)
+"""On 2 learners; the rate of every gradient is divided by its staleness."""
+
+LOCAL = Rule(learners=2, gradients=2, waits=True, local_steps=2)
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+"""Rounds of 2, 2 and 1 local steps, and DiLoCo's outer optimizer."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The net and data of the crown test on one worker."""
@@ -43,11 +51,12 @@ class Problem:
     optimizer: str
     rule: Rule
 
-    def solve(self, updates: range = range(STEPS)) -> tuple[State, Record]:
+    def solve(self) -> tuple[State, Record]:
         """Train by the rule; return the state of the model and the record."""
         exchange, rule = self.exchange, self.rule
         images, labels = crown.data()
         size = GLOBAL_BATCH // rule.gradients
+        updates = range(len(images) // GLOBAL_BATCH)
         model = with_span(crown.net(self.net), SPAN)
         optimizer = crown.make_optimizer(self.optimizer, model)
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -68,33 +77,43 @@ class Problem:
                 learners=rule.learners,
                 seed=0,
             )
-            record: Record = exchange.run(
+            local = partial(
+                gradients.of_local_steps,
+                end=updates.stop,
+                steps=rule.local_steps,
+                optimizer=optimizer,
+                schedule=rate,
+            )
+            is_local = rule.local_steps > 1
+            record = exchange.run(
                 weights,
-                optimizer,
-                rate,
+                SGD(weights, **OUTER) if is_local else optimizer,
+                (lambda _: OUTER["lr"]) if is_local else rate,
                 rule,
                 MiniBatches(rule, updates),
-                clock=updates.start,
-                gradient=gradients.of,
+                clock=0,
+                gradient=local if is_local else gradients.of,
             )
             average_statistics(model, exchange.backend, learners=rule.learners)
         return dict(model.state_dict()), record
 
 
-def open_exchange(backend: Backend, layout: Layout) -> Exchange:
-    """Connect learners and servers."""
-    return Exchange(backend, layout, open_links(backend, layout.pairs))
-
-
-def solve_hardsync(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
-    """Solve every case by hardsync in every layout; on each of 4 workers."""
+def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
+    """Solve every case by hardsync in every layout, and others in one; on each of 4 workers."""
     backend = connect("torch", timeout=60)
-    found: dict[str, tuple[dict[str, Tensor], Record]] = {}
-    for name, layout in LAYOUTS.items():
-        exchange = open_exchange(backend, layout)
-        rule = Rule.hardsync(layout.learners)
+    exchanges = {
+        name: Exchange(backend, layout, open_links(backend, layout.pairs))
+        for name, layout in LAYOUTS.items()
+    }
+    found: dict[str, tuple[State, Record]] = {}
+    for name, exchange in exchanges.items():
+        rule = Rule.hardsync(exchange.layout.learners)
         for net, optimizer in cases:
             problem = Problem(exchange, net, optimizer, rule)
             found[f"{name}, {net}, {optimizer}"] = problem.solve()
+    two = exchanges["2 learners, 2 servers"]
+    found["softsync"] = Problem(two, "plain", "sgd", SOFTSYNC).solve()
+    beside = exchanges["a server beside each of 2 learners"]
+    found["local steps"] = Problem(beside, "plain", "sgd", LOCAL).solve()
     backend.close()
     return found

@@ -7,7 +7,7 @@ every worker has the same weights after the same number of updates.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
@@ -97,18 +97,38 @@ class _Stretch:
     def run(self, updates: range) -> None:
         """Make these updates, or fewer where a worker is asked to stop or to save."""
         trainer, rule = self._trainer, self._rule
-        if isinstance(self._section, LocalSteps) and updates.start >= _begin(trainer):
-            record = self._run_locally(self._section, updates)
-        else:
-            if isinstance(self._section, LocalSteps):
-                rule = Rule.hardsync(rule.learners)
-            record = self._run_by_gradients(rule, updates)
-        average_statistics(trainer.state.model, trainer.backend, learners=rule.learners)
+        local = isinstance(self._section, LocalSteps)
+        if local and updates.start < _begin(trainer):
+            local, rule = False, Rule.hardsync(rule.learners)
+        with self._undone_on_failure():
+            record = self._run_locally(updates) if local else self._run_by_gradients(rule, updates)
+            average_statistics(trainer.state.model, trainer.backend, learners=rule.learners)
         if trainer.backend.rank == 0:
             self._write(record)
         trainer.step_log.exchange_requests()
         for step in self._steps(record, rule, begun=updates.start):
             trainer.step_log.add_made(step)
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Return to the last rest where the updates fail, for what lies between is no state.
+
+        A learner has read weights of another clock than its momentum, and what is pushed and not
+        applied is lost with the servers.
+        """
+        model, weights = self._trainer.state.model, self._gradients.weights
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        momentum = _momentum(self._optimizer, weights).clone()
+        had = bool(self._optimizer.state)
+        try:
+            yield
+        except BaseException:
+            model.load_state_dict(before)
+            if had:
+                _load_momentum(self._optimizer, weights, momentum)
+            else:
+                self._optimizer.state.clear()
+            raise
 
     def _run_by_gradients(self, rule: Rule, updates: range) -> Record:
         return self._exchange.run(
@@ -122,9 +142,11 @@ class _Stretch:
             asks=lambda: self._trainer.step_log.asks,
         )
 
-    def _run_locally(self, section: LocalSteps, updates: range) -> Record:
+    def _run_locally(self, updates: range) -> Record:
         """Let learners make updates, and servers average what these have changed."""
-        trainer, outer, state = self._trainer, section.outer, self._trainer.state
+        assert isinstance(self._section, LocalSteps)
+        section, outer = self._section, self._section.outer
+        trainer, state = self._trainer, self._trainer.state
         weights = self._gradients.weights
         mean = SGD(weights, lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
         if state.protocol:

@@ -1,0 +1,112 @@
+"""What a recipe may say about its protocol, and what is said where it may not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from short_runs import DIGITS
+
+from largebatch import load_recipe
+from largebatch.cli.main import USER, main
+from largebatch.errors import PlanError, RecipeError
+from largebatch.recipe.plan import make_plan, require_workers
+from largebatch.recipe.protocols import describe_protocol
+
+SOFTSYNC = "protocol={kind: softsync, learners: 4, n: 2, modulation: staleness}"
+"""Updates of 2 gradients of 48 samples."""
+
+LOCAL = "protocol={kind: local_steps, learners: 2, steps: 4}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["protocol={kind: softsync, learners: 4, n: 5, modulation: n}"],
+         "n (5) must be at most learners (4): an update would take floor(4 / 5) = 0 gradients"),
+        (["protocol={kind: softsync, learners: 4, n: 0, modulation: n}"], "protocol.n: input should be greater"),
+        (["protocol={kind: asynchronous, learners: 4}"], "modulation: missing"),
+        (["protocol={kind: hardsync, learners: 4, modulation: sqrt}"],
+         "modulation: sqrt and reference_batch belong together"),
+        (["protocol={kind: hardsync, learners: 5}"],
+         "batch.global_batch (96) must be a multiple of the 5 gradients"),
+        (["protocol={kind: hardsync, learners: 4}"],
+         "batch.bn_span (48) must divide the 24 samples of a learner's mini-batch"),
+        ([SOFTSYNC, "execution.device_batch=24"],
+         "execution.device_batch (24) must be a learner's mini-batch with protocol, which is 48"),
+        ([LOCAL, "protocol.outer={nesterov: true}"], "nesterov needs a momentum above 0"),
+        (["protocol={kind: hardsync, learners: 2, servers: {centralised: 0}}"], "centralised"),
+        ([SOFTSYNC, "polish.ema=0.5"], "polish.ema has no meaning with protocol"),
+        ([SOFTSYNC, "precision=fp16"], "precision: fp16 has no meaning with protocol"),
+        ([SOFTSYNC, "monitor=noise_scale"], "monitor: noise_scale has no meaning with protocol"),
+        ([SOFTSYNC, "nonfinite.action=skip"], "nonfinite.action: skip has no meaning"),
+        ([SOFTSYNC, "reduction={kind: adasum, parts: 2}"], "reduction.kind: adasum has no meaning"),
+        ([SOFTSYNC, "batch.schedule=[{after: {epochs: 2}, global_batch: 192, lr_factor: 1}]"],
+         "batch.schedule has no meaning with protocol"),
+        ([SOFTSYNC, "optimizer={kind: lamb}"], "optimizer.kind: lamb has no meaning"),
+    ],
+)  # fmt: skip
+def test_what_a_protocol_cannot_be_had_with_is_refused(changes: list[str], problem: str) -> None:
+    with pytest.raises(RecipeError) as found:
+        load_recipe(DIGITS, changes)
+    assert problem in str(found.value)
+
+
+def test_an_update_keeps_its_samples_whatever_the_protocol() -> None:
+    """The batch is that of an update; its mini-batches follow from the gradients it takes."""
+    core = make_plan(load_recipe(DIGITS), workers=2)
+    for change, size in [
+        (SOFTSYNC, 48),
+        (LOCAL, 48),
+        ("protocol={kind: hardsync, learners: 1}", 96),
+        ("protocol={kind: asynchronous, learners: 9, modulation: n}", 96),
+    ]:
+        plan = make_plan(load_recipe(DIGITS, [change]), workers=2)
+        assert (plan.device_batch, plan.accumulation) == (size, 1)
+        assert (plan.steps, plan.clean_steps) == (core.steps, core.clean_steps)
+        assert plan.evaluate_after == core.evaluate_after
+
+
+def test_dedicated_servers_are_workers_too() -> None:
+    recipe = load_recipe(DIGITS, [SOFTSYNC, "protocol.servers={centralised: 2}"])
+    require_workers(recipe, workers=6)
+    with pytest.raises(PlanError) as found:
+        require_workers(recipe, workers=4)
+    assert str(found.value) == (
+        "protocol has 4 learners + 2 servers, which are 6 workers, got 4: start --workers 6, or "
+        "change protocol.learners"
+    )
+    assert describe_protocol(recipe) == (
+        "softsync: 96 samples an update = 2 gradients x 48; 4 learners, 2 servers: 6 workers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["train", "--workers", "2"], "start --workers 4, or change protocol.learners"),
+        (["plan", "--workers", "2"], "start --workers 4, or change protocol.learners"),
+        (["plan", "--cluster", "dgx-a100", "--workers", "8"], "of the synchronous core alone"),
+    ],
+)
+def test_commands_refuse_in_one_line_what_they_cannot_do_with_a_protocol(
+    words: list[str], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run")] if words[0] == "train" else []
+    assert main([words[0], str(DIGITS), *words[1:], *out, "--set", SOFTSYNC]) == USER
+    error = capsys.readouterr().err
+    assert shown in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_and_check_know_a_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(DIGITS), "--set", SOFTSYNC]) == 0
+    assert "4 learners, a server beside each: 4 workers" in capsys.readouterr().out
+    assert main(["check", str(DIGITS), "--set", SOFTSYNC]) == 0
+
+
+def test_a_recipe_with_a_protocol_is_read_as_it_was_written() -> None:
+    recipe = load_recipe(DIGITS, [SOFTSYNC, "protocol.servers={centralised: 3}"])
+    dumped = json.loads(recipe.model_dump_json())
+    assert dumped["protocol"]["servers"] == {"centralised": 3}
+    assert type(recipe).model_validate_json(recipe.model_dump_json()) == recipe

@@ -1,0 +1,197 @@
+"""Services and learners in threads of one process: who waits for whom, and what ends all of them.
+
+The links are queues in the place of Gloo's groups; tests of runs have those.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from largebatch.errors import PeerLostError
+from largebatch.training.protocols.learner import Shard, learn
+from largebatch.training.protocols.rule import MiniBatches, Rule
+from largebatch.training.protocols.server import ParameterServer
+from largebatch.training.protocols.service import RemoteServer, Service
+
+FOR_EVER = 60.0
+"""Seconds after which a test that hangs fails."""
+
+
+class QueueLink:
+    """One end of a link."""
+
+    peer = 0
+
+    def __init__(self, sent: SimpleQueue[Any], received: SimpleQueue[Any]) -> None:
+        self._sent, self._received = sent, received
+
+    def send(self, tensor: Tensor) -> None:
+        self._sent.put(tensor.clone())
+
+    def receive(self, into: Tensor) -> None:
+        found = self._received.get(timeout=FOR_EVER)
+        if found is None:
+            self._received.put(None)
+            raise PeerLostError("worker 0 lost contact with another worker")
+        into.copy_(found)
+
+    def lose(self) -> None:
+        """Be the end of a process that was killed."""
+        self._sent.put(None)
+
+
+def ends() -> tuple[Any, Any]:
+    """Return both ends of a link."""
+    there: SimpleQueue[Any] = SimpleQueue()
+    back: SimpleQueue[Any] = SimpleQueue()
+    return QueueLink(there, back), QueueLink(back, there)
+
+
+def serve(rule: Rule, updates: range) -> Service:
+    weights = [torch.zeros(3, dtype=torch.float64, requires_grad=True)]
+    server = ParameterServer(weights, SGD(weights), lambda _: 0.5, rule)
+    return Service(server, MiniBatches(rule, updates))
+
+
+@contextmanager
+def learners(
+    service: Service,
+    compute: Callable[[int, int], float],
+    asks: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[list[Any], dict[int, Exception]]]:
+    """Run all learners of a service; yield their links and what ended them with an error.
+
+    `compute` gets the learner and its mini-batch and returns the loss; gradients are ones.
+    """
+    pairs = [ends() for _ in range(service.server.rule.learners)]
+    errors: dict[int, Exception] = {}
+
+    def work(learner: int) -> None:
+        shard = Shard(RemoteServer(pairs[learner][0]), [0])
+        weights = [torch.zeros(3, dtype=torch.float64)]
+        try:
+            learn(
+                [shard],
+                weights,
+                lambda number: ([torch.ones_like(weights[0])], compute(learner, number)),
+                asks=asks,
+            )
+        except Exception as error:
+            errors[learner] = error
+            pairs[learner][0].lose()
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(len(pairs))]
+    threads += [
+        threading.Thread(target=service.serve, args=(n, pair[1]), daemon=True)
+        for n, pair in enumerate(pairs)
+    ]
+    for thread in threads:
+        thread.start()
+    yield [pair[0] for pair in pairs], errors
+    for thread in threads:
+        thread.join(FOR_EVER)
+        assert not thread.is_alive()
+
+
+def test_a_slow_learner_keeps_no_other_one_waiting_where_nobody_has_to() -> None:
+    """Learner 0 computes its only mini-batch until all others are done."""
+    begun, others = threading.Event(), threading.Event()
+    service = serve(Rule(learners=3, gradients=1, waits=False), range(30))
+
+    def compute(learner: int, number: int) -> float:
+        if learner == 0:
+            begun.set()
+            assert others.wait(FOR_EVER)
+        assert begun.wait(FOR_EVER)
+        if number == 29:
+            others.set()
+        return 0.0
+
+    with learners(service, compute) as (_, errors):
+        pass
+    assert not errors
+    assert service.server.clock == 30
+    assert sorted(one.mini_batch for one in service.server.arrivals) == list(range(30))
+    first = next(one for one in service.server.arrivals if one.learner == 0)
+    assert first.clock_read == 0
+    assert first.staleness == first.update >= 27  # the last ones may come beside it
+
+
+def test_hardsync_waits_for_the_slowest_in_every_update() -> None:
+    service = serve(Rule.hardsync(3), range(5))
+    with learners(service, lambda *_: 0.0) as (_, errors):
+        pass
+    assert not errors
+    assert [one.update for one in service.server.arrivals] == [n for n in range(5) for _ in "123"]
+    assert {one.staleness for one in service.server.arrivals} == {0}
+    torch.testing.assert_close(
+        service.server.weights[0].detach(), torch.full((3,), -2.5, dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["hardsync", "softsync"])
+def test_a_learner_that_is_lost_ends_all_others_and_none_hangs(*, waits: bool) -> None:
+    service = serve(Rule(learners=3, gradients=3, waits=waits), range(1000))
+
+    def compute(learner: int, number: int) -> float:
+        if learner == 1 and len(service.server.arrivals) > 6:
+            raise DeadError
+        return 0.0
+
+    with learners(service, compute) as (_, errors):
+        pass
+    assert isinstance(errors.pop(1), DeadError)
+    assert {type(error) for error in errors.values()} == {PeerLostError}
+    assert len(errors) == 2
+    assert isinstance(service.failure, PeerLostError)
+    assert service.server.clock < 1000
+
+
+class DeadError(Exception):
+    """What ends a learner."""
+
+
+def test_a_failing_server_ends_its_learners() -> None:
+    service = serve(Rule(learners=2, gradients=1, waits=False), range(1000))
+
+    def fail(update: int) -> float:
+        if update == 5:
+            raise OverflowError("no such update")
+        return 0.1
+
+    service.server._schedule = fail
+    with learners(service, lambda *_: 0.0) as (_, errors):
+        pass
+    assert {type(error) for error in errors.values()} == {PeerLostError}
+    assert isinstance(service.failure, OverflowError)
+    assert service.server.clock == 5
+
+
+@pytest.mark.parametrize("reason", ["asked", "loss"])
+@pytest.mark.parametrize("waits", [True, False], ids=["hardsync", "softsync"])
+def test_learners_come_to_rest_after_a_whole_update_when_one_is_asked_to_stop(
+    reason: str, *, waits: bool
+) -> None:
+    """And as soon as a loss is no number."""
+    service = serve(Rule(learners=3, gradients=3, waits=waits), range(1000))
+
+    def asks() -> bool:
+        return reason == "asked" and service.server.clock >= 4
+
+    def compute(learner: int, number: int) -> float:
+        return float("nan") if reason == "loss" and service.server.clock >= 4 else 1.0
+
+    with learners(service, compute, asks=asks) as (_, errors):
+        pass
+    assert not errors
+    clock = service.server.clock
+    assert 4 < clock < 1000
+    assert len(service.server.arrivals) == 3 * clock
+    assert sorted(one.mini_batch for one in service.server.arrivals) == list(range(3 * clock))
