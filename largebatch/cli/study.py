@@ -50,10 +50,14 @@ def _staleness(args: argparse.Namespace) -> int:
                 print(printable(f"{run.cell.name} seed {run.seed}"))
         return 0
     from largebatch.runs.options import Options
+    from largebatch.studies.staleness.pictures import write_pictures
 
     options = Options(out=out, **machine_of(args))
     carry_out(runs, options, processes=args.parallel, report=_report)
-    _print_table(rows_of(runs))
+    rows = rows_of(runs)
+    _print_table(rows)
+    for path in write_pictures(rows, out):
+        print(printable(str(path)))
     return 0
 
 

@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import StudyError
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
-from largebatch.studies.metrics import interval
+from largebatch.studies.metrics import Interval, interval
 from largebatch.studies.staleness.study import Cell
 from largebatch.studies.staleness.trial import Result, train
 
@@ -106,21 +107,39 @@ class Row:
     found: tuple[Result, ...]
 
     @property
+    def error(self) -> Interval:
+        """What part of the validation images is misclassified, over the seeds."""
+        return interval(1 - one["top1"] for one in self.found)
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time of a run, the mean over the seeds."""
+        return _mean(self.found, "simulated_seconds")
+
+    @property
+    def staleness(self) -> list[float]:
+        """The share of all gradients that was 0, 1, 2 ... updates late."""
+        counts = [
+            sum(late) for late in zip_longest(*(one["tau"] for one in self.found), fillvalue=0)
+        ]
+        return [count / sum(counts) for count in counts]
+
+    @property
     def words(self) -> dict[str, str]:
         """Columns of a table; the interval is of the mean, 95 %, over the seeds."""
-        top1 = interval(one["top1"] for one in self.found)
-        reach = f" +- {top1.high - top1.mean:.2%}" if len(self.found) > 1 else ""
+        error = self.error
+        reach = f" +- {error.high - error.mean:.2%}" if len(self.found) > 1 else ""
         first = self.found[0]
         diverged = sum(one["diverged"] is not None for one in self.found)
         return {
             "cell": self.cell.name,
-            "top-1": f"{top1.mean:.2%}{reach}",
+            "top-1": f"{1 - error.mean:.2%}{reach}",
             "diverged": f"{diverged} of {len(self.found)}",
             "mean tau": f"{_mean(self.found, 'tau_mean'):.2f}",
-            "tau > 2 sigma": f"{_mean(self.found, 'tau_above_2_sigma'):.1e}",
-            "highest tau": str(max(len(one["tau"]) for one in self.found) - 1),
+            "tau > 2 sigma": f"{sum(self.staleness[2 * self.cell.sigma + 1 :]):.1e}",
+            "highest tau": str(len(self.staleness) - 1),
             "updates": f"{first['updates']:,}",
-            "simulated time": f"{_mean(self.found, 'simulated_seconds'):,.4g} s",
+            "simulated time": f"{self.seconds:,.4g} s",
         }
 
 

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.plan import make_plan
-from largebatch.recipe.protocols import MAX_LEARNERS, mini_batch
+from largebatch.recipe.protocols import MAX_LEARNERS, Softsync, mini_batch
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
@@ -114,6 +114,10 @@ class Cell:
     name: str
     """Of its folder."""
 
+    configuration: str
+    times: str
+    """As the study names them."""
+
     recipe: Recipe
     cluster: Cluster
     sigma: int
@@ -123,6 +127,16 @@ class Cell:
     def learners(self) -> int:
         """Their number (lambda)."""
         return self.cluster.learners
+
+    @property
+    def protocol(self) -> str:
+        """Who waits, and how the rate follows staleness, in words."""
+        if not self.sigma:
+            return "hardsync"
+        is_free = self.sigma == self.learners
+        kind = "asynchronous" if is_free else f"{self.sigma}-softsync"
+        assert isinstance(self.recipe.protocol, Softsync)
+        return f"{kind}, modulation {self.recipe.protocol.modulation}"
 
     def recipe_of(self, seed: int) -> dict[str, Any]:
         """Return the recipe of one seed as its record has it."""
@@ -235,7 +249,15 @@ def _cell(study: StalenessStudy, base: Recipe, point: _Point) -> Cell:
         link=machines.link,
         server_link=machines.server_link,
     )
-    return Cell(name=point.name, recipe=recipe, cluster=cluster, sigma=point.sigma, mu=point.mu)
+    return Cell(
+        name=point.name,
+        configuration=point.recipe,
+        times=point.times,
+        recipe=recipe,
+        cluster=cluster,
+        sigma=point.sigma,
+        mu=point.mu,
+    )
 
 
 def _protocol(point: _Point, *, reference: int) -> dict[str, object]:

@@ -5,12 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from short_staleness import STUDY, write_study
 
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.runs.options import Options
 from largebatch.studies.staleness import run as carrying
+from largebatch.studies.staleness.pictures import (
+    HISTOGRAMS,
+    TRADE_OFF,
+    draw_histograms,
+    draw_trade_off,
+)
+from largebatch.studies.staleness.run import Row
 from largebatch.studies.staleness.study import Cell, cells_of, load_study
 from largebatch.studies.staleness.trial import train
 
@@ -70,7 +78,9 @@ def test_the_table_has_a_row_for_every_cell_and_nothing_is_trained_twice(
     monkeypatch.delattr(carrying, "train")
     words = ["study", "staleness", str(done / "study.yaml"), "--out", str(done / "out")]
     assert main(words) == DONE
-    head, *rows = capsys.readouterr().out.splitlines()
+    head, *rows, trade_off, histograms = capsys.readouterr().out.splitlines()
+    assert [trade_off, histograms] == [str(done / "out" / name) for name in (TRADE_OFF, HISTOGRAMS)]
+    assert (done / "out" / HISTOGRAMS).read_bytes().startswith(b"\x89PNG")
     assert head.split()[:2] == ["cell", "top-1"]
     assert [row.split()[0] for row in rows] == [
         "plain-usual-sigma0-mu8-lambda4",
@@ -78,6 +88,29 @@ def test_the_table_has_a_row_for_every_cell_and_nothing_is_trained_twice(
     ]
     first = [read(done, "plain-usual-sigma0-mu8-lambda4", seed)["top1"] for seed in (1, 2)]
     assert rows[0].split()[1] == f"{sum(first) / 2:.2%}"
+
+
+def a_row(folder: Path, mu: int, learners: int, *records: dict[str, Any]) -> Row:
+    return Row(one_cell(folder, sigma=[1], mu=[mu], learners=[learners]), records)
+
+
+def test_the_pictures_show_error_by_time_and_the_share_of_every_staleness(tmp_path: Path) -> None:
+    common = {"diverged": None, "tau_mean": 1.0, "updates": 4}
+    record = {"top1": 0.75, "tau": [1, 2, 1], "simulated_seconds": 10.0, **common}
+    other = {"top1": 0.65, "tau": [1, 2, 0, 1], "simulated_seconds": 30.0, **common}
+    rows = [a_row(tmp_path, 8, 4, record, other), a_row(tmp_path, 16, 2, other)]
+    figure = Figure()
+    draw_trade_off(figure, rows)
+    (axes,) = figure.axes
+    lines = [line.get_xydata().tolist() for line in axes.lines]
+    assert [pytest.approx([20.0, 0.3])] in lines
+    joined = next(line for line in lines if len(line) == 2)  # both have mu x lambda = 32
+    assert joined == [pytest.approx([20.0, 0.3]), pytest.approx([30.0, 0.35])]
+    figure = Figure()
+    draw_histograms(figure, rows)
+    bars = [bar.get_height() for bar in figure.axes[0].patches]
+    assert bars == pytest.approx([2 / 8, 4 / 8, 1 / 8, 1 / 8])
+    assert rows[0].words["tau > 2 sigma"] == "1.2e-01"
 
 
 def test_what_is_left_is_listed_and_records_of_another_study_are_refused(
