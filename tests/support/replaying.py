@@ -5,16 +5,16 @@ import time
 from collections.abc import Sequence
 
 import torch
-from crown_protocols import open_exchange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
+from largebatch.distributed.links import open_links
 from largebatch.optim.lars import LARS
 from largebatch.training.protocols.arrivals import Arrivals
-from largebatch.training.protocols.exchange import Layout, Record
+from largebatch.training.protocols.exchange import Exchange, Layout, Record
 from largebatch.training.protocols.replay import Part, replay
 from largebatch.training.protocols.rule import MiniBatches, Rule
 from largebatch.training.protocols.server import ParameterServer, divide
@@ -102,7 +102,8 @@ def _solve(
         loss = loss_of(model, number)
         return torch.autograd.grad(loss, weights), loss.item()
 
-    record = open_exchange(backend, layout).run(
+    exchange = Exchange(backend, layout, open_links(backend, layout.pairs))
+    record = exchange.run(
         weights,
         OPTIMIZERS[optimizer](weights, lr=1.0, **SETTINGS),  # type: ignore[call-arg]
         schedule,
