@@ -148,11 +148,13 @@ class RunningTorch(TorchGroup):
         """Make a group of Gloo for each pair of ranks; return those this worker is in.
 
         Every worker makes all of them, in this order. A pair may come twice, the other way round.
+        No watch follows their operations, so they wait for no longer than it would.
         """
+        limit = None if self._limit is None else self._limit - _LATER
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
         with lost_peers_named(self._worker):
             for pair in pairs:
-                group = dist.new_group(sorted(pair), timeout=self._limit, backend="gloo")
+                group = dist.new_group(sorted(pair), timeout=limit, backend="gloo")
                 if self.rank in pair:
                     assert isinstance(group, dist.ProcessGroup)
                     made[pair] = group

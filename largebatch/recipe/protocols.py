@@ -67,7 +67,7 @@ class Hardsync(_Protocol):
 
     modulation: Literal["none", "sqrt"] = "none"
     """`sqrt`: the rate is that of `schedule` times sqrt(global_batch / reference_batch)
-    (arXiv:1509.04210, section 3.2)."""
+    (arXiv:1509.04210)."""
 
     reference_batch: Batch | None = None
     """With modulation: sqrt, the batch for which schedule.peak_lr was found."""
@@ -92,7 +92,7 @@ class Softsync(_Protocol):
 
     modulation: Literal["none", "n", "staleness"]
     """The rate of `schedule` as it is (`none`), over n (`n`, arXiv:1509.04210), or for each
-    gradient over its own staleness (`staleness`, arXiv:1511.05950, equation 6)."""
+    gradient over its own staleness (`staleness`, arXiv:1511.05950)."""
 
     @property
     def gradients(self) -> int:

@@ -115,6 +115,21 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
+def require_tensors(model: nn.Module, recipe: Recipe) -> None:
+    """Raise RecipeError where a stage trains fewer tensors than the protocol has servers."""
+    if recipe.protocol is None:
+        return
+    trained = set(model.parameters())
+    if recipe.polish is not None and recipe.polish.affine is not None:
+        trained = affine_parameters(model)
+    servers = recipe.protocol.num_servers
+    if servers > len(trained):
+        raise RecipeError(
+            f"protocol.servers: {servers} servers hold whole tensors, and a stage of this recipe "
+            f"trains {len(trained)}: give at most so many, as in {{centralised: {len(trained)}}}"
+        )
+
+
 def build_extra(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
 ) -> Updater:
@@ -241,6 +256,7 @@ def build_trainer(
         here = anywhere(recipe)
     else:
         require_trainable(model, recipe)
+        require_tensors(model, recipe)
         require_image_sizes(recipe, {piece.image_size for piece in plan.sizes})
     state = _build_state(here, plan, model, backend)
     trackers: list[Tracker] = []

@@ -217,11 +217,19 @@ class TrainState:
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
-        self.protocol = state.get("protocol", {})  # those of older versions have none
+        self._load_protocol(state.get("protocol", {}))  # those of older versions have none
         if self.snapshot:
             _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")
             _require_like(self.snapshot["ema"], self._average_state(), "the snapshot's average")
         self._begun = time.perf_counter()
+
+    def _load_protocol(self, state: dict[str, Tensor]) -> None:
+        groups = self.updater.optimizer.param_groups
+        numbers = sum(weight.numel() for group in groups for weight in group["params"])
+        for name in {"outer", "inner"} if state else ():
+            if state[name].shape[-1] != numbers:
+                raise ValueError(f"protocol: {name} is of {state[name].shape[-1]} weights")
+        self.protocol = state
 
     def load_optimizer(
         self, state: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]]

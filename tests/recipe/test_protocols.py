@@ -23,7 +23,7 @@ LOCAL = "protocol={kind: local_steps, learners: 2, steps: 4}"
     [
         (["protocol={kind: softsync, learners: 4, n: 5, modulation: n}"],
          "n (5) must be at most learners (4): an update would take floor(4 / 5) = 0 gradients"),
-        (["protocol={kind: softsync, learners: 4, n: 0, modulation: n}"], "protocol.n: input should be greater"),
+        (["protocol={kind: softsync, learners: 4, n: 0, modulation: n}"], "protocol.n: input"),
         (["protocol={kind: asynchronous, learners: 4}"], "modulation: missing"),
         (["protocol={kind: hardsync, learners: 4, modulation: sqrt}"],
          "modulation: sqrt and reference_batch belong together"),

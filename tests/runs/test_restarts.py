@@ -1,14 +1,11 @@
 """One command for the first start and every restart, and workers that are started again."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from killed import kill_worker
 from short_runs import CLEAN, DIGITS, SMALL, a_recipe, content, log
 
 from largebatch import run
@@ -138,16 +135,3 @@ def test_a_worker_that_is_killed_is_started_again_and_the_run_ends(
     assert first["resume_step"] == 0
     assert second["resume_step"] >= 5
     assert content(out)["progress"]["step"] == 60
-
-
-def kill_worker(rank: int, out: Path, *, at_step: int) -> None:
-    """Wait for a step of a run, then SIGKILL one of its workers."""
-    path = out / "log.jsonl"
-    while not path.exists() or path.read_text().count('"event":"step"') < at_step:
-        time.sleep(0.05)
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (folder / "cmdline").read_bytes()
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if str(out).encode() in words and f"RANK={rank}".encode() in variables:
-                os.kill(int(folder.name), signal.SIGKILL)

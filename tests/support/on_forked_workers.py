@@ -32,7 +32,7 @@ def on_forked_workers(function: Callable[..., T], *args: object, workers: int) -
     its traceback is raised.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environments = [_environment(rank, workers, store.port) for rank in range(workers)]
+    environments = [environment_of(rank, workers, store.port) for rank in range(workers)]
     with tempfile.TemporaryDirectory() as name:
         processes = [
             SERVER.Process(target=be_worker, args=(environment, Path(name), function, args))
@@ -71,7 +71,7 @@ def be_worker(
         (folder / "result").write_bytes(pickle.dumps(result))
 
 
-def _environment(rank: int, workers: int, port: int) -> dict[str, str]:
+def environment_of(rank: int, workers: int, port: int) -> dict[str, str]:
     return {
         **os.environ,
         **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},

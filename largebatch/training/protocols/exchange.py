@@ -105,6 +105,7 @@ class Exchange:
 
         Raises PeerLostError where another worker is lost.
         """
+        self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
         parts = divide([weight.nbytes for weight in weights], len(self.layout.servers))
         services = {
             server: Service(

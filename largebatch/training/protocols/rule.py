@@ -76,7 +76,7 @@ class Rule:
     def factor(self, staleness: int) -> float:
         """Return what a gradient this many updates late counts, beside `rate`; 1 if it is not late.
 
-        Staleness-aware SGD: arXiv:1511.05950, equation 6.
+        Staleness-aware SGD: arXiv:1511.05950.
         """
         return 1 / max(1, staleness) if self.by_staleness else 1.0
 

@@ -51,10 +51,9 @@ class ParameterServer:
     `optimizer` may hold more weights than those: what has no gradient it leaves alone. `schedule`
     gives the rate of an update by its number, and `clock` is how many were made before.
 
-    The mean over an update's gradients has each times its factor (arXiv:1511.05950, equations 3 and
-    6). LARS divides by the length of the gradient, so that a factor common to all of them would be
-    lost: there the rate is multiplied by their mean factor, and only what is left of them weighs
-    the gradients.
+    The mean over an update's gradients has each times its factor (arXiv:1511.05950). LARS divides
+    by the length of the gradient, so that a factor common to all of them would be lost: there the
+    rate is multiplied by their mean factor, and what is left of them weighs the gradients.
     """
 
     def __init__(

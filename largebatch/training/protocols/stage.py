@@ -6,6 +6,7 @@ every worker has the same weights after the same number of updates.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
+from largebatch.errors import CheckpointError
 from largebatch.recipe.plan import converter
 from largebatch.recipe.protocols import LocalSteps, mini_batch
 from largebatch.storage import write_whole
@@ -215,16 +217,26 @@ class _Stretch:
             return
         lines = self._path.read_text().splitlines(keepends=True)
         first = begun * self._rule.gradients
-        kept = [line for line in lines if json.loads(line)["mini_batch"] < first]
+        whole = [line for line in lines if line.endswith("\n")]  # a killed process left the last
+        kept = [line for line in whole if json.loads(line)["mini_batch"] < first]
         if len(kept) < len(lines):
             write_whole(self._path, "".join(kept).encode())
 
     def _write(self, record: Record) -> None:
-        """Add the gradients to the run folder, by server, in the order in which they arrived."""
-        with self._path.open("a") as file:
-            for server, arrivals in enumerate(record.arrivals):
-                for arrival in arrivals:
-                    file.write(json.dumps({"server": server, **arrival._asdict()}) + "\n")
+        """Add the gradients to the run folder, by server, in the order in which they arrived.
+
+        Raises CheckpointError where that cannot be.
+        """
+        lines = []
+        for server, arrivals in enumerate(record.arrivals):
+            for arrival in arrivals:
+                loss = arrival.loss if math.isfinite(arrival.loss) else None  # as in the log
+                lines.append(json.dumps({"server": server, **arrival._asdict(), "loss": loss}))
+        try:
+            with self._path.open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
 
 
 def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:

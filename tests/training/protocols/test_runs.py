@@ -12,7 +12,11 @@ from on_forked_workers import on_forked_workers
 from short_runs import DIGITS, content, log, weights
 
 from largebatch import load_recipe, run
+from largebatch.distributed.serial import Serial
+from largebatch.errors import RecipeError
+from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import build_model, require_tensors
 
 STEPS = 7
 HARDSYNC = "{kind: hardsync, learners: 2, servers: {centralised: 1}}"
@@ -134,3 +138,16 @@ def test_one_learner_is_plain_training(tmp_path: Path) -> None:
         run(recipe(protocol, *short), out=tmp_path / name)
     ours, core = weights(tmp_path / "single"), weights(tmp_path / "core")
     torch.testing.assert_close(ours, core, rtol=1e-4, atol=1e-6)
+
+
+def test_more_servers_than_tensors_are_refused() -> None:
+    many = recipe("{kind: hardsync, learners: 2, servers: {centralised: 14}}")
+    model = build_model(many, Serial(torch.device("cpu")))
+    require_tensors(model, many)
+    affine = recipe(
+        "{kind: hardsync, learners: 2, servers: {centralised: 30}}",
+        "polish={affine: {steps: 2, lr: 0.1}}",
+    )
+    tensors = len(affine_parameters(model))
+    with pytest.raises(RecipeError, match=f"protocol.servers: 30 servers .* trains {tensors}: "):
+        require_tensors(model, affine)

@@ -1,6 +1,6 @@
 """A parameter server against the papers' update rules written by hand in plain PyTorch, float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def gradient(weights: Sequence[Tensor], mini_batch: int) -> list[Tensor]:
 
 
 def serve(
-    kind: type[Optimizer], rule: Rule, *, clock: int = 0, **settings: float
+    kind: Callable[..., Optimizer], rule: Rule, *, clock: int = 0, **settings: float
 ) -> ParameterServer:
     weights = [weight.requires_grad_() for weight in start()]
     return ParameterServer(weights, kind(weights, lr=1.0, **settings), schedule, rule, clock=clock)
@@ -109,7 +109,7 @@ def test_one_softsync_with_equal_speeds_is_the_mean_over_gradients_one_update_la
 
 
 def test_every_gradient_has_the_rate_over_its_own_staleness_inside_the_mean() -> None:
-    """Zhang et al. 2016 (arXiv:1511.05950), equations 3 and 6, with momentum as in SGD."""
+    """Zhang et al. 2016 (arXiv:1511.05950), with momentum as in SGD."""
     rule = Rule(learners=3, gradients=2, waits=False, by_staleness=True)
     server = serve(SGD, rule, momentum=0.9)
     begun = [weight.clone() for weight in start()]
