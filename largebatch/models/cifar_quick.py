@@ -1,6 +1,6 @@
 """The small network for CIFAR-10 of the studies of staleness: three convolutions and one layer.
 
-Caffe's `cifar10_quick` without its hidden layer, as Rudra has it (arXiv:1509.04210, section 5.1):
+Caffe's `cifar10_quick` without its hidden layer, as Rudra has it (arXiv:1509.04210):
 three convolutions with pooling and one fully connected layer, about 90,000 parameters.
 """
 

@@ -34,7 +34,7 @@ def write_pictures(rows: Sequence[Row], out: Path) -> list[Path]:
 def draw_trade_off(figure: "Figure", rows: Sequence[Row]) -> None:
     """Draw the error by simulated time; a line joins cells of a protocol with equal mu x lambda.
 
-    Rudra's figure 9 (arXiv:1509.04210): where the rule holds, such a line is level.
+    Rudra's rule (arXiv:1509.04210) is that such a line is level.
     """
     panels = _panels(rows)
     charts = figure.subplots(len(panels), 1, squeeze=False)[:, 0]

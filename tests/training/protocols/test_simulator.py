@@ -36,7 +36,7 @@ def softsync(learners: int, n: int) -> Rule:
 def test_an_update_takes_as_long_as_theory_has_it_for_exponential_learners(
     gradients: int, waits: bool, restarts: bool, expected: float
 ) -> None:
-    """Dutta et al., arXiv:1803.01113, section 4.1: order statistics of exponential variables."""
+    """Dutta et al., arXiv:1803.01113: order statistics of exponential variables."""
     rule = Rule(learners=16, gradients=gradients, waits=waits)
     cluster = Cluster(learners=16, compute=EXPONENTIAL)
     updates = 16_000 // gradients
@@ -57,7 +57,7 @@ def test_a_least_time_shifts_hardsync_and_delays_asynchronous_updates_by_its_sha
 
 @pytest.mark.parametrize("n", [1, 2, 4, 15, 30])
 def test_staleness_is_about_n_and_at_most_twice_that(n: int) -> None:
-    """Rudra, arXiv:1509.04210, section 3.3 and figure 4."""
+    """Rudra, arXiv:1509.04210."""
     cluster = Cluster(learners=30, compute=NARROW)
     found = simulate(softsync(30, n), cluster, servers=1, updates=200 * n, seed=3)
     staleness = found.arrivals[0].staleness
