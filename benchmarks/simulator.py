@@ -26,14 +26,15 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1_000_000)
     args = parser.parse_args()
     compute = Exponential(kind="exponential", mean=0.1)
-    linked = {
-        "link": Link(bandwidth=1.25e9, latency=1e-4),
-        "server_link": Link(bandwidth=50e9, latency=1e-4),
-        "model_bytes": 360e3,
-    }
     clusters = {
         "no link": Cluster(learners=args.learners, compute=compute),
-        "links": Cluster(learners=args.learners, compute=compute, **linked),
+        "links": Cluster(
+            learners=args.learners,
+            compute=compute,
+            link=Link(bandwidth=1.25e9, latency=1e-4),
+            server_link=Link(bandwidth=50e9, latency=1e-4),
+            model_bytes=360e3,
+        ),
     }
     rule = Rule(learners=args.learners, gradients=1, waits=False)
     wall: dict[str, list[float]] = {name: [] for name in clusters}

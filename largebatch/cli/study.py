@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import add_command, add_machine, count, machine_of
+from largebatch.cli.arguments import INTERRUPTED, add_command, add_machine, count, machine_of
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, printable
 
@@ -51,9 +51,15 @@ def _staleness(args: argparse.Namespace) -> int:
         return 0
     from largebatch.runs.options import Options
     from largebatch.studies.staleness.pictures import write_pictures
+    from largebatch.studies.trial import Interrupted
 
     options = Options(out=out, **machine_of(args))
-    carry_out(runs, options, processes=args.parallel, report=_report)
+    try:
+        carry_out(runs, options, processes=args.parallel, report=_report)
+    except Interrupted:
+        done = sum(run.read() is not None for run in runs)
+        print(f"{done} of {len(runs)} runs are done; to go on: the same command")
+        return INTERRUPTED
     rows = rows_of(runs)
     _print_table(rows)
     for path in write_pictures(rows, out):

@@ -21,8 +21,10 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import Spans
 from largebatch.runs.build import build_model, open_trainer
+from largebatch.runs.interrupts import noting_requests
 from largebatch.runs.options import Options
 from largebatch.studies.staleness.study import Cell
+from largebatch.studies.trial import Interrupted
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.gradients import Gradients
@@ -40,12 +42,13 @@ def train(cell: Cell, *, seed: int, options: Options) -> Result:
     """Train a cell with one seed, in its stages, and return what is recorded.
 
     A run whose loss or weights stop being numbers is a result, as good as chance. An evaluation
-    takes no simulated time; between two stages all learners wait for the last update.
+    takes no simulated time; between two stages all learners wait for the last update. Raises
+    Interrupted after a request to stop.
     """
     begun = time.perf_counter()
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
-    with open_trainer(recipe, options, {}) as trainer:
-        learners = _Learners.of(cell, trainer, seed=seed)
+    with noting_requests() as was_asked_to_stop, open_trainer(recipe, options, {}) as trainer:
+        learners = _Learners.of(cell, trainer, was_asked_to_stop, seed=seed)
         diverged = None
         try:
             for name, steps in _stages(trainer):
@@ -97,6 +100,7 @@ class _Learners:
     trainer: Trainer
     seed: int
     rule: Rule
+    was_asked_to_stop: Callable[[], bool]
     model: nn.Module
     reducer: Reducer
     spans: Spans
@@ -107,7 +111,9 @@ class _Learners:
     """The running statistics of every learner that has computed anything."""
 
     @classmethod
-    def of(cls, cell: Cell, trainer: Trainer, *, seed: int) -> "_Learners":
+    def of(
+        cls, cell: Cell, trainer: Trainer, was_asked_to_stop: Callable[[], bool], *, seed: int
+    ) -> "_Learners":
         alone = Serial(trainer.backend.device)
         model = build_model(trainer.recipe, trainer.backend)
         return cls(
@@ -115,6 +121,7 @@ class _Learners:
             trainer=trainer,
             seed=seed,
             rule=cell.rule,
+            was_asked_to_stop=was_asked_to_stop,
             model=model,
             reducer=Reducer(model.named_parameters(), alone, divisor=1.0),
             spans=Spans(model, alone, sync_workers=1),
@@ -148,6 +155,8 @@ class _Learners:
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is no number")
+                if self.was_asked_to_stop():
+                    raise Interrupted
         self._average_statistics()
         self._evaluate(stage)
 

@@ -104,7 +104,9 @@ class Recorded(Distribution):
 
     def at(self, uniform: FloatArray) -> FloatArray:
         """Return a time of the record for each."""
-        return np.asarray(self.seconds)[(uniform * len(self.seconds)).astype(np.int64)]
+        places = (uniform * len(self.seconds)).astype(np.int64)
+        found: FloatArray = np.asarray(self.seconds, dtype=np.float64)[places]
+        return found
 
     @property
     def expectation(self) -> float:
@@ -147,5 +149,6 @@ def compute_times(
             seed, Stream.COMPUTE_TIME, block=block, num_blocks=_BLOCKS, part=learner
         )
         # 52 bits, and half a bit that keeps the ends out, where a quantile may be infinite.
-        uniform = ((words.reshape(_BLOCKS * WORDS_PER_BLOCK) >> np.uint64(12)) + 0.5) * 2.0**-52
+        bits = (words.reshape(_BLOCKS * WORDS_PER_BLOCK) >> np.uint64(12)).astype(np.float64)
+        uniform: FloatArray = (bits + 0.5) * 2.0**-52
         yield from (factor * distribution.at(uniform)).tolist()

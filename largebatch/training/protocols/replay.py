@@ -90,7 +90,8 @@ class _Followed:
     def __init__(self, part: Part) -> None:
         self.server, self.numbers, arrivals = part
         columns = (arrivals.learner, arrivals.mini_batch, arrivals.clock_read, arrivals.update)
-        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        self._rows: list[tuple[int, int, int, int]] = list(rows)
         self._next = 0
         self.reads = {mini_batch: clock for _, mini_batch, clock, _ in self._rows}
         """The clock that was read for each mini-batch."""

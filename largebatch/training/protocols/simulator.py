@@ -162,7 +162,7 @@ class _Learner:
         self.connections: tuple[_Connection, ...] = ()
         """With every server."""
 
-        self.mini_batch: int | None = None
+        self.mini_batch = -1
         """The one under way, which the first server hands out."""
 
         self.round = 0
@@ -224,9 +224,10 @@ class _Connection:
         """Let the server send its weights as they are now, if there is anything left to do."""
         engine, learner = self._engine, self.learner
         if self.server is engine.servers[0]:
-            learner.mini_batch = engine.mini_batches.next(learner.number)
-            if learner.mini_batch is None:
+            number = engine.mini_batches.next(learner.number)
+            if number is None:
                 return
+            learner.mini_batch = number
         self.clock_read = self.server.clock
         self._send(self.server.host, self._host, learner.take_weights)
 

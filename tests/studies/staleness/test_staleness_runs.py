@@ -1,6 +1,8 @@
 """Staleness studies carried out: against the synchronous core, and gone on with."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from matplotlib.figure import Figure
 from short_staleness import STUDY, write_study
 
 from largebatch import run
+from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import DONE, USER, main
 from largebatch.runs.options import Options
 from largebatch.studies.staleness import run as carrying
@@ -21,6 +24,7 @@ from largebatch.studies.staleness.pictures import (
 from largebatch.studies.staleness.run import Row
 from largebatch.studies.staleness.study import Cell, cells_of, load_study
 from largebatch.studies.staleness.trial import train
+from largebatch.training.protocols.gradients import Gradients
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +139,24 @@ def test_a_run_at_too_high_a_rate_is_recorded_as_diverged_at_chance(tmp_path: Pa
     assert found["diverged"] is not None
     assert found["top1"] == 0.1
     assert found["tau_mean"] > 0
+
+
+def test_a_study_that_is_asked_to_stop_leaves_no_record_and_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if the signal came while the first gradient is computed."""
+    compute = Gradients.of
+
+    def signalled(self: Gradients, mini_batch: int) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, mini_batch)
+
+    monkeypatch.setattr(Gradients, "of", signalled)
+    grid = {**STUDY["grids"][0], "sigma": ["lambda"]}
+    study, out = str(write_study(tmp_path, grids=[grid])), tmp_path / "out"
+    assert main(["study", "staleness", study, "--out", str(out)]) == INTERRUPTED
+    assert "0 of 2 runs are done; to go on: the same command" in capsys.readouterr().out
+    assert not list(out.rglob("*.json"))
 
 
 @pytest.mark.long
