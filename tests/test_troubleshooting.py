@@ -25,7 +25,7 @@ from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.horovod import open_horovod
-from largebatch.distributed.torch_distributed import _lost_peers_named
+from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.distributed.watch import describe
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.polish import polish
@@ -226,7 +226,7 @@ def two_runs_in_a_folder() -> None:
 
 
 def a_worker_that_died() -> None:
-    with _lost_peers_named(0):
+    with lost_peers_named(0):
         raise torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:4711")
 
 

@@ -33,7 +33,7 @@ def test_recipes_are_listed_by_name_and_then_by_batch(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("digit_96", "digit_96: neither a file nor an installed recipe; did you mean 'digits_96'?"),
+        ("digit_96", "digit_96: neither a file nor an installed recipe; did you mean 'digits_96'"),
         ("x", "x: neither a file nor an installed recipe; `largebatch recipes` lists them"),
         ("digits_96.yaml", "digits_96.yaml: cannot read the recipe: No such file"),
         ("recipes/digits_96", "recipes/digits_96: cannot read the recipe: No such file"),

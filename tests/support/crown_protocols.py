@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import crown
 import torch
@@ -38,7 +39,7 @@ SOFTSYNC = Rule(learners=2, gradients=1, waits=False, by_staleness=True)
 """On 2 learners; the rate of every gradient is divided by its staleness."""
 
 LOCAL = Rule(learners=2, gradients=2, waits=True, local_steps=2)
-OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 """Rounds of 2, 2 and 1 local steps, and DiLoCo's outer optimizer."""
 
 
