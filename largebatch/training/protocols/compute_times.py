@@ -88,7 +88,8 @@ class Lognormal(Distribution):
 
     def at(self, uniform: FloatArray) -> FloatArray:
         """Return the quantiles."""
-        return self.median * np.exp(self.sigma * ndtri(uniform))
+        found: FloatArray = self.median * np.exp(self.sigma * ndtri(uniform))
+        return found
 
     @property
     def expectation(self) -> float:
