@@ -46,6 +46,8 @@ def draw_trade_off(figure: "Figure", rows: Sequence[Row]) -> None:
 def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
     name_axes(axes, y=f"Error: {name}")
     axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:.4g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
     colours = dict(zip(protocols, [*COLOURS.values(), INK] * len(protocols), strict=False))
@@ -72,13 +74,14 @@ def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
 def draw_histograms(figure: "Figure", rows: Sequence[Row]) -> None:
     """Draw what share of the gradients was how many updates late, and where 2 sigma is."""
     lines = math.ceil(len(rows) / COLUMNS)
-    charts = figure.subplots(lines, COLUMNS, squeeze=False).flat
+    charts = figure.subplots(lines, COLUMNS, squeeze=False).ravel()
     for axes, row in zip(charts, rows, strict=False):
         shares = row.staleness
         axes.bar(range(len(shares)), shares, width=1.0, color=COLOURS["train"])
         axes.axvline(2 * row.cell.sigma, color=INK, lw=0.8)
         axes.set_title(row.cell.name, size=7)
-    for axes in list(charts):  # those that are left over
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in charts[len(rows) :]:
         axes.set_axis_off()
 
 
