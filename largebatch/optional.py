@@ -145,6 +145,11 @@ def require_optuna() -> ModuleType:
     return _import("optuna", "optuna", "a study", install="pip install 'largebatch[studies]'")
 
 
+def require_simpy() -> ModuleType:
+    """Import simpy."""
+    return _import("simpy", "simpy", "a simulation", install="pip install 'largebatch[studies]'")
+
+
 def require_horovod() -> ModuleType:
     """Import horovod.torch."""
     return _import("horovod.torch", "horovod", "the horovod backend", install=INSTALL_HOROVOD)

@@ -28,6 +28,7 @@ from largebatch.cli import noise as cli_noise
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli import referee as cli_referee
+from largebatch.cli import study as cli_study
 from largebatch.cli import suggest as cli_suggest
 from largebatch.cli import sweep as cli_sweep
 from largebatch.cli.arguments import (
@@ -361,8 +362,8 @@ def make_parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="prepare and look at data sets")
     cli_data.add_commands(data)
 
-    rates = commands.add_parser("lr", help="compare, draw and measure learning rates")
-    cli_lr.add_commands(rates)
+    cli_lr.add_commands(commands.add_parser("lr", help="compare, draw and measure learning rates"))
+    cli_study.add_commands(commands.add_parser("study", help="measure what not waiting costs"))
 
     report = command("report", _report, "draw a run folder again, or compare several in one page")
     report.add_argument("runs", type=Path, nargs="+", metavar="run", help="one; or all to compare")

@@ -32,6 +32,7 @@ class Stream(enum.IntEnum):
     HELD_OUT = 5
     REPLICA = 6
     VALIDATION = 7
+    COMPUTE_TIME = 8
 
 
 def random_words(

@@ -10,12 +10,14 @@ from largebatch.errors import RecipeError
 from largebatch.models import zoo
 from largebatch.models.batchnorm import Spans as Spans
 from largebatch.models.batchnorm import with_span as with_span
+from largebatch.models.cifar_quick import CifarQuick
 from largebatch.models.cifar_resnet import DEPTHS, CifarResNet
 from largebatch.models.cifar_resnet9 import CifarResNet9
 from largebatch.models.lenet5 import LeNet5
 
 _OURS: dict[str, tuple[Callable[..., nn.Module], dict[str, int]]] = {
     "lenet5": (LeNet5, {}),
+    "cifar_quick": (CifarQuick, {}),
     "cifar_resnet9": (CifarResNet9, {}),
     **{f"cifar_resnet{depth}": (CifarResNet, {"depth": depth}) for depth in DEPTHS},
 }

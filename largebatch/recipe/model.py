@@ -38,8 +38,8 @@ class Model(Section):
     """The network."""
 
     name: str
-    """`lenet5`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm model, or
-    `torchvision/` and that of one of torchvision's."""
+    """`lenet5`, `cifar_quick`, `cifar_resnet8` (or 20, 32, 44, 56, 110), the name of any timm
+    model, or `torchvision/` and that of one of torchvision's."""
 
     arguments: dict[str, JsonValue] = Field(default={})
     """Passed to the network's constructor in timm or torchvision as they are: numbers, true or

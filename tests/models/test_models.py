@@ -173,3 +173,13 @@ def test_apex_on_the_cpu_is_refused_by_the_name_of_its_key(
     monkeypatch.setitem(sys.modules, "amp_C", fake_apex)
     with pytest.raises(RecipeError, match=r"execution\.kernels: .* on cpu"):
         build_optimizer(recipe, model)
+
+
+def test_cifar_quick_has_the_parameters_of_caffes_network() -> None:
+    """Caffe's cifar10_quick: 3 convolutions of 5 x 5 with 32, 32 and 64 maps, one layer of ten."""
+    model = build("cifar_quick", num_classes=10)
+    sizes = [(3 * 25 + 1) * 32, (32 * 25 + 1) * 32, (32 * 25 + 1) * 64, (64 * 16 + 1) * 10]
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(sizes) == 89_578
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    normed = build("cifar_quick", num_classes=10, arguments={"batch_norm": True})
+    assert sum(isinstance(layer, nn.BatchNorm2d) for layer in normed.modules()) == 3

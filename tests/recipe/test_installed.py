@@ -24,7 +24,7 @@ def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(
 def test_recipes_are_listed_by_name_and_then_by_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == DONE
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:3] == ["cifar10_resnet8_128", "cifar10_resnet8_3200", "cifar10_resnet9_128"]
+    assert names[:3] == ["cifar10_quick_128", "cifar10_resnet8_128", "cifar10_resnet8_3200"]
     batches = [int(name.split("_")[1]) for name in names if name.startswith("resnet50_")]
     assert len(batches) > 20
     assert batches == sorted(batches)

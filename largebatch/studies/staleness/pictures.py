@@ -1,0 +1,98 @@
+"""The pictures of a staleness study: accuracy against time, and how late gradients were."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.report.figures import name_axes
+from largebatch.report.style import COLOURS, INK, MUTED, write_chart
+from largebatch.studies.staleness.run import Row
+
+if TYPE_CHECKING:
+    from largebatch.report.style import Axes, Figure
+
+TRADE_OFF, HISTOGRAMS = "trade_off.png", "staleness.png"
+COLUMNS = 3
+"""Histograms side by side."""
+
+
+def write_pictures(rows: Sequence[Row], out: Path) -> list[Path]:
+    """Draw the cells that have records; return the files, the second only with late gradients."""
+    panels = _panels(rows)
+    size = (960, 60 + 300 * len(panels))
+    write_chart(out / TRADE_OFF, lambda figure: draw_trade_off(figure, rows), size=size)
+    late = [row for row in rows if row.cell.sigma]
+    if not late:
+        return [out / TRADE_OFF]
+    size = (960, 40 + 190 * math.ceil(len(late) / COLUMNS))
+    write_chart(out / HISTOGRAMS, lambda figure: draw_histograms(figure, late), size=size)
+    return [out / TRADE_OFF, out / HISTOGRAMS]
+
+
+def draw_trade_off(figure: "Figure", rows: Sequence[Row]) -> None:
+    """Draw the error by simulated time; a line joins cells of a protocol with equal mu x lambda.
+
+    Rudra's rule (arXiv:1509.04210) is that such a line is level.
+    """
+    panels = _panels(rows)
+    charts = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (name, inside) in zip(charts, panels.items(), strict=True):
+        _draw_panel(axes, name, inside)
+    charts[-1].set_xlabel("Simulated seconds →", loc="right")
+
+
+def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
+    name_axes(axes, y=f"Error: {name}")
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:.4g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
+    colours = dict(zip(protocols, [*COLOURS.values(), INK] * len(protocols), strict=False))
+    diagonals: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        cell = row.cell
+        diagonals[cell.protocol, cell.mu * cell.learners].append(row)
+        axes.errorbar(
+            row.seconds, row.error.mean, yerr=_reach(row), color=colours[cell.protocol],
+            marker="o", ms=6, lw=0, elinewidth=1,
+        )  # fmt: skip
+        axes.annotate(
+            f"{cell.mu} x {cell.learners}", (row.seconds, row.error.mean), (5, 4),
+            textcoords="offset points", color=MUTED, size=8,
+        )  # fmt: skip
+    for (protocol, _), joined in diagonals.items():
+        line = sorted((row.seconds, row.error.mean) for row in joined)
+        axes.plot(*zip(*line, strict=True), color=colours[protocol], lw=0.8)
+    for protocol in protocols:
+        axes.plot([], [], color=colours[protocol], marker="o", label=protocol)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_histograms(figure: "Figure", rows: Sequence[Row]) -> None:
+    """Draw what share of the gradients was how many updates late, and where 2 sigma is."""
+    lines = math.ceil(len(rows) / COLUMNS)
+    charts = figure.subplots(lines, COLUMNS, squeeze=False).ravel()
+    for axes, row in zip(charts, rows, strict=False):
+        shares = row.staleness
+        axes.bar(range(len(shares)), shares, width=1.0, color=COLOURS["train"])
+        axes.axvline(2 * row.cell.sigma, color=INK, lw=0.8)
+        axes.set_title(row.cell.name, size=7)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in charts[len(rows) :]:
+        axes.set_axis_off()
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[f"{row.cell.configuration}, {row.cell.times}"].append(row)
+    return found
+
+
+def _reach(row: Row) -> float:
+    """Return half of the interval; none of one seed."""
+    reach = row.error.high - row.error.mean
+    return reach if math.isfinite(reach) else 0.0

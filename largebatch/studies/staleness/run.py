@@ -1,0 +1,158 @@
+"""A staleness study carried out: what is not recorded yet is trained, and each run is one file.
+
+A file is there whole or not at all, so a study that was killed goes on with the same command, and
+loses what was under way.
+"""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+from largebatch.distributed.environment import available_cores
+from largebatch.errors import StudyError
+from largebatch.runs.options import Options
+from largebatch.storage import write_whole
+from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.staleness.study import Cell
+from largebatch.studies.staleness.trial import Result, train
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One cell with one seed, and the file of its record."""
+
+    cell: Cell
+    seed: int
+    path: Path
+
+    def read(self) -> Result | None:
+        """Return the record, None where there is none.
+
+        Raises StudyError where it is of another recipe or cluster.
+        """
+        try:
+            found: Result = json.loads(self.path.read_bytes())
+            recorded = found["recipe"], found["cluster"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise StudyError(f"{self.path}: is not the record of a run; remove it") from None
+        if recorded != (self.cell.recipe_of(self.seed), self.cell.machines):
+            raise StudyError(
+                f"{self.path}: was recorded with another recipe or cluster than the study has now; "
+                "give another --out, or remove it"
+            )
+        return found
+
+
+def runs_of(cells: Sequence[Cell], *, seeds: int, out: Path) -> list[Run]:
+    """Return the runs of a study, the first seed of every cell first."""
+    return [
+        Run(cell, seed, out / cell.name / f"seed-{seed}.json")
+        for seed in range(1, seeds + 1)
+        for cell in cells
+    ]
+
+
+def carry_out(
+    runs: Sequence[Run],
+    options: Options,
+    *,
+    processes: int,
+    report: Callable[[Run, Result], None],
+) -> None:
+    """Train what has no record yet, so many at a time; `report` is called after each.
+
+    Raises StudyError for records of another study before anything is trained.
+    """
+    left = [run for run in runs if run.read() is None]
+    if processes == 1:
+        for run in left:
+            report(run, _train(run, options))
+        return
+    for run, found in _side_by_side(left, options, processes=processes):
+        report(run, found)
+
+
+def _side_by_side(
+    runs: Sequence[Run], options: Options, *, processes: int
+) -> Iterator[tuple[Run, Result]]:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+    spawning = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+    with ProcessPoolExecutor(processes, mp_context=spawning) as pool:
+        begun = {pool.submit(_train, run, options): run for run in runs}
+        try:
+            for each in as_completed(begun):
+                yield begun[each], each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _train(run: Run, options: Options) -> Result:
+    found = train(run.cell, seed=run.seed, options=replace(options, out=run.path.parent))
+    write_whole(run.path, json.dumps(found, indent=1).encode())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the seeds of a cell have in common."""
+
+    cell: Cell
+    found: tuple[Result, ...]
+
+    @property
+    def error(self) -> Interval:
+        """What part of the validation images is misclassified, over the seeds."""
+        return interval(1 - one["top1"] for one in self.found)
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time of a run, the mean over the seeds."""
+        return _mean(self.found, "simulated_seconds")
+
+    @property
+    def staleness(self) -> list[float]:
+        """The share of all gradients that was 0, 1, 2 ... updates late."""
+        counts = [
+            sum(late) for late in zip_longest(*(one["tau"] for one in self.found), fillvalue=0)
+        ]
+        return [count / sum(counts) for count in counts]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Columns of a table; the interval is of the mean, 95 %, over the seeds."""
+        error = self.error
+        reach = f" +- {error.high - error.mean:.2%}" if len(self.found) > 1 else ""
+        first = self.found[0]
+        diverged = sum(one["diverged"] is not None for one in self.found)
+        return {
+            "cell": self.cell.name,
+            "top-1": f"{1 - error.mean:.2%}{reach}",
+            "diverged": f"{diverged} of {len(self.found)}",
+            "mean tau": f"{_mean(self.found, 'tau_mean'):.2f}",
+            "tau > 2 sigma": f"{sum(self.staleness[2 * self.cell.sigma + 1 :]):.1e}",
+            "highest tau": str(len(self.staleness) - 1),
+            "updates": f"{first['updates']:,}",
+            "simulated time": f"{self.seconds:,.4g} s",
+        }
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """Return the cells that have a record."""
+    found: dict[str, tuple[Cell, list[Result]]] = {}
+    for run in runs:
+        record = run.read()
+        if record is not None:
+            found.setdefault(run.cell.name, (run.cell, []))[1].append(record)
+    return [Row(cell, tuple(records)) for cell, records in found.values()]
+
+
+def _mean(found: Sequence[Result], key: str) -> float:
+    values = [float(one[key]) for one in found]
+    return sum(values) / len(values)

@@ -1,0 +1,272 @@
+"""The file of a staleness study: recipes x protocols x mini-batches x learners x times x seeds.
+
+The grid is Rudra's (arXiv:1509.04210): sigma, the staleness that a protocol aims at, mu, the
+samples of a gradient, and lambda, the learners. A cell is a recipe with a `protocol`, trained by
+learners that are simulated: their gradients are real, and the order in which these arrive, and the
+time, are those of a simulated cluster.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.protocols import MAX_LEARNERS, Softsync, mini_batch
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
+from largebatch.schedules.build import build_schedule
+from largebatch.studies.study import Configuration, Name
+from largebatch.training.protocols.cluster import Cluster, Link
+from largebatch.training.protocols.compute_times import ComputeTime
+from largebatch.training.protocols.rule import Rule
+
+SUITE = files("largebatch") / "studies" / "presets"
+"""The studies that are installed."""
+
+Learners = Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
+Modulation = Literal["none", "n", "staleness"]
+
+
+class Machines(Section):
+    """The cluster: what a gradient and a message take."""
+
+    overhead: NonNegative
+    sample: Positive
+    """Seconds of a gradient: `overhead` once, and `sample` for each of its samples."""
+
+    link: Link = Link()
+    server_link: Link | None = None
+    """As of a simulated cluster; the weights are on one server of its own."""
+
+
+class Times(Section):
+    """How gradients' times differ from what `machines` has."""
+
+    factor: ComputeTime
+    """What each is multiplied by, a distribution with a mean or a median of 1."""
+
+    slow: dict[int, Annotated[float, Field(gt=0, le=1e6)]] = Field(default_factory=dict)
+    """Learners, counted from 0, that are so many times as slow throughout."""
+
+
+class Grid(Section):
+    """Cells: every combination of what is listed."""
+
+    recipes: Annotated[tuple[Name, ...], Field(min_length=1)]
+    sigma: Annotated[
+        tuple[Annotated[int, Field(ge=0)] | Literal["lambda"], ...], Field(min_length=1)
+    ]
+    """0: hardsync, its rate times sqrt(lambda mu / B), B the global batch of the recipe. n:
+    n-softsync. lambda: as many as there are learners, which is asynchronous."""
+
+    mu: Annotated[tuple[Batch, ...], Field(min_length=1)]
+    """Samples of a gradient."""
+
+    learners: Annotated[tuple[Learners, ...], Field(min_length=1)]
+    """lambda."""
+
+    modulation: Annotated[tuple[Modulation, ...], Field(min_length=1)] = ("staleness",)
+    """Of the rate without hardsync, as in `protocol`."""
+
+    times: Annotated[tuple[Name, ...], Field(min_length=1)]
+
+
+class StalenessStudy(Section):
+    """Cells x seeds: what each costs in accuracy and what it saves in time."""
+
+    name: Name
+    recipes: Annotated[dict[Name, Configuration], Field(min_length=1)]
+    """Short names, and what is trained: recipes without a protocol."""
+
+    machines: Machines
+    times: Annotated[dict[Name, Times], Field(min_length=1)]
+    grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
+    """A cell that several have is one."""
+
+    seeds: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Runs with seeds 1, 2, 3 ... of every cell: of the weights, of the samples' order, and of
+    the times."""
+
+    @model_validator(mode="after")
+    def _names_are_there(self) -> Self:
+        for place, grid in enumerate(self.grids):
+            for key, known in (("recipes", self.recipes), ("times", self.times)):
+                for name in getattr(grid, key):
+                    if name not in known:
+                        raise ValueError(
+                            f"grids.{place}.{key}: there is no {name}; {key} has {', '.join(known)}"
+                        )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One point of the grid."""
+
+    name: str
+    """Of its folder."""
+
+    configuration: str
+    times: str
+    """As the study names them."""
+
+    recipe: Recipe
+    cluster: Cluster
+    sigma: int
+    mu: int
+
+    @property
+    def learners(self) -> int:
+        """Their number (lambda)."""
+        return self.cluster.learners
+
+    @property
+    def protocol(self) -> str:
+        """Who waits, and how the rate follows staleness, in words."""
+        if not self.sigma:
+            return "hardsync"
+        is_free = self.sigma == self.learners
+        kind = "asynchronous" if is_free else f"{self.sigma}-softsync"
+        assert isinstance(self.recipe.protocol, Softsync)
+        return f"{kind}, modulation {self.recipe.protocol.modulation}"
+
+    def recipe_of(self, seed: int) -> dict[str, Any]:
+        """Return the recipe of one seed as its record has it."""
+        return self.recipe.model_copy(update={"seed": seed}).model_dump(mode="json")
+
+    @property
+    def machines(self) -> dict[str, Any]:
+        """The cluster as a record has it."""
+        found: dict[str, Any] = json.loads(self.cluster.model_dump_json())  # keys become words
+        return found
+
+    @property
+    def rule(self) -> Rule:
+        """What its servers follow."""
+        assert self.recipe.protocol is not None
+        return Rule.of(self.recipe.protocol, mini_batch=mini_batch(self.recipe))
+
+
+def load_study(name: str) -> StalenessStudy:
+    """Read and validate a study file, or an installed study by its bare name.
+
+    Raises RecipeError naming every mistake at once, each by its dotted path.
+    """
+    path = Path(name)
+    if path.name == name and not path.suffix and not path.is_file():
+        known = sorted(each.name.removesuffix(".yaml") for each in SUITE.iterdir())
+        if name not in known:
+            raise RecipeError(
+                f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
+            )
+        text = (SUITE / f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        text = read_text(path, what="study")
+    tree = parse_yaml(text, source=name)
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"{name}: a study is a mapping of sections; it begins with name, recipes, machines, "
+            "times and grids"
+        )
+    return validate_tree(StalenessStudy, tree, source=name)
+
+
+def cells_of(study: StalenessStudy, folder: Path) -> list[Cell]:
+    """Return the cells of a study whose file lies in `folder`, each checked.
+
+    Raises LargebatchError naming the cell whose recipe and protocol do not fit each other.
+    """
+    bases = {name: _load(one, folder) for name, one in study.recipes.items()}
+    cells: dict[str, Cell] = {}
+    for grid in study.grids:
+        for point in _points(grid):
+            if point.name not in cells:
+                try:
+                    cells[point.name] = _cell(study, bases[point.recipe], point)
+                except LargebatchError as error:
+                    raise RecipeError(f"{point.name}: {error}") from None
+    return list(cells.values())
+
+
+def _load(configuration: Configuration, folder: Path) -> Recipe:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in configuration.set.items()]
+    file = folder / configuration.recipe
+    recipe = load_recipe(file if file.is_file() else configuration.recipe, overrides)
+    if recipe.protocol is not None:
+        raise RecipeError(
+            f"{configuration.recipe}: the recipe has a protocol, and the grids give each cell its "
+            "own; leave it out of the recipe"
+        )
+    return recipe
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    recipe: str
+    times: str
+    sigma: int
+    mu: int
+    learners: int
+    modulation: Modulation
+
+    @property
+    def name(self) -> str:
+        """Of the cell, which is the same for all modulations of hardsync."""
+        rate = f"-{self.modulation}" if self.sigma else ""
+        size = f"sigma{self.sigma}-mu{self.mu}-lambda{self.learners}"
+        return f"{self.recipe}-{self.times}-{size}{rate}"
+
+
+def _points(grid: Grid) -> Iterator[_Point]:
+    lists = grid.recipes, grid.times, grid.sigma, grid.mu, grid.learners, grid.modulation
+    for recipe, times, sigma, mu, learners, modulation in product(*lists):
+        number = learners if sigma == "lambda" else sigma
+        yield _Point(recipe, times, number, mu, learners, modulation)
+
+
+def _cell(study: StalenessStudy, base: Recipe, point: _Point) -> Cell:
+    takes = point.learners if not point.sigma else max(1, point.learners // point.sigma)
+    tree = base.model_dump(mode="json")
+    tree["batch"]["global_batch"] = takes * point.mu
+    tree["protocol"] = _protocol(point, reference=base.batch.global_batch)
+    recipe = validate_tree(Recipe, tree, source=base.name)
+    make_plan(recipe.model_copy(update={"protocol": None}), workers=1)
+    build_schedule(recipe)
+    machines, times = study.machines, study.times[point.times]
+    seconds = machines.overhead + machines.sample * point.mu
+    cluster = Cluster(
+        learners=point.learners,
+        compute=times.factor,
+        slow={n: seconds * times.slow.get(n, 1.0) for n in range(point.learners)},
+        link=machines.link,
+        server_link=machines.server_link,
+    )
+    return Cell(
+        name=point.name,
+        configuration=point.recipe,
+        times=point.times,
+        recipe=recipe,
+        cluster=cluster,
+        sigma=point.sigma,
+        mu=point.mu,
+    )
+
+
+def _protocol(point: _Point, *, reference: int) -> dict[str, object]:
+    common = {"learners": point.learners, "servers": {"centralised": 1}}
+    if not point.sigma:
+        return {
+            "kind": "hardsync",
+            "modulation": "sqrt",
+            "reference_batch": reference,
+            **common,
+        }
+    return {"kind": "softsync", "n": point.sigma, "modulation": point.modulation, **common}

@@ -1,0 +1,91 @@
+"""The order in which gradients arrived at a parameter server, as columns.
+
+Which gradient goes into which update, and which weights it was computed from, is all that decides
+the weights of a run; the times only decide the order. So a run and a simulation leave the same
+record, and `replay` computes the weights from either.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from largebatch.errors import CheckpointError
+from largebatch.training.protocols.server import Arrival
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """One row for each gradient that one server took, in order of arrival."""
+
+    learner: IntArray
+    mini_batch: IntArray
+    """Its number, the same on every server."""
+
+    clock_read: IntArray
+    """Updates of this server in the weights that the gradient was computed from."""
+
+    update: IntArray
+    """The update that the gradient is part of, counted from 0."""
+
+    @classmethod
+    def of(cls, arrivals: Iterable[Arrival]) -> Self:
+        """Return what a parameter server recorded."""
+        rows = [(one.learner, one.mini_batch, one.clock_read, one.update) for one in arrivals]
+        learner, mini_batch, clock_read, update = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return cls(learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update)
+
+    @classmethod
+    def joined(cls, records: Sequence[Self]) -> Self:
+        """Return records one after the other."""
+        columns = {
+            name: np.concatenate([getattr(one, name) for one in records])
+            for name in ("learner", "mini_batch", "clock_read", "update")
+        }
+        return cls(**columns)
+
+    def later(self, updates: int, *, gradients: int) -> Self:
+        """Return the same after so many updates, each of so many gradients."""
+        return replace(
+            self,
+            mini_batch=self.mini_batch + updates * gradients,
+            clock_read=self.clock_read + updates,
+            update=self.update + updates,
+        )
+
+    def __len__(self) -> int:
+        return len(self.learner)
+
+    @property
+    def staleness(self) -> IntArray:
+        """Updates of the server between the weights of a gradient and its own update."""
+        return self.update - self.clock_read
+
+
+def read_arrivals(path: Path) -> tuple[Arrivals, ...]:
+    """Read the arrivals.jsonl of a run folder, by server.
+
+    Raises CheckpointError for a file that cannot be read, and for a line that is no record.
+    """
+    by_server: dict[int, list[Arrival]] = defaultdict(list)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read the arrivals: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            by_server[row.pop("server")].append(Arrival(**row))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(
+                f"{path}, line {number}: is not the record of a gradient; the run may have been "
+                "killed while it wrote: remove the line if it is the last one"
+            ) from None
+    return tuple(Arrivals.of(by_server[server]) for server in sorted(by_server))

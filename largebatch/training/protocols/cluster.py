@@ -1,0 +1,49 @@
+"""The machines that a simulation runs on: learners, servers, and the links between them."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.recipe.sections import NonNegative, Positive, Section
+from largebatch.training.protocols.compute_times import ComputeTime
+
+MAX_LEARNERS = 100_000
+
+
+class Link(Section):
+    """What connects a host with all others, the same in both directions."""
+
+    bandwidth: Positive | None = None
+    """Bytes a second in each direction; null: no limit."""
+
+    latency: NonNegative = 0.0
+    """Seconds that every message takes through this link, besides its bytes."""
+
+
+class Cluster(Section):
+    """Learners, the servers that hold the weights, and how long everything takes."""
+
+    learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
+    compute: ComputeTime
+    """Seconds for the gradient of one mini-batch."""
+
+    slow: dict[int, Annotated[float, Field(gt=0, le=1e6)]] = Field(default_factory=dict)
+    """Learners, counted from 0, all of whose mini-batches take so many times as long."""
+
+    link: Link = Link()
+    """Of every learner."""
+
+    server_link: Link | None = None
+    """Of every server on a host of its own; null: the same as of a learner."""
+
+    model_bytes: NonNegative = 0.0
+    """Weights or gradients, over all servers."""
+
+    @model_validator(mode="after")
+    def _slow_ones_are_there(self) -> Self:
+        for learner in self.slow:
+            if not 0 <= learner < self.learners:
+                raise ValueError(
+                    f"slow: there is no learner {learner}; they are 0 to {self.learners - 1}"
+                )
+        return self

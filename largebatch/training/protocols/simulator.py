@@ -1,0 +1,323 @@
+"""How long a protocol takes, and in which order gradients arrive, without computing any.
+
+Learners pull weights, compute for a time drawn from a distribution, and push a gradient to every
+server, by the same rule as the servers of a run; the events are simpy's. Gradients do not change
+times, so the weights of a simulated run are a second step: `replay` computes them from the order
+of arrivals found here.
+
+The messages are those of `learner`: a pull asks the first server, then all others at once; a push
+goes to all at once; both wait for the answers. A link carries one message after the other at its
+bandwidth. A message is there when both ends are through with it, so that a server's link, which all
+learners share, is what saturates; the latencies of both links come on top.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from largebatch.optional import require_simpy
+from largebatch.training.protocols.arrivals import Arrivals
+from largebatch.training.protocols.cluster import Cluster, Link
+from largebatch.training.protocols.compute_times import FloatArray, compute_times
+from largebatch.training.protocols.rule import MiniBatches, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What came of a simulation."""
+
+    arrivals: tuple[Arrivals, ...]
+    """Of every server."""
+
+    ends: FloatArray
+    """Seconds from the start until every server has made an update, one for each update."""
+
+    bytes_in: tuple[float, ...]
+    bytes_out: tuple[float, ...]
+    """What went through the link of every server's host, in all."""
+
+    @property
+    def seconds_per_update(self) -> float:
+        """The mean over the whole simulation."""
+        return float(self.ends[-1] / len(self.ends))
+
+
+def simulate(
+    rule: Rule,
+    cluster: Cluster,
+    *,
+    servers: int | None,
+    updates: int,
+    seed: int,
+    restarts: bool = False,
+) -> Simulation:
+    """Let the learners of a cluster make so many updates, each server its part of every one.
+
+    `servers` are hosts of their own with equal shares of the weights; None: every learner's host
+    holds an equal share, which that learner reaches without a link. An update of local steps is an
+    average. With `restarts` an update ends the computations under way, whose learners begin again
+    with the new weights: with fewer gradients than learners that is K-sync (arXiv:1803.01113), or
+    backup workers (arXiv:1604.00981).
+
+    Raises ValueError where rule and cluster have other numbers of learners, and for `restarts` with
+    more than one server, which could end different computations.
+    """
+    if rule.learners != cluster.learners:
+        raise ValueError(f"the rule has {rule.learners} learners, the cluster {cluster.learners}")
+    if restarts and servers != 1:
+        raise ValueError(f"restarts needs one server, got {servers}")
+    engine = _Engine(rule, cluster, servers=servers, seed=seed, restarts=restarts)
+    engine.run(updates)
+    takes = rule.gradients
+    ends = [np.frombuffer(server.seconds)[takes - 1 :: takes] for server in engine.servers]
+    return Simulation(
+        arrivals=tuple(server.arrivals() for server in engine.servers),
+        ends=np.max(ends, axis=0),
+        bytes_in=tuple(server.host.inward.bytes for server in engine.servers),
+        bytes_out=tuple(server.host.outward.bytes for server in engine.servers),
+    )
+
+
+class Direction:
+    """One direction of a link: first come, first served."""
+
+    __slots__ = ("_seconds_per_byte", "bytes", "free_at")
+
+    def __init__(self, bandwidth: float | None) -> None:
+        self._seconds_per_byte = 0.0 if bandwidth is None else 1 / bandwidth
+        self.free_at = 0.0
+        """When all that was sent so far is through."""
+
+        self.bytes = 0.0
+        """Sent so far."""
+
+    def send(self, now: float, size: float) -> float:
+        """Take a message of so many bytes, and return when its last one is through."""
+        begin = max(now, self.free_at)
+        self.free_at = begin + size * self._seconds_per_byte
+        self.bytes += size
+        return self.free_at
+
+
+class _Host:
+    """A machine and its link."""
+
+    __slots__ = ("inward", "latency", "outward")
+
+    def __init__(self, link: Link) -> None:
+        self.inward, self.outward = Direction(link.bandwidth), Direction(link.bandwidth)
+        self.latency = link.latency
+
+
+class _Server:
+    """The weights of one server as a clock, and the record of what it took."""
+
+    __slots__ = ("_columns", "clock", "host", "pushed", "seconds")
+
+    def __init__(self, host: _Host) -> None:
+        self.host = host
+        self.clock = 0
+        """Updates made."""
+
+        self.pushed: list[_Connection] = []
+        """Those whose gradients the next update has so far."""
+
+        self.seconds = array("d")
+        """When gradients arrived."""
+
+        self._columns = tuple(array("q") for _ in range(4))
+
+    def record(self, connection: "_Connection", now: float) -> None:
+        """Record a gradient that arrives."""
+        learners, mini_batches, clocks, updates = self._columns
+        learners.append(connection.learner.number)
+        mini_batches.append(connection.learner.mini_batch)
+        clocks.append(connection.clock_read)
+        updates.append(self.clock)
+        self.seconds.append(now)
+
+    def arrivals(self) -> Arrivals:
+        """Return the record."""
+        learner, mini_batch, clock_read, update = (
+            np.frombuffer(column, dtype=np.int64) for column in self._columns
+        )
+        return Arrivals(
+            learner=learner, mini_batch=mini_batch, clock_read=clock_read, update=update
+        )
+
+
+class _Learner:
+    """Where a learner is in its rounds of pull, compute and push."""
+
+    __slots__ = (
+        *("_asked", "_engine", "_missing", "_seconds", "connections", "mini_batch", "number"),
+        *("ready_at", "round"),
+    )
+
+    def __init__(self, number: int, engine: "_Engine", seconds: Iterator[float]) -> None:
+        self.number, self._engine, self._seconds = number, engine, seconds
+        self.connections: tuple[_Connection, ...] = ()
+        """With every server."""
+
+        self.mini_batch = -1
+        """The one under way, which the first server hands out."""
+
+        self.round = 0
+        """How often it began anew; events of earlier rounds are void."""
+
+    def pull(self, begin: float) -> None:
+        """Read the weights of the first server, and if it has a mini-batch left of the others."""
+        self._asked = 1
+        self._ask(self.connections[:1], begin)
+
+    def push(self) -> None:
+        """Send every server its part of the gradient."""
+        self._expect(len(self.connections))
+        for connection in self.connections:
+            connection.send_gradient()
+
+    def take_weights(self, at: float) -> None:
+        """Compute when the weights of all servers are there."""
+        if not self._was_last(at):
+            return
+        if self._asked < len(self.connections):
+            self._asked = len(self.connections)
+            self._ask(self.connections[1:], self.ready_at)
+            return
+        engine = self._engine
+        seconds = sum(islice(self._seconds, engine.rule.local_steps))
+        engine.at(self.ready_at + seconds, self, self.push)
+
+    def acknowledge(self, at: float) -> None:
+        """Go on when all servers have acknowledged the gradient."""
+        if self._was_last(at):
+            self.pull(self.ready_at)
+
+    def _ask(self, connections: Sequence["_Connection"], begin: float) -> None:
+        self._expect(len(connections))
+        for connection in connections:
+            self._engine.at(begin + connection.latency, self, connection.read)
+
+    def _expect(self, answers: int) -> None:
+        self._missing, self.ready_at = answers, 0.0
+
+    def _was_last(self, at: float) -> bool:
+        self._missing -= 1
+        self.ready_at = max(self.ready_at, at)
+        return not self._missing
+
+
+class _Connection:
+    """What goes between one learner and one server."""
+
+    __slots__ = ("_engine", "_host", "clock_read", "latency", "learner", "server")
+
+    def __init__(self, engine: "_Engine", learner: _Learner, host: _Host, server: _Server) -> None:
+        self._engine, self._host, self.learner, self.server = engine, host, learner, server
+        self.clock_read = 0
+        self.latency = 0.0 if host is server.host else host.latency + server.host.latency
+
+    def read(self) -> None:
+        """Let the server send its weights as they are now, if there is anything left to do."""
+        engine, learner = self._engine, self.learner
+        if self.server is engine.servers[0]:
+            number = engine.mini_batches.next(learner.number)
+            if number is None:
+                return
+            learner.mini_batch = number
+        self.clock_read = self.server.clock
+        self._send(self.server.host, self._host, learner.take_weights)
+
+    def send_gradient(self) -> None:
+        """Send the server its part of the gradient."""
+        self._send(self._host, self.server.host, self._arrive)
+
+    def _arrive(self, at: float) -> None:
+        self._engine.at(at, self.learner, self._take)
+
+    def _take(self) -> None:
+        self._engine.take(self, self.server)
+
+    def _send(self, source: _Host, target: _Host, arrive: Callable[[float], None]) -> None:
+        """Send one server's share of the weights; `arrive` is given the time when it is there."""
+        engine, now = self._engine, self._engine.env.now
+        if source is target:
+            arrive(now)
+            return
+        begin = source.outward.free_at
+        sent = source.outward.send(now, engine.share)
+
+        def receive() -> None:
+            received = target.inward.send(engine.env.now, engine.share)
+            arrive(max(sent, received) + self.latency)
+
+        engine.at(begin, self.learner, receive)
+
+
+class _Engine:
+    """The learners, the servers and the events between them."""
+
+    def __init__(
+        self, rule: Rule, cluster: Cluster, *, servers: int | None, seed: int, restarts: bool
+    ) -> None:
+        self.rule, self.env = rule, require_simpy().Environment()
+        self._restarts = restarts
+        hosts = [_Host(cluster.link) for _ in range(cluster.learners)]
+        link = cluster.server_link or cluster.link
+        own = hosts if servers is None else [_Host(link) for _ in range(servers)]
+        self.servers = [_Server(host) for host in own]
+        self.share = cluster.model_bytes / len(own)
+        self.learners = []
+        for number, host in enumerate(hosts):
+            factor = cluster.slow.get(number, 1.0)
+            seconds = compute_times(cluster.compute, seed=seed, learner=number, factor=factor)
+            learner = _Learner(number, self, seconds)
+            learner.connections = tuple(
+                _Connection(self, learner, host, server) for server in self.servers
+            )
+            self.learners.append(learner)
+
+    def run(self, updates: int) -> None:
+        """Go through the events until every server has made its updates."""
+        self.mini_batches = MiniBatches(self.rule, range(updates * self.rule.local_steps))
+        for learner in self.learners:
+            learner.pull(0.0)
+        self.env.run()
+
+    def at(self, seconds: float, learner: _Learner, call: Callable[[], None]) -> None:
+        """Call at a time, now if it is past, unless the learner begins anew before."""
+        delay = seconds - self.env.now
+        if delay <= 0:
+            call()
+            return
+        began = learner.round
+
+        def fire(_: object) -> None:
+            if learner.round == began:
+                call()
+
+        self.env.timeout(delay).callbacks.append(fire)
+
+    def take(self, connection: _Connection, server: _Server) -> None:
+        """Let a server take a gradient, and make the update if it is the last of one."""
+        server.record(connection, self.env.now)
+        server.pushed.append(connection)
+        free: Sequence[_Connection] = () if self.rule.waits else (connection,)
+        if len(server.pushed) == self.rule.gradients:
+            free = server.pushed if self.rule.waits else free
+            server.pushed = []
+            server.clock += 1
+            if self._restarts:
+                self._restart({each.learner for each in free})
+        for each in free:
+            each.learner.acknowledge(self.env.now + each.latency)
+
+    def _restart(self, in_time: set[_Learner]) -> None:
+        """Let all other learners drop what they do, and begin anew."""
+        for learner in self.learners:
+            if learner not in in_time:
+                learner.round += 1
+                learner.pull(self.env.now + learner.connections[0].latency)

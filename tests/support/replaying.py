@@ -1,0 +1,115 @@
+"""A small problem in float64, solved by real learners and servers, and replayed from a record."""
+
+import random
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import connect
+from largebatch.distributed.links import open_links
+from largebatch.optim.lars import LARS
+from largebatch.training.protocols.arrivals import Arrivals
+from largebatch.training.protocols.exchange import Exchange, Layout, Record
+from largebatch.training.protocols.replay import Part, replay
+from largebatch.training.protocols.rule import MiniBatches, Rule
+from largebatch.training.protocols.server import ParameterServer, divide
+
+SETTINGS = {"momentum": 0.9, "weight_decay": 1e-3}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "lars": LARS}
+UPDATES = 30
+
+
+def schedule(update: int) -> float:
+    """Fall slowly."""
+    return 0.2 / (1 + 0.01 * update)
+
+
+def build() -> nn.Module:
+    """Build the same network each time."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    """Return the mean loss over a mini-batch."""
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+    return F.cross_entropy(model(inputs), torch.randint(3, (8,), generator=generator))
+
+
+def replayed(
+    rule: Rule,
+    records: Sequence[Arrivals],
+    *,
+    optimizer: str = "sgd",
+    after: list[list[Tensor]] | None = None,
+) -> tuple[list[Tensor], list[int], int]:
+    """Return the final weights, the number of updates by server, and of gradients computed.
+
+    `after` receives the weights of the first server after each of its updates.
+    """
+    model, calls = build(), 0
+    weights = list(model.parameters())
+    parts = []
+    divided = divide([weight.nbytes for weight in weights], len(records))
+    for numbers, arrivals in zip(divided, records, strict=True):
+        own = [weights[number].detach().clone().requires_grad_() for number in numbers]
+        updates = OPTIMIZERS[optimizer](own, lr=1.0, **SETTINGS)  # type: ignore[call-arg]
+        parts.append(Part(ParameterServer(own, updates, schedule, rule), numbers, arrivals))
+
+    def gradient(_: int, number: int) -> tuple[Sequence[Tensor], float]:
+        nonlocal calls
+        calls += 1
+        loss = loss_of(model, number)
+        return torch.autograd.grad(loss, weights), loss.item()
+
+    made = [0] * len(parts)
+    for server_number, applied in replay(parts, weights, gradient):
+        assert applied.update == made[server_number]
+        made[server_number] += 1
+        if server_number == 0 and after is not None:
+            after.append([weight.detach().clone() for weight in parts[0].server.weights])
+    final = [weight.detach() for weight in weights]
+    for part in parts:
+        for number, values in zip(part.numbers, part.server.weights, strict=True):
+            final[number] = values.detach()
+    return final, made, calls
+
+
+def run_for_real(
+    cases: Sequence[tuple[Layout, Rule, str]],
+) -> list[tuple[list[Tensor], Record]]:
+    """Solve each case by learners that take random times; on every worker."""
+    backend = connect("torch", timeout=60)
+    found = [_solve(backend, *case) for case in cases]
+    backend.close()
+    return found
+
+
+def _solve(
+    backend: Backend, layout: Layout, rule: Rule, optimizer: str
+) -> tuple[list[Tensor], Record]:
+    model, draws = build(), random.Random(backend.rank)
+    weights = list(model.parameters())
+
+    def gradient(number: int) -> tuple[Sequence[Tensor], float]:
+        time.sleep(draws.expovariate(1 / 0.002))
+        loss = loss_of(model, number)
+        return torch.autograd.grad(loss, weights), loss.item()
+
+    exchange = Exchange(backend, layout, open_links(backend, layout.pairs))
+    record = exchange.run(
+        weights,
+        OPTIMIZERS[optimizer](weights, lr=1.0, **SETTINGS),  # type: ignore[call-arg]
+        schedule,
+        rule,
+        MiniBatches(rule, range(UPDATES)),
+        clock=0,
+        gradient=gradient,
+    )
+    return [weight.detach() for weight in weights], record
