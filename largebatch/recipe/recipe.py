@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from largebatch.errors import RecipeError
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.model import Model
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
@@ -30,6 +31,7 @@ from largebatch.recipe.sections import (
     Section,
     Updates,
 )
+from largebatch.recipe.text import Text, misfits
 
 
 class Loss(Section):
@@ -165,7 +167,7 @@ class Recipe(Section):
     duration: Duration
     """How long to train, clean epochs included."""
 
-    data: Data
+    data: Annotated[Data | Text, Field(discriminator="source")]
     model: Model
     batch: BatchSizes
     optimizer: Annotated[LARS | SGD | Shampoo | ScheduleFree | LAMB, Field(discriminator="kind")]
@@ -216,10 +218,23 @@ class Recipe(Section):
         return self.model_validate(changed)
 
     @property
+    def images(self) -> Data:
+        """The section of the images; RecipeError where the data is a text."""
+        if isinstance(self.data, Text):
+            raise RecipeError(f"data.source: text: {self.name} has windows of words, no images")
+        return self.data
+
+    @property
     def train_samples(self) -> int:
         """Training images that are trained on: all but those held out."""
         held_out = self.polish.held_out if self.polish else None
         return self.data.train_split - (held_out or 0)
+
+    @model_validator(mode="after")
+    def _settings_go_with_the_data(self) -> Self:
+        if found := list(misfits(self)):
+            raise ValueError("; ".join(found))
+        return self
 
     @model_validator(mode="after")
     def _some_images_are_trained_on(self) -> Self:

@@ -38,7 +38,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, norm_parameters, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.models.image_sizes import require_image_sizes
+from largebatch.models.image_sizes import require_inputs
 from largebatch.recipe import optimizers, sections
 from largebatch.recipe.plan import (
     Plan,
@@ -328,7 +328,7 @@ def build_trainer(
         here = anywhere(recipe)
     else:
         require_trainable(model, recipe)
-        require_image_sizes(recipe, {piece.image_size for piece in plan.sizes})
+        require_inputs(recipe, {piece.image_size for piece in plan.sizes})
     state = _build_state(here, plan, model, backend)
     trackers: list[Tracker] = []
     emit = partial(record, trackers)

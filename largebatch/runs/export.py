@@ -67,7 +67,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
 
 def _config(recipe: Recipe) -> dict[str, object]:
     """Return what timm reads of a model, in its words."""
-    data = recipe.data
+    data = recipe.images
     return {
         "architecture": recipe.model.name.partition(".")[0],
         "num_classes": data.classes,
@@ -124,7 +124,7 @@ On {recipe.data.val_split:,} validation images, after each stage that has ended:
 
 def _write_onnx(model: nn.Module, recipe: Recipe, path: Path) -> None:
     """Write the model for batches of any size."""
-    side = recipe.data.image_size
+    side = recipe.images.image_size
     torch.onnx.export(
         model,
         (torch.zeros(2, 3, side, side),),

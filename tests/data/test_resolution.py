@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from largebatch.cli.main import main
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.image_sizes import require_image_sizes
@@ -39,12 +39,12 @@ def digits(*overrides: str) -> Recipe:
     return load_recipe(DIGITS, [*GROWING, "data.crop_area=[0.3, 1]", "data.flip=true", *overrides])
 
 
-def opened(recipe: Recipe, *, workers: int = 1) -> Pipeline:
+def opened(recipe: Recipe, *, workers: int = 1) -> ImagePipeline:
     plan = make_plan(recipe, workers=workers)
-    return open_pipeline(recipe, plan, Serial(torch.device("cpu")), folder=None)
+    return open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
 
 
-def by_pillow(pipeline: Pipeline, positions: range, size: int) -> Tensor:
+def by_pillow(pipeline: ImagePipeline, positions: range, size: int) -> Tensor:
     """Cut out, resize and mirror the images that training shows at these positions."""
     request = pipeline.training_request(positions, clean=False)
     shown = []
@@ -59,7 +59,7 @@ def by_pillow(pipeline: Pipeline, positions: range, size: int) -> Tensor:
     return (torch.stack(shown).permute(0, 3, 1, 2) / 255 - mean) / std
 
 
-def first_of_each(pipeline: Pipeline, steps: range) -> Iterator[tuple[int, Tensor]]:
+def first_of_each(pipeline: ImagePipeline, steps: range) -> Iterator[tuple[int, Tensor]]:
     with closing(pipeline.training(steps, clean=False)) as batches:
         for step, batch in zip(steps, batches, strict=True):
             yield step, batch.images.clone()

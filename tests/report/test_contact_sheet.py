@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from real_subsets import SAMPLES, write_subset
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(chosen: Recipe, folder: Path) -> Pipeline:
+def opened(chosen: Recipe, folder: Path) -> ImagePipeline:
     plan = make_plan(chosen, workers=1)
-    return open_pipeline(chosen, plan, Serial(torch.device("cpu")), folder=folder)
+    return open_images(chosen, plan, Serial(torch.device("cpu")), folder=folder)
 
 
 def files(folder: Path, split: str, name: str) -> list[Pixels]:
@@ -224,7 +224,7 @@ def test_cifar10_is_shown_as_it_is(
     root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
     chosen = load_recipe(RECIPES / "cifar10" / "cifar10_resnet8_128.yaml", SAMPLES)
     plan = make_plan(chosen, workers=1)
-    shown = show(open_pipeline(chosen, plan, Serial(), folder=root))
+    shown = show(open_images(chosen, plan, Serial(), folder=root))
     assert shown.classes == tuple(sorted((real_data / "cifar10/classes.txt").read_text().split()))
     for name, (clean,), evaluation in zip(
         shown.classes, shown.clean, shown.evaluation, strict=True
