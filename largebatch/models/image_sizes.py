@@ -3,7 +3,7 @@
 Shapes alone are computed: that takes no memory and no arithmetic.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -45,15 +45,19 @@ def require_words(recipe: Recipe) -> None:
     shape = (2, recipe.data.window)
     with torch.device("meta"), torch.no_grad():
         try:
-            found = tuple(_build(recipe)(torch.zeros(shape, dtype=torch.int64)).shape)
+            found = _shown(_build(recipe)(torch.zeros(shape, dtype=torch.int64)).shape)
         except (RuntimeError, AssertionError, TypeError, ValueError, IndexError) as error:
             found = clip(" ".join(str(error).split()), 200)
-    if found != (*shape, recipe.data.vocabulary):
+    if found != _shown((*shape, recipe.data.vocabulary)):
         raise RecipeError(
             f"model.name: {recipe.model.name} does not take words, as data.source: text has them: "
-            f"of N x T numbers it makes {found}, expected N x T x {recipe.data.vocabulary}; "
+            f"of {_shown(shape)} it makes {found}, expected one score for every word; "
             f"{LANGUAGE_MODEL} does"
         )
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _build(recipe: Recipe) -> nn.Module:

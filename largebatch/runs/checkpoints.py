@@ -196,8 +196,8 @@ def evaluate_checkpoint(
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
     checked = checksum(checkpoint.state["model"])
-    facts = {"command": "evaluate", "checkpoint": checked}
-    facts |= {"--training": training, "--test": test}
+    asked = {"--training": training, "--test": test}
+    facts = {"command": "evaluate", "checkpoint": checked, **asked}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
         trainer.restore(checkpoint, source=str(path))
         found = trainer.measure()

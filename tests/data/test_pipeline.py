@@ -107,7 +107,7 @@ def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Monke
     for kind in ("memory", "device"):
         for ours, other in zip(stages(f"execution.cache={kind}"), decoded, strict=True):
             assert torch.equal(ours.labels, other.labels)
-            std = min(load_recipe(DIGITS).data.std)
+            std = min(load_recipe(DIGITS).images.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
 
 

@@ -6,7 +6,7 @@ The order of the windows is the one thing that both share.
 import math
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def plain_pytorch(folder: Path, state: State, *, smoothing: float = 0.0) -> tupl
     net = Plain(state)
     decayed = [weight for weight in net.parameters() if weight.ndim > 1]
     others = [weight for weight in net.parameters() if weight.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
     optimizer, rate = torch.optim.SGD(groups, momentum=0.9), build_schedule(recipe)
     for step, ids in enumerate(torch.from_numpy(order).split(BATCH)):
         for group in optimizer.param_groups:
