@@ -95,6 +95,10 @@ def misfits(recipe: "Recipe") -> Iterator[str]:
             f"data.window ({recipe.data.window}) cuts the text into {recipe.data.train_samples:,} "
             f"samples, expected at most {MAX_SAMPLES:,}: give longer windows"
         )
+    if recipe.model.name == LANGUAGE_MODEL and recipe.batch.bn_span is not None:
+        yield f"batch.bn_span: {LANGUAGE_MODEL} has no BatchNorm; make it null"
+    if recipe.model.name == LANGUAGE_MODEL and recipe.polish is not None:
+        yield f"polish is for models with BatchNorm, and {LANGUAGE_MODEL} has none: leave it out"
     execution = recipe.execution
     settings = {
         "execution.decoder": execution.decoder,

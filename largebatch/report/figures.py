@@ -103,7 +103,7 @@ def draw_perplexity(figure: "Canvas", run: Run) -> None:
     axes.plot(epochs, values, color=MUTED, lw=1)
     _draw_points(axes, epochs, values, stage, size=6)
     axes.annotate(
-        f"{values[-1]:.2f}", (epochs[-1], values[-1]), (0, 9), ha="right",
+        f"{values[-1]:.2f}", (epochs[-1], values[-1]), (-9, -1), ha="right", va="center",
         textcoords="offset points", color=COLOURS[stage.name], weight="bold",
     )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,g}")

@@ -157,10 +157,10 @@ def test_the_console_and_evaluate_print_the_perplexity(
         pytest.param("check R --mlperf-closed", "has windows of words, no images", id="rules"),
         pytest.param("check digits_96 --set model.name=lstm", "lstm reads words", id="images"),
         pytest.param(
-            "check R --set polish={ema:0.5}", "polish is for models with BatchNorm", id="polishing"
+            "check R --set polish={ema:0.5}", "BatchNorm, and lstm has none", id="polishing"
         ),
         pytest.param(
-            "train R --data D --out O --set batch.bn_span=4", "lstm has no BatchNorm", id="span"
+            "check R --set batch.bn_span=4", "batch.bn_span: lstm has no BatchNorm", id="span"
         ),
         pytest.param(
             "train R --data D --out O --set model={name:lenet5}",
