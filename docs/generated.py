@@ -11,7 +11,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
-from largebatch.recipe.loading import kinds_of
+from largebatch.recipe.loading import chooser_of, kinds_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
@@ -58,7 +58,7 @@ class RecipeReference(SphinxDirective):
         for place, meaning in enumerate(meanings(key)):
             term = nodes.term("", "", nodes.literal(text=key), ids=[] if place else [key])
             if meaning.kinds:
-                term += nodes.Text(f" (kind: {', '.join(meaning.kinds)})")
+                term += nodes.Text(f" ({meaning.chooser}: {', '.join(meaning.kinds)})")
             text = [nodes.paragraph("", "", nodes.emphasis(text=meaning.values))]
             text += [*self._text(meaning.text), *self._kinds(key), *self._elsewhere(key)]
             yield nodes.definition_list_item("", term, nodes.definition("", *text))
@@ -73,7 +73,7 @@ class RecipeReference(SphinxDirective):
         """Return what the kinds of a section are, where it has some; or what the section is."""
         new = [section for section in sections_below(key) if self.first.get(section, key) == key]
         lines = [
-            f"- kind `{'` or `'.join(kinds_of(section))}`: {_text_of(section)}"
+            f"- {chooser_of(section)} `{'` or `'.join(kinds_of(section))}`: {_text_of(section)}"
             if kinds_of(section)
             else _text_of(section)
             for section in new

@@ -30,6 +30,7 @@ NEEDS = {
     "ImageNet",
     "ImageNet and GPUs",
     "ImageNet and weights",
+    "Penn Treebank",
     "the archives of Fashion-MNIST",
     "the network",
 }

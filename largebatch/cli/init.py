@@ -101,7 +101,7 @@ def _show_choices(found: "Survey", recipe: "Recipe") -> None:
 
     sides = np.minimum(found.train.heights, found.train.widths)
     quantiles = np.quantile(sides, [0, 0.1, 0.5, 0.9, 1]).astype(int).tolist()
-    data, batch = recipe.data, recipe.batch
+    data, batch = recipe.images, recipe.batch
     plan = make_plan(recipe, workers=1)
     lines = [
         (

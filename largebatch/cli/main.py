@@ -216,24 +216,39 @@ def _train(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from largebatch.runs.checkpoints import evaluate_checkpoint
 
-    found = evaluate_checkpoint(args.checkpoint, options_of(args), training=args.training)
+    found = evaluate_checkpoint(
+        args.checkpoint, options_of(args), training=args.training, test=args.test
+    )
     if own_rank() == 0:
         metrics, training = found.metrics, found.training
         print(f"{_accuracies(metrics)}  {found.path}, after {found.step:,} updates")
-        never = metrics.classes_never_correct
-        print(
-            f"confidence of the correct: average {metrics.average_confidence:.4f} (AC), deviation "
-            f"{metrics.confidence_deviation:.4f} (CD), deviation of the classes' averages "
-            f"{metrics.class_confidence_deviation:.4f} (CDAC)"
-            + (f", without {never} classes of which none is correct" if never else "")
-        )
+        if metrics.perplexity is None:
+            print(_confidence(metrics))
         if training is not None:
-            print(f"training images: {_accuracies(training)}")
+            what = "training images" if metrics.perplexity is None else "training text"
+            print(f"{what}: {_accuracies(training)}")
             print(f"validation loss - training loss: {metrics.loss - training.loss:+.4f}")
+        if found.test is not None:
+            print(f"test text: {_accuracies(found.test)}")
     return DONE
 
 
+def _confidence(metrics: "Metrics") -> str:
+    never = metrics.classes_never_correct
+    return (
+        f"confidence of the correct: average {metrics.average_confidence:.4f} (AC), deviation "
+        f"{metrics.confidence_deviation:.4f} (CD), deviation of the classes' averages "
+        f"{metrics.class_confidence_deviation:.4f} (CDAC)"
+        + (f", without {never} classes of which none is correct" if never else "")
+    )
+
+
 def _accuracies(metrics: "Metrics") -> str:
+    if metrics.perplexity is not None:
+        return (
+            f"perplexity {metrics.perplexity:.2f}  loss {metrics.loss:.4f}  "
+            f"next word {metrics.top1:.2%}  ({metrics.samples} words)"
+        )
     return (
         f"top-1 {metrics.top1:.2%}  top-5 {metrics.top5:.2%}  loss {metrics.loss:.4f}  "
         f"({metrics.samples} samples)"
@@ -293,6 +308,19 @@ def _add_doctor(command: Callable[[str, Call, str], argparse.ArgumentParser]) ->
     add_processes(doctor)
 
 
+def _add_evaluate(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+    evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
+    evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
+    evaluate.add_argument(
+        "--training", action="store_true", help="the training images too, for the loss difference"
+    )
+    evaluate.add_argument("--test", action="store_true", help="the test part of a text too")
+    add_set(evaluate)
+    add_execution(evaluate)
+    add_processes(evaluate)
+    add_machine(evaluate)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; what a command does is `call` of its arguments."""
     parser: argparse.ArgumentParser = _Parser(
@@ -335,15 +363,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="what may differ from the run resumed, such as schedule.peak_lr or data.index",
     )
 
-    evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
-    evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
-    evaluate.add_argument(
-        "--training", action="store_true", help="the training images too, for the loss difference"
-    )
-    add_set(evaluate)
-    add_execution(evaluate)
-    add_processes(evaluate)
-    add_machine(evaluate)
+    _add_evaluate(command)
 
     exported = command("export", _export, "write a saved model for timm, and as ONNX")
     exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")

@@ -49,14 +49,14 @@ def _staleness(args: argparse.Namespace) -> int:
             if run.read() is None:
                 print(printable(f"{run.cell.name} seed {run.seed}"))
         return 0
+    from largebatch.runs.interrupts import InterruptedStudyError
     from largebatch.runs.options import Options
     from largebatch.studies.staleness.pictures import write_pictures
-    from largebatch.studies.trial import Interrupted
 
     options = Options(out=out, **machine_of(args))
     try:
         carry_out(runs, options, processes=args.parallel, report=_report)
-    except Interrupted:
+    except InterruptedStudyError:
         done = sum(run.read() is not None for run in runs)
         print(f"{done} of {len(runs)} runs are done; to go on: the same command")
         return INTERRUPTED

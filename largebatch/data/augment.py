@@ -8,8 +8,9 @@ resized to the square the model sees.
 import numpy as np
 import numpy.typing as npt
 
+from largebatch.data.batches import samples_at
 from largebatch.data.index.index import Index
-from largebatch.data.order import Stream, random_words, sample_ids
+from largebatch.data.order import Stream, random_words
 from largebatch.data.types import BoolArray, IntArray, Request
 
 FloatArray = npt.NDArray[np.float64]
@@ -20,9 +21,7 @@ ATTEMPTS = 10
 
 def training_samples(index: Index, positions: range, *, seed: int) -> IntArray:
     """Return the samples at these positions of the run: each once an epoch, none held out."""
-    if index.trained is None:
-        return sample_ids(positions, seed=seed, num_samples=len(index))
-    return index.trained[sample_ids(positions, seed=seed, num_samples=len(index.trained))]
+    return samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
 
 
 def train_request(

@@ -4,42 +4,40 @@ Everything here is a function of the recipe, the plan and the worker's rank; the
 chosen only turns the requests into tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import groupby
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from largebatch.data.augment import clean_request, train_request, training_samples
+from largebatch.data.batches import Pipeline, Split, divide_samples
 from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
-from largebatch.data.order import Stream, divide
-from largebatch.data.types import Batch, Batches, IntArray, Request, View
+from largebatch.data.text import open_text
+from largebatch.data.types import Batches, IntArray, Request, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
+from largebatch.recipe.text import Text
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
 DecodeView = Callable[[Index, Iterator[Request], View], Batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """Opens the batches of every stage for one worker."""
+class ImagePipeline(Pipeline):
+    """Opens the batches of images of every stage for one worker."""
 
-    recipe: Recipe
-    plan: Plan
-    rank: int
     train_index: Index
     val_index: Index
     decode: Decode
@@ -47,12 +45,6 @@ class Pipeline:
 
     decode_to: Callable[[int], Decode]
     """Returns what decodes to another size."""
-
-    evaluated_samples: IntArray
-    """The rows of val_index that an evaluation measures."""
-
-    held_out_samples: IntArray
-    """Training images that no stage is trained or measured on, and that decide on stages."""
 
     @property
     def indexes(self) -> dict[str, Index]:
@@ -66,17 +58,22 @@ class Pipeline:
         return {"train": self.train_index.identity, "val": self.val_index.identity}
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, by label."""
+        return self.val_index.classes
+
+    @property
+    def unusable(self) -> int:
+        """How many images `data index --drop-bad` left out."""
+        return sum(len(index.bad) for index in self.indexes.values())
+
+    @property
     def remarks(self) -> list[str]:
         """What is to be known about the images when a run begins: which files are not read."""
         described = [describe(index.ignored, where=split) for split, index in self.indexes.items()]
         return [
             f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
         ]
-
-    def replica(self, plan: Plan, *, seed: int) -> Self:
-        """Return the pipeline of a replica, whose batches this worker alone goes through."""
-        recipe = self.recipe.model_copy(update={"seed": seed})
-        return replace(self, recipe=recipe, plan=plan, rank=0)
 
     def training(self, steps: range, *, clean: bool) -> Batches:
         """Return the device batches of these updates, in each as many as its global batch needs.
@@ -89,42 +86,43 @@ class Pipeline:
         return self._training_in_sizes(steps)
 
     def _training_in_sizes(self, steps: range) -> Batches:
-        for part, size in self.plan.sized(steps, otherwise=self.recipe.data.image_size):
+        for part, size in self.plan.sized(steps, otherwise=self.recipe.images.image_size):
             requests = self._training_requests(part, clean=False)
+            with closing(self.decoder(size)(self.train_index, requests)) as batches:
+                yield from batches
+
+    def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
+        """Return a batch for each of these ranges of positions, in the size of its first one."""
+        usual = self.recipe.images.image_size
+
+        def size_of(part: range) -> int:
+            return usual if clean else self.plan.image_size(part.start, otherwise=usual)
+
+        for size, several in groupby(parts, key=size_of):
+            requests = (self.training_request(part, clean=clean) for part in several)
             with closing(self.decoder(size)(self.train_index, requests)) as batches:
                 yield from batches
 
     def decoder(self, image_size: int) -> Decode:
         """Return what decodes to this size."""
-        is_usual = image_size == self.recipe.data.image_size
+        is_usual = image_size == self.recipe.images.image_size
         return self.decode if is_usual else self.decode_to(image_size)
 
-    def validation(self) -> Batches:
-        """Return this worker's share of the validation images, which may be none."""
-        samples = self.evaluated_samples
-        requests = self._clean(self.val_index, samples, size=self.plan.device_batch)
-        return self.decode(self.val_index, requests)
+    def training_samples(self, positions: range) -> IntArray:
+        """Return the images at these positions of the run: each once an epoch, none held out."""
+        return training_samples(self.train_index, positions, seed=self.recipe.seed)
 
-    def statistics(self, num_samples: int) -> Batches:
-        """Return this worker's share of the first `num_samples` of the training order, clean.
-
-        Every batch holds whole BatchNorm spans, also where several workers share one in training.
-        """
-        samples = self._samples(range(num_samples))
-        requests = self._clean(self.train_index, samples, size=self.plan.statistics_batch)
-        return self.decode(self.train_index, requests)
-
-    def held_out(self) -> Batches:
-        """Return this worker's share of the training images held out, clean; it may be none."""
-        requests = self._clean(self.train_index, self.held_out_samples, size=self.plan.device_batch)
-        return self.decode(self.train_index, requests)
+    def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
+        """Return batches of these images as validation shows them."""
+        index = self.train_index if split == "train" else self.val_index
+        return self.decode(index, (self.clean_request(index, part) for part in parts))
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Ask for what training shows at these positions of the run."""
         self.train_index.require_whole()
-        data, seed = self.recipe.data, self.recipe.seed
+        data, seed = self.recipe.images, self.recipe.seed
         if clean:
-            return self.clean_request(self.train_index, self._samples(positions))
+            return self.clean_request(self.train_index, self.training_samples(positions))
         return train_request(
             self.train_index,
             positions,
@@ -137,44 +135,11 @@ class Pipeline:
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
         """Ask for these samples as validation shows them."""
         index.require_whole()
-        data = self.recipe.data
+        data = self.recipe.images
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
 
-    @property
-    def validation_samples(self) -> IntArray:
-        """The rows of the index that `validation` shows this worker, in its order."""
-        samples = self.evaluated_samples
-        parts = self._dealt(samples, size=self.plan.device_batch)
-        return np.concatenate([*parts, samples[:0]])
-
-    def _samples(self, positions: range) -> IntArray:
-        return training_samples(self.train_index, positions, seed=self.recipe.seed)
-
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
-        for part, _, accumulation in self.plan.within(steps):
-            for step, micro in product(part, range(accumulation)):
-                positions = self.plan.positions(step, micro, self.rank)
-                yield self.training_request(positions, clean=clean)
-
-    def _clean(self, index: Index, samples: np.ndarray, *, size: int) -> Iterator[Request]:
-        return (self.clean_request(index, part) for part in self._dealt(samples, size=size))
-
-    def _dealt(self, samples: np.ndarray, *, size: int) -> Iterator[IntArray]:
-        """Deal batches of `size` out to the workers in turn; only the very last may be smaller."""
-        for start in range(self.rank * size, len(samples), self.plan.workers * size):
-            yield samples[start : start + size]
-
-
-@dataclass(frozen=True, slots=True)
-class CleanImages:
-    """Clean training images, which can be gone through again."""
-
-    pipeline: Pipeline
-    samples: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        with closing(self.pipeline.statistics(self.samples)) as batches:
-            yield from batches
+        return (self.training_request(part, clean=clean) for part in self.positions(steps))
 
 
 def open_pipeline(
@@ -185,14 +150,31 @@ def open_pipeline(
     folder: Path | None,
     dataset: str | None = None,
 ) -> Pipeline:
+    """Find the images or the text that a recipe names; raises as open_images and open_text."""
+    if not isinstance(recipe.data, Text):
+        return open_images(recipe, plan, backend, folder=folder, dataset=dataset)
+    if dataset is not None:
+        raise DataError(f"--dataset {dataset} opens images, and the recipe's data.source is text")
+    return open_text(recipe, plan, backend, folder=folder)
+
+
+def open_images(
+    recipe: Recipe,
+    plan: Plan,
+    backend: Backend,
+    *,
+    folder: Path | None,
+    dataset: str | None = None,
+) -> ImagePipeline:
     """Find the images a recipe names and prepare to decode them on this worker's device.
 
     They are in `folder`, or what `dataset`, a function as in datasets/own.py, opens.
 
     Worker 0 reads and checks the folder and gives the index to the others. Raises DataError where
-    the folder is not what the recipe describes, MissingPackageError where the decoder is missing.
+    the folder is not what the recipe describes, MissingPackageError where the decoder is missing,
+    RecipeError where the recipe has a text.
     """
-    data = recipe.data
+    data = recipe.images
     if folder is not None and data.source != "folder":
         raise DataError(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
@@ -219,22 +201,22 @@ def open_pipeline(
 
 def _pipeline(
     recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode_view: DecodeView
-) -> Pipeline:
-    trained, evaluated, held_out = _divide(recipe, *map(len, indexes))
+) -> ImagePipeline:
+    trained, evaluated, held_out = divide_samples(recipe, *map(len, indexes))
     train = replace(indexes[0], trained=trained)
-    view = _view(recipe.data)
+    view = _view(recipe.images)
 
     def decode_to(image_size: int) -> Decode:
         shown = replace(view, image_size=image_size)
         return lambda index, requests: decode_view(index, requests, shown)
 
-    return Pipeline(
+    return ImagePipeline(
         recipe=recipe,
         plan=plan,
         rank=rank,
         train_index=train,
         val_index=indexes[1] if recipe.data.held_out is None else train,
-        decode=decode_to(recipe.data.image_size),
+        decode=decode_to(recipe.images.image_size),
         decode_to=decode_to,
         evaluated_samples=evaluated,
         held_out_samples=held_out,
@@ -260,7 +242,7 @@ def _open_own(
     classes = recipe.data.classes
     items = own.open_own(dataset)
     train, val = (own.index_items(each, classes=classes, backend=backend) for each in items)
-    _check(recipe.data, train, val)
+    _check(recipe.images, train, val)
     split = {train.digest: items[0], val.digest: items[1]}
 
     def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
@@ -274,27 +256,6 @@ def _open_own(
         )
 
     return train, val, decode
-
-
-def _divide(
-    recipe: Recipe, num_train: int, num_val: int
-) -> tuple[IntArray | None, IntArray, IntArray]:
-    """Return the samples that are trained on, None for all, those that validate, those that decide.
-
-    Those that validate are of the training images where the recipe holds some out for that.
-    """
-    trained, evaluated, decides = None, np.arange(num_val), np.empty(0, dtype=np.int64)
-    section = recipe.data.held_out
-    if section is not None:
-        trained, evaluated = divide(
-            num_train, held_out=section.samples, seed=section.seed, stream=Stream.VALIDATION
-        )
-    number = recipe.polish.held_out if recipe.polish else None
-    if number is not None:
-        rows = np.arange(num_train) if trained is None else trained
-        kept, chosen = divide(len(rows), held_out=number, seed=recipe.seed)
-        trained, decides = rows[kept], rows[chosen]
-    return trained, evaluated, decides
 
 
 def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
@@ -334,7 +295,7 @@ def _view(data: Data) -> View:
 
 
 def _open_indexes(recipe: Recipe, backend: Backend, folder: Path | None) -> tuple[Index, Index]:
-    data = recipe.data
+    data = recipe.images
     if data.source == "synthetic":
         sizes = (data.train_samples, data.val_samples)
         train, val = (synthetic.synthetic_index(n, data.classes, data.image_size) for n in sizes)

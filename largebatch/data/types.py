@@ -20,10 +20,10 @@ class Batch(NamedTuple):
     """One device batch, on the worker's device."""
 
     images: Tensor
-    """float32, N x C x H x W, normalised."""
+    """float32, N x C x H x W, normalised; or words, int64, N x T."""
 
     labels: Tensor
-    """int64, N."""
+    """int64, N; of words N x T."""
 
 
 Batches = Generator[Batch, None, None]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.loading import kinds_of, sections_of
+from largebatch.recipe.loading import CHOOSERS, chooser_of, kinds_of, sections_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
@@ -24,6 +24,9 @@ class Meaning:
 
     kinds: tuple[str, ...]
     """The kinds; none where the section has no kinds, or for `kind` itself."""
+
+    chooser: str
+    """The key that chooses one of them."""
 
     values: str
     """Which values it takes, and which one if it is left out."""
@@ -53,14 +56,18 @@ def meanings(key: str) -> list[Meaning]:
     Raises RecipeError for a key that no recipe has, with the nearest one.
     """
     found = _find(key)
-    if key.endswith(".kind"):
+    above, _, last = key.rpartition(".")
+    if last in CHOOSERS:
         words = " | ".join(kind for section, _ in found for kind in kinds_of(section))
-        return [Meaning((), f"{words}, required", f"See: largebatch explain {key[:-5]}")]
+        own = " ".join(field.description for _, field in found if field.description)
+        return [Meaning((), last, f"{words}, required", own or f"See: largebatch explain {above}")]
     owners: dict[tuple[str, str], list[str]] = {}
+    chooser = chooser_of(found[0][0]) or "kind"
     for section, field in found:
-        meaning = (_values(section, field, key.rpartition(".")[2]), field.description or "")
-        owners.setdefault(meaning, []).extend(kinds_of(section)[:1])
-    return [Meaning(tuple(kinds), values, text) for (values, text), kinds in owners.items()]
+        meaning = (_values(section, field, last), field.description or "")
+        names = kinds_of(section) if chooser == "source" else kinds_of(section)[:1]  # old names
+        owners.setdefault(meaning, []).extend(names)
+    return [Meaning(tuple(kinds), chooser, *meaning) for meaning, kinds in owners.items()]
 
 
 def sections_below(key: str) -> list[type[Section]]:
@@ -95,7 +102,7 @@ def _every_field(
 
 
 def _block(key: str, meaning: Meaning) -> str:
-    owner = f" (kind: {', '.join(meaning.kinds)})" if meaning.kinds else ""
+    owner = f" ({meaning.chooser}: {', '.join(meaning.kinds)})" if meaning.kinds else ""
     text = textwrap.indent(textwrap.fill(meaning.text, _WIDTH - 4), "    ")
     return f"{key}{owner}: {meaning.values}\n{text}".rstrip()
 
@@ -114,7 +121,8 @@ def _list_fields(prefix: str, section: type[Section]) -> str:
     """Name every key of a section, each with the first sentence about it."""
     kinds = kinds_of(section)
     head = (section.__doc__ or "").strip().splitlines()[0]
-    lines = [f"kind: {' or '.join(kinds)}: {head}" if kinds else head]
+    chooser = chooser_of(section)
+    lines = [f"{chooser}: {' or '.join(kinds)}: {head}" if kinds else head]
     fields = {prefix + name: field for name, field in section.model_fields.items()}
     fields.pop(f"{prefix}kind", None)  # the head has it
     width = max(map(len, fields), default=0) + 4
@@ -136,7 +144,7 @@ def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
     if text:
         return re.split(r"(?<=\.)\s", text.strip())[0]
     if below:
-        return f"One of the kinds {', '.join(kinds_of(one)[0] for one in below)}."
+        return f"One of the kinds {', '.join(kind for one in below for kind in kinds_of(one))}."
     return _values(section, field, name)
 
 

@@ -210,7 +210,7 @@ def dump_yaml(section: Section) -> str:
 
 
 def sections_of(annotation: object) -> list[type[Section]]:
-    """Return the sections a field may hold: one, or several for a union chosen by `kind`.
+    """Return the sections a field may hold: one, or several for a union chosen by one key.
 
     >>> [section.__name__ for section in sections_of(Recipe.model_fields["optimizer"].annotation)]
     ['LARS', 'SGD', 'Shampoo', 'ScheduleFree', 'LAMB']
@@ -220,14 +220,23 @@ def sections_of(annotation: object) -> list[type[Section]]:
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
+CHOOSERS = ("kind", "source")
+"""The keys whose words choose one section of a union: `source` that of the data."""
+
+
 def kinds_of(section: type[Section]) -> tuple[str, ...]:
     """Return the words that choose this section in its union; none if it stands in no union.
 
     >>> kinds_of(sections_of(Recipe.model_fields["optimizer"].annotation)[0]), kinds_of(Recipe)
     (('lars',), ())
     """
-    field = section.model_fields.get("kind")
-    return () if field is None else get_args(field.annotation)
+    chooser = chooser_of(section)
+    return () if chooser is None else get_args(section.model_fields[chooser].annotation)
+
+
+def chooser_of(section: type[Section]) -> str | None:
+    """Return the key that chooses this section in its union; None if it stands in no union."""
+    return next((key for key in CHOOSERS if key in section.model_fields), None)
 
 
 def _yaml() -> YAML:
@@ -318,7 +327,7 @@ def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str
             found = clip(repr(below), LONGEST_NAME)
             raise RecipeError(f"{shown}: {key} is {found}, not a section with keys of its own")
         section = below
-    if keys[-1] == "kind" and isinstance(value, str):
+    if keys[-1] in CHOOSERS and isinstance(value, str):
         _leave_out_other_kind(section, keys, value, shown=shown)
     section[keys[-1]] = value
 
@@ -331,7 +340,7 @@ def _leave_out_other_kind(
     for key in keys[:-1]:
         fields = [each.model_fields[key] for each in known if key in each.model_fields]
         known = [each for field in fields for each in sections_of(field.annotation)]
-    before = [each for each in known if section.get("kind") in kinds_of(each)]
+    before = [each for each in known if section.get(keys[-1]) in kinds_of(each)]
     after = [each for each in known if kind in kinds_of(each)]
     if before and after:
         only_before = before[0].model_fields.keys() - after[0].model_fields
@@ -347,6 +356,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
+    chooser = f"{where}.{context.get('discriminator', '')}".replace("'", "")
     match problem["type"]:
         case "missing":
             return f"{where}: missing"
@@ -356,10 +366,10 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":
-            return f"{where}.kind: missing"
+            return f"{chooser}: missing"
         case "union_tag_invalid":
             found = clip(repr(context["tag"]), LONGEST_NAME)
-            return f"{where}.kind: expected one of {context['expected_tags']}, got {found}"
+            return f"{chooser}: expected one of {context['expected_tags']}, got {found}"
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             if "le" in context:  # with all of its digits in pydantic's words

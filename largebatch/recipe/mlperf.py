@@ -55,7 +55,7 @@ class BrokenRule:
 def broken_rules(recipe: Recipe) -> list[BrokenRule]:
     """Return the rules of the closed division that a recipe breaks, in the order of its keys."""
     checked = (
-        *_data_rules(recipe.data),
+        *_data_rules(recipe.images),
         *_model_rules(recipe),
         *_optimizer_rules(recipe),
         *_schedule_rules(recipe),

@@ -14,10 +14,12 @@ from pydantic import (
     model_validator,
 )
 
+from largebatch.errors import RecipeError
 from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
 from largebatch.recipe.model import Model
 from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
 from largebatch.recipe.protocols import Protocol, require_fit
+from largebatch.recipe.reduction import Reduction
 from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.sections import (
     MAX_BATCH,
@@ -31,6 +33,7 @@ from largebatch.recipe.sections import (
     Section,
     Updates,
 )
+from largebatch.recipe.text import Text, misfits
 
 
 class Loss(Section):
@@ -97,35 +100,6 @@ class BatchSizes(Section):
         return self
 
 
-class Reduction(Section):
-    """How the gradients of a global batch become one, and what they are sent as."""
-
-    kind: Literal["sum", "adasum"] = "sum"
-    """`sum`: the mean gradient over the global batch. `adasum`: the mean gradients of `parts` of it
-    are combined in pairs by how far they agree (arXiv:2006.02924), every tensor by itself: equal
-    ones give their mean, orthogonal ones their sum."""
-
-    parts: Annotated[int, Field(ge=2, le=65_536)] | None = None
-    """For adasum, into how many parts of consecutive samples the global batch is divided: a power
-    of two, in the paper the number of workers. Any number of workers that divides it, or that it
-    divides, computes the same."""
-
-    dtype: Precision = "fp32"
-    """Gradients are sent in this type. They are divided by the global batch before they are rounded
-    and summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last
-    group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
-
-    @model_validator(mode="after")
-    def _parts_are_for_adasum(self) -> Self:
-        if (self.kind == "adasum") != (self.parts is not None):
-            raise ValueError("kind: adasum and parts belong together: give both or neither")
-        if self.parts is not None and self.parts & (self.parts - 1):
-            raise ValueError(f"parts ({self.parts}) must be a power of two: 2, 4, 8 ...")
-        if self.kind == "adasum" and self.dtype != "fp32":
-            raise ValueError(f"kind: adasum sends in fp32: leave dtype: {self.dtype} out")
-        return self
-
-
 class NonFinite(Section):
     """What follows a loss or a gradient that is infinite or no number, on any worker."""
 
@@ -166,7 +140,7 @@ class Recipe(Section):
     duration: Duration
     """How long to train, clean epochs included."""
 
-    data: Data
+    data: Annotated[Data | Text, Field(discriminator="source")]
     model: Model
     batch: BatchSizes
     optimizer: Annotated[LARS | SGD | Shampoo | ScheduleFree | LAMB, Field(discriminator="kind")]
@@ -220,10 +194,23 @@ class Recipe(Section):
         return self.model_validate(changed)
 
     @property
+    def images(self) -> Data:
+        """The section of the images; RecipeError where the data is a text."""
+        if isinstance(self.data, Text):
+            raise RecipeError(f"data.source: text: {self.name} has windows of words, no images")
+        return self.data
+
+    @property
     def train_samples(self) -> int:
         """Training images that are trained on: all but those held out."""
         held_out = self.polish.held_out if self.polish else None
         return self.data.train_split - (held_out or 0)
+
+    @model_validator(mode="after")
+    def _settings_go_with_the_data(self) -> Self:
+        if found := list(misfits(self)):
+            raise ValueError("; ".join(found))
+        return self
 
     @model_validator(mode="after")
     def _some_images_are_trained_on(self) -> Self:

@@ -95,7 +95,7 @@ class Compared:
         known = self.settings or {}
         stage = self.run.last_stage
         samples = stage.after.samples if stage else self.run.plan.val_samples
-        words = [f"{samples:,} validation images"]
+        words = [f"{samples:,} validation {'words' if self.run.of_words else 'images'}"]
         if "data.classes" in known:
             words.insert(0, f"{known['data.classes']} classes")
         if "data.source" in known:

@@ -111,8 +111,10 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
         return "yes" if group.change(one).beyond_noise else "no"
 
     names = dict.fromkeys(stage.name for one in ranked for stage in one.ended)
+    of_words = any(one.run.of_words for one in ranked)
     columns = [
         column("Run", lambda one: one.label, None),
+        *([column("Perplexity", _perplexity, "0,0.00")] if of_words else []),
         column("Top-1, %", _end, "0.00"),
         column("To the best", behind, "0.00"),
         column("Beyond noise", beyond, None),
@@ -143,6 +145,10 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
 
 def _end(one: Compared) -> float | None:
     return None if one.run.result is None else 100 * one.run.result.top1
+
+
+def _perplexity(one: Compared) -> float | None:
+    return None if one.run.result is None else one.run.result.perplexity
 
 
 def _reached(one: Compared, *, target: float, unit: Unit) -> float:
@@ -199,6 +205,8 @@ def _charts(comparison: Comparison, unit: Unit) -> "Iterator[tuple[str, Chart]]"
     """Yield those charts by name of which any run has something."""
     runs, drawn = comparison.runs, _draw(comparison, unit)
     evaluated = any(one.evaluated.stages for one in runs)
+    if any(one.run.of_words for one in runs):
+        yield "perplexity", _draw_perplexity(drawn, unit)
     if evaluated:
         yield "accuracy", _draw_accuracy(drawn, unit)
     if evaluated or any(one.updates.stages for one in runs):
@@ -221,6 +229,18 @@ def _draw_accuracy(drawn: list[Drawn], unit: Unit) -> "Chart":
         for look, _, evaluated, _ in drawn
     ]
     rows = [("top-1", "@top1{0.00} %"), ("loss", "@loss{0.0000}"), ("stage", "@stage")]
+    add_hover(chart, marks, [*rows, *_rows(unit)])
+    return chart
+
+
+def _draw_perplexity(drawn: list[Drawn], unit: Unit) -> "Chart":
+    """Draw the perplexity of every evaluation; runs on images have none."""
+    chart = new_chart(x="Steps", y="Perplexity", height=400)
+    marks = []
+    for look, _, evaluated, _ in drawn:
+        add_line(chart, look, evaluated, "step", "perplexity", moves=True)
+        marks.append(add_points(chart, look, evaluated, "step", "perplexity", moves=True))
+    rows = [("perplexity", "@perplexity{0.00}"), ("loss", "@loss{0.0000}"), ("stage", "@stage")]
     add_hover(chart, marks, [*rows, *_rows(unit)])
     return chart
 

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from largebatch.data.augment import training_samples
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
@@ -69,7 +69,7 @@ class Shown:
     """CHECKS validation images, or as many as there are."""
 
 
-def show(pipeline: Pipeline) -> Shown:
+def show(pipeline: ImagePipeline) -> Shown:
     """Decode one image of each of the classes that the run comes to first."""
     plan, index = pipeline.plan, pipeline.train_index
     samples = _one_of_each_class(pipeline)
@@ -87,13 +87,15 @@ def show(pipeline: Pipeline) -> Shown:
     )
 
 
-def _requests(pipeline: Pipeline, positions: Iterable[int], *, clean: bool) -> Iterator[Request]:
+def _requests(
+    pipeline: ImagePipeline, positions: Iterable[int], *, clean: bool
+) -> Iterator[Request]:
     return (pipeline.training_request(range(p, p + 1), clean=clean) for p in positions)
 
 
-def _training(pipeline: Pipeline, places: IntArray) -> list[Tensor]:
+def _training(pipeline: ImagePipeline, places: IntArray) -> list[Tensor]:
     """Return the augmented images of each pass in turn, each at the size of its update."""
-    usual = pipeline.recipe.data.image_size
+    usual = pipeline.recipe.images.image_size
     found: list[Tensor] = []
     size_of = partial(pipeline.plan.image_size, otherwise=usual)
     for size, positions in groupby(places.T.ravel().tolist(), key=size_of):
@@ -109,7 +111,7 @@ def denormalized(image: Tensor, data: Data) -> npt.NDArray[np.uint8]:
     return values.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
-def _one_of_each_class(pipeline: Pipeline) -> IntArray:
+def _one_of_each_class(pipeline: ImagePipeline) -> IntArray:
     """Return the first sample of each class in the order of the run, sorted by class."""
     once = range(pipeline.plan.train_samples)
     order = training_samples(pipeline.train_index, once, seed=pipeline.recipe.seed)
@@ -119,7 +121,7 @@ def _one_of_each_class(pipeline: Pipeline) -> IntArray:
     return order[chosen[np.argsort(labels[chosen])]]
 
 
-def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
+def _places(pipeline: ImagePipeline, samples: IntArray, num_passes: int) -> IntArray:
     """Return len(samples) x num_passes positions of the run at which these samples come."""
     number = pipeline.plan.train_samples
     columns = []
@@ -130,7 +132,7 @@ def _places(pipeline: Pipeline, samples: IntArray, num_passes: int) -> IntArray:
     return np.array(columns, dtype=np.int64).T
 
 
-def _validation(pipeline: Pipeline, labels: IntArray) -> Rows:
+def _validation(pipeline: ImagePipeline, labels: IntArray) -> Rows:
     """Return the first CHECKS validation images of each of these classes, or what there are."""
     index = pipeline.val_index
     samples = pipeline.evaluated_samples
@@ -183,7 +185,7 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
     """
     require_png(path, what="sheet")
     plan = make_plan(recipe.mathematics, workers=1)
-    pipeline = open_pipeline(recipe, plan, Serial(), folder=folder)
+    pipeline = open_images(recipe, plan, Serial(), folder=folder)
     sheet = draw_sheet(show(pipeline), recipe, plan)
     try:
         with whole_file(path) as file:
@@ -192,7 +194,7 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
         raise LargebatchError(f"{path}: cannot write the sheet: {error.strerror}") from None
 
 
-def record_worst(pipeline: Pipeline, folder: Path) -> None:
+def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
     """Write the images that the model of a run folder got most wrong beside its records.
 
     Nothing is written where none was wrong or is known. Raises DataError where an image cannot be
@@ -202,7 +204,7 @@ def record_worst(pipeline: Pipeline, folder: Path) -> None:
     samples = last.mistakes.worst if last and last.mistakes else ()
     if not samples:
         return
-    index, data = pipeline.val_index, pipeline.recipe.data
+    index, data = pipeline.val_index, pipeline.recipe.images
     requests = (pipeline.clean_request(index, np.array([sample])) for sample in samples)
     side = (drawn_side(data.image_size),) * 2
     tiles = [
@@ -214,7 +216,7 @@ def record_worst(pipeline: Pipeline, folder: Path) -> None:
 
 def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     """Draw classes below each other, stages side by side, with a line below on what was done."""
-    size = _Lengths(recipe.data.image_size)
+    size = _Lengths(recipe.images.image_size)
     text, note = font(size.text), font(size.note)
     groups = _groups(shown, recipe, plan)
     facts = _facts(groups, recipe)
@@ -234,7 +236,7 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
         above = size.head - size.space
         pen.text((left, above - size.text), group.name, group.colour, text, anchor="ls")
         pen.text((left, above), group.note, MUTED, note, anchor="ls")
-        _paste(sheet, group.rows, recipe.data, left=left)
+        _paste(sheet, group.rows, recipe.images, left=left)
     for line, fact in enumerate(facts):
         pen.text((size.margin, bottom + line * size.line), fact, MUTED, text, anchor="lt")
     return sheet
@@ -267,7 +269,7 @@ def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:
 
 def _facts(groups: Sequence[_Group], recipe: Recipe) -> list[str]:
     """Say what was done to the images, and whether the normalised values are as they should."""
-    data = recipe.data
+    data = recipe.images
     crops = clean = "whole images"
     if data.crop_area is not None:
         (small, large), (narrow, wide) = data.crop_area, data.crop_aspect

@@ -32,7 +32,8 @@ class Course:
     """NaN in a run without updates, whose model was trained in another."""
 
     values: Mapping[str, FloatArray]
-    """top1 in percent and loss of evaluations; loss and rate of updates, as running medians."""
+    """top1 in percent, loss and perplexity of evaluations, NaN of images; loss and rate of updates,
+    as running medians."""
 
     stages: tuple[str, ...]
 
@@ -113,6 +114,7 @@ def evaluations_of(run: Run) -> Course:
         values={
             "top1": np.array([100 * found.top1 for found, _ in kept], dtype=np.float64),
             "loss": np.array([found.loss for found, _ in kept], dtype=np.float64),
+            "perplexity": np.array([found.perplexity for found, _ in kept], dtype=np.float64),
         },
         stages=tuple(found.stage for found, _ in kept),
     )

@@ -9,8 +9,12 @@ import numpy as np
 from largebatch.recipe.plan import Plan
 from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second, median
+from largebatch.tracking.events import Evaluation
 
 UNKNOWN = "–"
+
+UNSURE_LOSS = 0.01
+"""Nats: perplexities that are no farther apart than 1 % are called close."""
 
 INPUT_BOUND = 0.1
 """The share of the time from which on faster images are worth the trouble."""
@@ -35,13 +39,12 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
     polishing = sum(stage.result.seconds for stage in run.stages[1:] if stage.result)
     return (
-        _accuracy(run),
-        _gain(run),
+        *((_perplexity(run), _next_word(run)) if run.of_words else (_accuracy(run), _gain(run))),
         _speed(run),
         Headline(
             "Global batch",
             f"{plan.global_batch:,}",
-            "images",
+            run.noun,
             _division(plan) + _later_batches(plan),
         ),
         Headline(
@@ -63,7 +66,7 @@ def _speed(run: Run) -> Headline:
     together = _plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
     bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
     note = f"{together}, input bound" if bound else together
-    return Headline("Training speed", f"{rate:,.0f}", "images/s", note)
+    return Headline("Training speed", f"{rate:,.0f}", f"{run.noun}/s", note)
 
 
 def _skipped(run: Run) -> str:
@@ -79,6 +82,19 @@ def _accuracy(run: Run) -> Headline:
     polished = any(stage.kept for stage in run.stages[1:]) and _has_finished(run)
     when = "after polishing" if polished else f"after {last.step:,} steps"
     return Headline("Top-1 accuracy", percent(last.top1), "%", when)
+
+
+def _perplexity(run: Run) -> Headline:
+    last = run.result
+    assert last is not None
+    when = f"after {last.step:,} steps, on {last.samples:,} validation words"
+    return Headline("Perplexity", f"{last.perplexity:.2f}", "", when)
+
+
+def _next_word(run: Run) -> Headline:
+    last = run.result
+    assert last is not None
+    return Headline("Next word", percent(last.top1), "%", "are the likeliest to the model")
 
 
 def _gain(run: Run) -> Headline:
@@ -150,6 +166,8 @@ def _finished(run: Run) -> Verdict:
     last = run.last_stage
     if last is None:
         return Verdict("The run finished; its accuracy was not measured.", good=False)
+    if run.of_words:
+        return _finished_of_words(run, last.after)
     end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
     one = max(sizes, default=0) / end.samples
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
@@ -173,6 +191,25 @@ def _finished(run: Run) -> Verdict:
         words = f"within the noise of its best, {percent(best.top1)} %"
     begin = f"The run went well: {_losses(run)}" if run.steps else "Polishing is done: "
     return Verdict(f"{begin}top-1 ends at {percent(end.top1)} %, {words}.", good=True)
+
+
+def _finished_of_words(run: Run, end: Evaluation) -> Verdict:
+    """Compare the perplexity at the end with the lowest of the run."""
+    assert end.perplexity is not None
+    lowest = min((found for found in run.evaluations), key=lambda found: found.loss)
+    if end.loss > lowest.loss + UNSURE_LOSS or not math.isfinite(end.perplexity):
+        return Verdict(
+            f"The run finished, but perplexity ends at {end.perplexity:.2f}, above the "
+            f"{lowest.perplexity:.2f} that it was after {lowest.step:,} steps.",
+            good=False,
+        )
+    words = "the lowest of the run"
+    if end.loss > lowest.loss:
+        words = f"close to its lowest, {lowest.perplexity:.2f}"
+    return Verdict(
+        f"The run went well: {_losses(run)}perplexity ends at {end.perplexity:.2f}, {words}.",
+        good=True,
+    )
 
 
 def _losses(run: Run) -> str:
@@ -302,7 +339,7 @@ def shares(run: Run) -> Shares:
 def describe_waits(run: Run) -> str:
     """Return in one sentence whether the run was input bound."""
     data, reduction = shares(run)
-    parts = f"{_percent(data)} of the time waiting for images"
+    parts = f"{_percent(data)} of the time waiting for {run.noun}"
     if run.plan.workers > 1:
         parts += f" and {_percent(reduction)} waiting for the sums of gradients"
     if data < INPUT_BOUND:
@@ -345,8 +382,8 @@ def describe_gap(run: Run) -> str | None:
     gap = f"{found.gap:+.4f}".replace("-", "−")
     return (
         f"Generalization gap: the validation loss, {last.after.loss:.4f}, minus {found.loss:.4f} "
-        f"on the {found.samples:,} images trained on, shown without augmentation, is {gap}; there "
-        f"top-1 is {percent(found.top1)} %."
+        f"on the {found.samples:,} {'words' if run.of_words else 'images'} trained on, shown "
+        f"without augmentation, is {gap}; there top-1 is {percent(found.top1)} %."
     )
 
 

@@ -14,7 +14,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from largebatch.report.drift import draw_drift
-from largebatch.report.figures import draw_accuracy, draw_loss, draw_throughput
+from largebatch.report.figures import (
+    draw_accuracy,
+    draw_loss,
+    draw_perplexity,
+    draw_throughput,
+)
 from largebatch.report.mistakes import (
     compare,
     draw_confusion,
@@ -176,8 +181,8 @@ def _draw_titled(figure: "Canvas", chart: Chart, run: Run) -> None:
 
 
 _OVERVIEW = (
-    *("loss", "accuracy", "throughput", "drift", "ratios", "waits", "noise", "norm", "system"),
-    "confusion",
+    *("loss", "accuracy", "perplexity", "throughput", "drift", "ratios", "waits", "noise", "norm"),
+    *("system", "confusion"),
 )
 """Of these charts it shows the first four that there are."""
 
@@ -215,7 +220,14 @@ CHARTS = {
         draw_accuracy,
         wide=340,
         narrow=500,
-        content=lambda run: run.evaluations,
+        content=lambda run: not run.of_words and run.evaluations,
+    ),
+    "perplexity": Chart(
+        "Perplexity",
+        draw_perplexity,
+        wide=340,
+        narrow=340,
+        content=lambda run: run.of_words,
     ),
     "throughput": Chart(
         "Training speed",

@@ -156,6 +156,16 @@ class Run:
         return tuple(stages)
 
     @property
+    def of_words(self) -> bool:
+        """Whether it trained a language model: its evaluations have a perplexity."""
+        return any(found.perplexity is not None for found in self.evaluations)
+
+    @property
+    def noun(self) -> str:
+        """What its samples are."""
+        return "windows" if self.of_words else "images"
+
+    @property
     def drift_kept(self) -> bool:
         """Whether the statistics that were measured are those of the model."""
         judged = {decision.stage: decision.kept for decision in self.decisions}

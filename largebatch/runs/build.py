@@ -30,7 +30,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
-from largebatch.models.image_sizes import require_image_sizes
+from largebatch.models.image_sizes import require_inputs
 from largebatch.recipe import optimizers
 from largebatch.recipe.plan import (
     Plan,
@@ -257,7 +257,7 @@ def build_trainer(
     else:
         require_trainable(model, recipe)
         require_tensors(model, recipe)
-        require_image_sizes(recipe, {piece.image_size for piece in plan.sizes})
+        require_inputs(recipe, {piece.image_size for piece in plan.sizes})
     state = _build_state(here, plan, model, backend)
     trackers: list[Tracker] = []
     emit = partial(record, trackers)

@@ -132,7 +132,7 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
         model=recipe.model.name,
         arguments=recipe.model.arguments,
         classes=recipe.data.classes,
-        image_size=recipe.data.image_size,
+        image_size=recipe.images.image_size,
         precision=recipe.precision,
         settings=settings(recipe),
         device=backend.device.type,
@@ -196,7 +196,7 @@ def _computing(
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision)
-    side = recipe.data.image_size
+    side = recipe.images.image_size
 
     def forward_and_backward(images: torch.Tensor, labels: torch.Tensor) -> None:
         with torch.autocast(backend.device.type, dtype=half, enabled=half is not None):

@@ -182,21 +182,28 @@ class Evaluated(NamedTuple):
     training: Metrics | None
     """On all images trained on, shown as validation images are; None where not asked for."""
 
+    test: Metrics | None = None
+    """On the test part of a text; None where not asked for."""
 
-def evaluate_checkpoint(path: Path, options: Options, *, training: bool = False) -> Evaluated:
+
+def evaluate_checkpoint(
+    path: Path, options: Options, *, training: bool = False, test: bool = False
+) -> Evaluated:
     """Measure a checkpoint, or the newest one of a run folder, on its validation data.
 
-    And with `training` on its training images.
+    And with `training` on its training images, with `test` on the test part of its text.
     """
     path = find_checkpoint(path)
     checkpoint = _load(path, options)
     checked = checksum(checkpoint.state["model"])
-    facts = {"command": "evaluate", "checkpoint": checked, "--training": training}
+    asked = {"--training": training, "--test": test}
+    facts = {"command": "evaluate", "checkpoint": checked, **asked}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
         trainer.restore(checkpoint, source=str(path))
         found = trainer.measure()
         on_training = trainer.measure_training() if training else None
-        return Evaluated(path, checkpoint.progress.updates, found, on_training)
+        on_test = trainer.measure_test() if test else None
+        return Evaluated(path, checkpoint.progress.updates, found, on_training, on_test)
 
 
 def polish_checkpoint(

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.pieces import without_resolution
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.noise import MORE_STEPS, over
@@ -128,7 +129,7 @@ class _Study:
         content |= {
             "duration": {"steps": longest},
             "batch": {**content["batch"], "global_batch": batch, "schedule": ()},
-            "data": {**content["data"], "resolution": ()},
+            "data": without_resolution(self.recipe.data),
             "schedule": {
                 **content["schedule"],
                 "peak_lr": rate,

@@ -13,6 +13,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.sections import Polish
+from largebatch.recipe.text import Text
 from largebatch.runs.build import build_model
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
@@ -110,13 +111,18 @@ def _largest(recipe: Recipe, plan: Plan) -> int:
     """Return the largest side of the images that updates are made with."""
     sizes = [piece.image_size for piece in plan.sizes]
     if not sizes or plan.updates > plan.train_steps:
-        sizes.append(recipe.data.image_size)
+        sizes.append(_usual(recipe))
     return max(sizes)
+
+
+def _usual(recipe: Recipe) -> int:
+    """Return the side of the images in evaluation; windows of a text have one length throughout."""
+    return 1 if isinstance(recipe.data, Text) else recipe.data.image_size
 
 
 def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
     """Return how many device batches of images of this side cost as much as all of the run."""
-    usual = recipe.data.image_size
+    usual = _usual(recipe)
     parts = plan.sized(range(plan.train_steps), otherwise=usual)
     parts.append((range(plan.train_steps, plan.updates), usual))
     return sum(
@@ -127,6 +133,9 @@ def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
 
 
 def _batch(recipe: Recipe, num: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    if isinstance(recipe.data, Text):
+        words = torch.randint(recipe.data.vocabulary, (num, recipe.data.window + 1), device=device)
+        return words[:, :-1], words[:, 1:]
     labels = torch.randint(recipe.data.classes, (num,), device=device)
     return torch.randn(num, 3, side, side, device=device), labels
 

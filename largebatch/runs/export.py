@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from largebatch.data.datasets.own import import_own
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models import build, is_timms
 from largebatch.optional import require_onnx
 from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.text import Text
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
 from largebatch.tracking.environment import versions
@@ -30,12 +31,13 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     takes N x 3 x H x W images, normalised by the recipe's mean and std, and gives N x classes.
     `imports` are as in Options.
 
-    Raises CheckpointError where `out` holds files or cannot be written.
+    Raises CheckpointError where `out` holds files or cannot be written, RecipeError for a language
+    model.
     """
     for module in imports:
         import_own(module)
     path = find_checkpoint(path)
-    checkpoint = load_checkpoint(path)
+    checkpoint = _load_classifier(path)
     recipe = checkpoint.recipe
     model = build(
         recipe.model.name, num_classes=recipe.data.classes, arguments=recipe.model.arguments
@@ -67,7 +69,7 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
 
 def _config(recipe: Recipe) -> dict[str, object]:
     """Return what timm reads of a model, in its words."""
-    data = recipe.data
+    data = recipe.images
     return {
         "architecture": recipe.model.name.partition(".")[0],
         "num_classes": data.classes,
@@ -83,6 +85,16 @@ def _config(recipe: Recipe) -> dict[str, object]:
             "num_classes": data.classes,
         },
     }
+
+
+def _load_classifier(path: Path) -> Checkpoint:
+    checkpoint = load_checkpoint(path)
+    if isinstance(checkpoint.recipe.data, Text):
+        raise RecipeError(
+            f"{path}: a language model, and export is for image classifiers; recipe.yaml, "
+            "vocabulary.txt and the checkpoint of a run folder are all that there is of it"
+        )
+    return checkpoint
 
 
 def _card(checkpoint: Checkpoint, *, source: Path) -> str:
@@ -124,7 +136,7 @@ On {recipe.data.val_split:,} validation images, after each stage that has ended:
 
 def _write_onnx(model: nn.Module, recipe: Recipe, path: Path) -> None:
     """Write the model for batches of any size."""
-    side = recipe.data.image_size
+    side = recipe.images.image_size
     torch.onnx.export(
         model,
         (torch.zeros(2, 3, side, side),),

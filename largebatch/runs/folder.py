@@ -70,6 +70,8 @@ def open_folder(
             set_aside_damaged(folder / CHECKPOINTS, step=trainer.state.progress.step)
             (folder / SUMMARY).unlink(missing_ok=True)  # of the part before
             write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+            for name, content in trainer.pipeline.files.items():
+                write_whole(folder / name, content)
         except OSError as error:
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)

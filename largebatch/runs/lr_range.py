@@ -17,6 +17,7 @@ from largebatch.distributed.environment import worker_rank
 from largebatch.errors import DivergedError, LargebatchError, PlanError
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.optimizers import ScheduleFree
+from largebatch.recipe.pieces import without_resolution
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.lr_range import Curve, RangeTest, momentum_of
@@ -91,7 +92,7 @@ def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
         "seed": seed,
         "duration": {"steps": rates.steps},
         "batch": {**recipe.batch.model_dump(), "schedule": ()},
-        "data": {**recipe.data.model_dump(), "resolution": ()},
+        "data": without_resolution(recipe.data),
         "schedule": {
             "peak_lr": rates.high,
             "warmup": None,

@@ -79,7 +79,7 @@ def be_worker(file: Path, times: Path) -> None:
     torch.set_num_threads(1)
     recipe = load_recipe(file)
     plan, model = make_plan(recipe, workers=backend.world_size), build_model(recipe, backend)
-    side = recipe.data.image_size
+    side = recipe.images.image_size
     images = torch.randn(plan.device_batch, 3, side, side)
     labels = torch.randint(recipe.data.classes, (plan.device_batch,))
     with build_reducer(recipe, plan, model, backend) as reducer:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from pydantic import TypeAdapter
 
 from largebatch.data.index.index import require_stored
+from largebatch.data.pipeline import ImagePipeline
 from largebatch.distributed.environment import (
     TIMEOUT_SECONDS,
     BackendName,
@@ -276,7 +277,8 @@ def _finish(
 def _draw(trainer: Trainer, folder: Path) -> None:
     """Draw the report, with the images that the model got most wrong if they can be read again."""
     try:
-        record_worst(trainer.pipeline, folder)
+        if isinstance(trainer.pipeline, ImagePipeline):
+            record_worst(trainer.pipeline, folder)
     except Exception as error:  # a data set of the user's own raises all kinds; the run is done
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
     write_report(folder)
@@ -305,6 +307,7 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         top1=last.top1 if last else None,
         top5=last.top5 if last else None,
         loss=last.loss if last else None,
+        perplexity=last.perplexity if last else None,
         weights_sha256=state.weights_sha256,
         stages=tuple(state.stages),
         status=status,

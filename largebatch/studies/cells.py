@@ -25,6 +25,7 @@ from largebatch.recipe.schedule import (
     TriangleExp,
 )
 from largebatch.recipe.sections import Duration, Section
+from largebatch.recipe.text import Text
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.study import (
     RATE,
@@ -137,6 +138,11 @@ class Cell:
 
     def check(self) -> None:
         """Raise LargebatchError where a run of the cell could not be made."""
+        if isinstance(self.recipe.data, Text):
+            raise RecipeError(
+                f"{self.name}: a study compares accuracies of images, and data.source is text; "
+                "`largebatch report RUN RUN ...` compares runs on a text"
+            )
         if self.recipe.data.held_out is not None:
             raise RecipeError(
                 f"{self.name}: the recipe has data.held_out, and a study holds out images by "

@@ -52,9 +52,11 @@ class Console:
             case Step():
                 self._show_step(event)
             case Evaluation():
+                perplexity = event.perplexity
                 self._console.print(
                     f"{event.stage:>10}  epoch {event.epoch:6.2f}  "
-                    f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  "
+                    + (f"perplexity {perplexity:.2f}  " if perplexity is not None else "")
+                    + f"top-1 {event.top1:7.2%}  top-5 {event.top5:7.2%}  "
                     f"val loss {event.loss:.4f}"
                 )
             case GeneralizationGap():

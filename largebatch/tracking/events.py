@@ -124,8 +124,7 @@ class System:
 
     received_bytes_per_second: tuple[Measured, ...]
     sent_bytes_per_second: tuple[Measured, ...]
-    """Over all networks of the worker's machine but the loopback interface; NaN where
-    the system does not count them."""
+    """Over all networks of its machine but loopback; NaN where the system does not count them."""
 
     gpu_percent: tuple[Measured, ...]
     gpu_memory_bytes: tuple[Measured, ...]
@@ -158,6 +157,7 @@ class Evaluation:
     confidence_deviation: Measured = math.nan
     class_confidence_deviation: Measured = math.nan
     classes_never_correct: int | None = None
+    perplexity: float | None = None
     """As in evaluation.Metrics; null in older logs."""
 
     seconds: float = math.nan
@@ -209,8 +209,7 @@ class Mistakes:
     """Those of the worst."""
 
     confidences: tuple[Measured, ...] = ()
-    """By class, the mean confidence of its correct images; null where none is correct. None in
-    older logs."""
+    """By class, the mean confidence of its correct images, if there are any; not in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +292,8 @@ class StageResult:
     top1: float
     top5: float
     loss: Measured
-    """After it, also where it was rolled back."""
+    perplexity: float | None = None
+    """After it, also where it was rolled back; the perplexity is that of words."""
 
     before: Accuracy | None = None
     """After the last stage that was kept; null for the first."""
@@ -342,7 +342,8 @@ class Summary:
     top1: float | None
     top5: float | None
     loss: Measured | None
-    """Accuracy and loss after the last stage that was kept."""
+    perplexity: float | None = None
+    """After the last stage that was kept; images have no perplexity."""
 
     weights_sha256: str | None = None
     """As in Start."""

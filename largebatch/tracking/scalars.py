@@ -100,6 +100,8 @@ def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
             values |= {f"trust_ratio/{name.removesuffix('.weight')}": r for name, r in ratios}
         case Evaluation():
             values = _values("val", event, _OF_AN_EVALUATION)
+            if event.perplexity is not None:
+                values["val/perplexity"] = event.perplexity
         case GeneralizationGap():
             values = {"generalization/gap": event.gap, "generalization/train_loss": event.loss}
             values["generalization/train_top1"] = event.top1

@@ -11,7 +11,7 @@ class has the sum and the squared deviations from its own mean, which add exactl
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,8 @@ class Metrics:
     """
 
     top1: float
-    """Part of the samples whose label has the highest score, 0 .. 1."""
+    """Part of the samples whose label has the highest score, 0 .. 1. Where a sample is a window of
+    words, each with a label of its own, the samples are here the words."""
 
     top5: float
     """Part of the samples whose label is among the five highest scores."""
@@ -65,10 +66,14 @@ class Metrics:
     """CDAC: standard deviation over the classes of their AC. A class without a correct sample has
     none and is left out; NaN where all are."""
 
-    classes_never_correct: int
+    classes_never_correct: int | None
     """Those left out although they have samples."""
 
     by_class: ClassMetrics
+
+    perplexity: float | None = None
+    """Of words: exp(loss). None where a sample has one label. With it, the confidences above are
+    NaN, and classes_never_correct is None: most words are never the likeliest next one."""
 
 
 @torch.no_grad()
@@ -84,9 +89,11 @@ def evaluate(
 
     A batch is a tuple that begins with images (N x C x ...) and labels (N class numbers), on any
     device, or a mapping (see `models/inputs.py`); N may differ, and a worker may have no batch.
+    Words (N x T) have labels N x T and scores N x T x K; then each label counts, and there is a
+    perplexity.
     Without a `backend`, the workers that torch.distributed or Horovod has connected are asked for
     (`running_backend`). The model may be wrapped (DistributedDataParallel, AveragedModel,
-    torch.compile) and is in evaluation mode meanwhile. `expected` is the number of samples over all
+    torch.compile) and is in evaluation mode meanwhile. `expected` is the number of labels over all
     workers, where it is known. `each` is called with the logits and the labels of every batch.
 
     Raises ValueError if another number was counted, if there was nothing to count, if a batch is
@@ -133,13 +140,17 @@ class _Tally:
         self._table = torch.zeros(6, 0, dtype=torch.float64, device=device)
         """Without a column before the first batch, which has the classes."""
 
+        self._of_words = False
+
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count one batch."""
-        if labels.shape != logits.shape[:1]:
+        if labels.shape != logits.shape[:-1]:
             raise ValueError(
                 f"labels are {' x '.join(map(str, labels.shape))} for scores of "
                 f"{' x '.join(map(str, logits.shape))}; expected one class number for each sample"
             )
+        self._of_words = labels.ndim > 1
+        logits, labels = logits.flatten(0, -2), labels.flatten()
         if not self._table.shape[1]:
             self._table = self._table.new_zeros(6, logits.shape[1])
         best = _best(_at_least_fp32(logits)).eq(labels.unsqueeze(1))
@@ -156,8 +167,9 @@ class _Tally:
 
     def sum(self, backend: Backend) -> None:
         """Add what all other workers have counted, and bring it to the CPU."""
-        own = torch.tensor([self._table.shape[1]], device=backend.device)
-        numbers = backend.all_gather(own).flatten().tolist()  # sync: how wide the table is
+        own = torch.tensor([self._table.shape[1], self._of_words], device=backend.device)
+        numbers, of_words = backend.all_gather(own).T.tolist()  # sync: how wide the table is
+        self._of_words = any(of_words)
         if len(widths := {number for number in numbers if number}) > 1:
             raise ValueError(f"workers have scores for other classes: {sorted(widths)}")
         if not self._table.shape[1]:
@@ -182,7 +194,7 @@ class _Tally:
         own = np.where(known, by_class[_CONFIDENCE] / np.maximum(correct, 1), np.nan)
         average = confidence / num_correct if num_correct else math.nan
         squares = _about(torch.tensor(average, dtype=torch.float64), self._table).sum().item()
-        return Metrics(
+        found = Metrics(
             top1=num_correct / self.samples,
             top5=top5 / self.samples,
             loss=loss / self.samples,
@@ -197,6 +209,19 @@ class _Tally:
                 average_confidence=tuple(own.tolist()),
             ),
         )
+        return _of_words(found) if self._of_words else found
+
+
+def _of_words(found: Metrics) -> Metrics:
+    """Return the metrics of words: with their perplexity, without confidences."""
+    return replace(
+        found,
+        perplexity=torch.tensor(found.loss, dtype=torch.float64).exp().item(),  # inf, not an error
+        average_confidence=math.nan,
+        confidence_deviation=math.nan,
+        class_confidence_deviation=math.nan,
+        classes_never_correct=None,
+    )
 
 
 def _means(sums: Tensor) -> Tensor:

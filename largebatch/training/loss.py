@@ -10,7 +10,8 @@ from torch import Tensor
 from largebatch.recipe.choices import OffTarget
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""(logits N x K, labels N) -> the sum of the loss over the samples, 0-d."""
+"""(logits N x K, labels N; or N x T x K and N x T) -> the sum of the loss over the samples, 0-d. A
+sample with T labels has the mean of their losses."""
 
 
 def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
@@ -30,7 +31,7 @@ def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        classes = logits.shape[1]
+        classes = logits.shape[-1]
         if smoothing > 1 - 1 / classes:
             raise ValueError(
                 f"smoothing ({smoothing:g}) makes the labelled one of {classes} classes the least "
@@ -39,6 +40,8 @@ def cross_entropy(*, smoothing: float, off_target: OffTarget) -> Criterion:
         mass = smoothing
         if smoothing and off_target == "others":
             mass = smoothing * classes / (classes - 1)
-        return F.cross_entropy(logits, labels, label_smoothing=mass, reduction="sum")
+        logits, each = logits.flatten(0, -2), labels.flatten()
+        loss = F.cross_entropy(logits, each, label_smoothing=mass, reduction="sum")
+        return loss / labels[0].numel() if labels.ndim > 1 else loss
 
     return criterion

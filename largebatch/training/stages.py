@@ -258,7 +258,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
             evaluates = done < steps.stop and done in plan.evaluate_after
             if evaluates:
                 step_log.flush()
-                state.progress.note_accuracy(trainer.evaluate(name).top1)
+                state.progress.note(trainer.evaluate(name))
             if evaluates or trainer.save_is_due():
                 step_log.flush()
                 trainer.save()

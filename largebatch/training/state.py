@@ -21,6 +21,7 @@ from largebatch.schedules.functions import Schedule
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.events import StageResult
 from largebatch.training.averages import EMA, SWA, ReplicaMean
+from largebatch.training.evaluation import Metrics
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -63,8 +64,10 @@ class Progress:
     """The evaluations of train and clean, from which `schedule.plateau` takes the rate."""
 
     best_top1: float | None = None
+    best_perplexity: float | None = None
     best_step: Count | None = None
-    """The highest accuracy of an evaluation, and after how many updates it was."""
+    """The highest accuracy of an evaluation, or of words the lowest perplexity, and after how many
+    updates it was."""
 
     def __post_init__(self) -> None:
         """Read what a checkpoint has, where tuples are lists."""
@@ -82,10 +85,13 @@ class Progress:
         self.train_seconds += seconds
         self.skipped += skipped
 
-    def note_accuracy(self, top1: float) -> None:
+    def note(self, found: Metrics) -> None:
         """Take in an evaluation of the state as it is."""
-        if self.best_top1 is None or top1 > self.best_top1:
-            self.best_top1, self.best_step = top1, self.step
+        if found.perplexity is not None:
+            if self.best_perplexity is None or found.perplexity < self.best_perplexity:
+                self.best_perplexity, self.best_step = found.perplexity, self.step
+        elif self.best_top1 is None or found.top1 > self.best_top1:
+            self.best_top1, self.best_step = found.top1, self.step
 
     def discard_until(self, step: int) -> None:
         """Pass over the updates before `step`, which will never be made."""

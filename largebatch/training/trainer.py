@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor
 
-from largebatch.data.pipeline import CleanImages, Pipeline
+from largebatch.data.batches import CleanSamples, Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
@@ -25,6 +24,7 @@ from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.optimizers import ScheduleFree
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.text import labels_per_sample, validation_labels
 from largebatch.schedules.plateau import Reading
 from largebatch.tracking.environment import versions
 from largebatch.tracking.events import (
@@ -33,7 +33,6 @@ from largebatch.tracking.events import (
     Evaluation,
     Event,
     GeneralizationGap,
-    Mistakes,
     Note,
     StageName,
     StageResult,
@@ -50,14 +49,12 @@ from largebatch.training.checkpoint import (
     parse_checkpoint,
     set_aside_damaged,
 )
-from largebatch.training.evaluation import Answer, Answers, Metrics, evaluate
+from largebatch.training.evaluation import Answers, Metrics, evaluate
 from largebatch.training.loss import Criterion
+from largebatch.training.mistakes import find_mistakes
 from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
-
-WORST = 16
-"""How many images of the largest loss are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +93,16 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
         """Go on where a checkpoint stopped.
 
-        Raises CheckpointError, which begins with `source`, where it is not one of this run.
+        Raises CheckpointError, which begins with `source`, where it is not one of this run, or the
+        words of a text had other numbers there.
         """
+        there = checkpoint.origin.get("data")
+        words = there.get("vocabulary") if isinstance(there, dict) else None
+        if words != self.pipeline.splits.get("vocabulary"):
+            raise CheckpointError(
+                f"{source}: was trained with another vocabulary than that of the text here, so "
+                "that words have other numbers; give the text of that run with --data"
+            )
         if checkpoint.progress.step > self.plan.steps:
             self.state.use(self.build_affine())
         try:
@@ -118,7 +123,7 @@ class Trainer:
                 plan=self.plan,
                 layers=self.step_log.layers,
                 weights_sha256=self.state.weights_sha256,
-                unusable_images=sum(len(index.bad) for index in self.pipeline.indexes.values()),
+                unusable_images=self.pipeline.unusable,
             )
         )
 
@@ -150,19 +155,25 @@ class Trainer:
                 self.state.model,
                 self.pipeline.validation(),
                 self.backend,
-                expected=self.plan.val_samples,
+                expected=validation_labels(self.recipe.data),
                 each=each,
             )
 
     def measure_training(self) -> Metrics:
         """Evaluate the model as it is on all images trained on, without augmentation."""
-        images = CleanImages(self.pipeline, self.recipe.train_samples)
+        samples = CleanSamples(self.pipeline, self.recipe.train_samples)
+        expected = samples.samples * labels_per_sample(self.recipe.data)
         with self._at_average():
-            return evaluate(self.state.model, images, self.backend, expected=images.samples)
+            return evaluate(self.state.model, samples, self.backend, expected=expected)
+
+    def measure_test(self) -> Metrics:
+        """Evaluate the model as it is on the test data; DataError where there is none."""
+        with self._at_average():
+            return evaluate(self.state.model, self.pipeline.test(), self.backend)
 
     def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
         """Polish the statistics of the model over the first samples of the training order."""
-        images = CleanImages(self.pipeline, samples)
+        images = CleanSamples(self.pipeline, samples)
         return polish(self.state.model, images, self.backend, sequential=sequential)
 
     @contextmanager
@@ -210,13 +221,16 @@ class Trainer:
 
     def _evaluate_at_the_end(self, stage: StageName) -> Metrics:
         """Do the same and emit what was wrong, image by image."""
-        answers = Answers()
-        metrics = self.evaluate(stage, answers.add)
-        found = answers.gather(self.pipeline.validation_samples, self.backend)
-        classes, step = self.pipeline.val_index.classes, self.state.progress.step
-        mistakes = _mistakes(found, stage=stage, step=step, classes=classes)
-        confidences = metrics.by_class.average_confidence[: len(classes)]
-        self.emit(replace(mistakes, confidences=confidences))
+        classes, step = self.pipeline.classes, self.state.progress.step
+        if classes:
+            answers = Answers()
+            metrics = self.evaluate(stage, answers.add)
+            found = answers.gather(self.pipeline.validation_samples, self.backend)
+            mistakes = find_mistakes(found, stage=stage, step=step, classes=classes)
+            confidences = metrics.by_class.average_confidence[: len(classes)]
+            self.emit(replace(mistakes, confidences=confidences))
+        else:
+            metrics = self.evaluate(stage)
         if "generalization_gap" in self.recipe.monitor:
             self._emit_gap(stage, metrics)
         return metrics
@@ -326,7 +340,7 @@ class Trainer:
         last = state.last_kept
         held_out, kept = self._decide(name, last, failed=failed)
         if kept:
-            state.progress.note_accuracy(metrics.top1)
+            state.progress.note(metrics)
         else:
             state.roll_back()
         state.end_stage(
@@ -337,6 +351,7 @@ class Trainer:
                 top1=metrics.top1,
                 top5=metrics.top5,
                 loss=metrics.loss,
+                perplexity=metrics.perplexity,
                 before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
                 held_out=held_out,
                 kept=kept,
@@ -380,21 +395,3 @@ class Trainer:
             )
         )
         return found.top1, kept
-
-
-def _mistakes(found: Answer, *, stage: StageName, step: int, classes: tuple[str, ...]) -> Mistakes:
-    """Return what was wrong; a loss that is no number counts as the largest."""
-    wrong = np.flatnonzero(found.label != found.predicted)
-    sizes = np.where(np.isnan(found.loss[wrong]), math.inf, found.loss[wrong])
-    worst = wrong[np.argsort(-sizes, kind="stable")[:WORST]]
-    return Mistakes(
-        stage=stage,
-        step=step,
-        classes=classes,
-        sizes=tuple(np.bincount(found.label, minlength=len(classes)).tolist()),
-        samples=tuple(found.sample[wrong].tolist()),
-        labels=tuple(found.label[wrong].tolist()),
-        predicted=tuple(found.predicted[wrong].tolist()),
-        worst=tuple(found.sample[worst].tolist()),
-        losses=tuple(found.loss[worst].tolist()),
-    )

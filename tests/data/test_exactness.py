@@ -20,7 +20,7 @@ from PIL import Image
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import dali, prefetch
 from largebatch.data.index.index import Index
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
@@ -45,9 +45,9 @@ def a_recipe(**changes: object) -> Recipe:
     return load_recipe(DIGITS, [*words, *others, "data.crop_area=[0.2, 1]", "data.flip=true"])
 
 
-def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> Pipeline:
+def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None) -> ImagePipeline:
     plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
-    return replace(open_pipeline(recipe, plan, CPU, folder=None), rank=rank)
+    return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
 
 
 def seen(
@@ -194,7 +194,7 @@ def test_decoders_show_that_order_at_any_depth_of_prefetching(
     changes = {"source": "folder", "mean": "[0, 0, 0]", "std": "[1, 1, 1]", **size, key: value}
     recipe = a_recipe(**changes)
     plan = make_plan(recipe.with_execution(device_batch=3), workers=workers)
-    opened = open_pipeline(recipe, plan, CPU, folder=colours)
+    opened = open_images(recipe, plan, CPU, folder=colours)
 
     def numbers(rank: int) -> Iterator[list[int]]:
         for images, labels in replace(opened, rank=rank).training(range(4, 9), clean=False):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from largebatch.data.index.index import Index
 from largebatch.data.order import divide
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
@@ -53,9 +53,9 @@ def a_recipe(num_samples: int, held_out: int, *, batch: int = 12, measured: int 
     )
 
 
-def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> Pipeline:
+def worker(recipe: Recipe, rank: int, *, workers: int, device_batch: int) -> ImagePipeline:
     plan = make_plan(recipe.with_execution(device_batch=device_batch), workers=workers)
-    return replace(open_pipeline(recipe, plan, CPU, folder=None), rank=rank)
+    return replace(open_images(recipe, plan, CPU, folder=None), rank=rank)
 
 
 class Asked:

@@ -9,7 +9,7 @@ import torch
 
 from largebatch.data.index import folder as index_folder
 from largebatch.data.index.index import Index
-from largebatch.data.pipeline import open_pipeline
+from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
@@ -37,7 +37,7 @@ def requests(
         asked.extend(wanted)
         yield from ()
 
-    opened = open_pipeline(recipe, plan, CPU, folder=None)
+    opened = open_images(recipe, plan, CPU, folder=None)
     noting = replace(opened, decode=note, rank=rank)
     list(noting.statistics(statistics) if statistics else noting.training(steps, clean=clean))
     return asked
@@ -86,7 +86,7 @@ def test_statistics_are_measured_over_whole_spans_where_workers_share_them_in_tr
 def test_a_folder_that_would_not_be_read_is_refused() -> None:
     recipe = load_recipe(DIGITS)
     with pytest.raises(DataError, match="--data x would not be read: the recipe's data.source"):
-        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=Path("x"))
+        open_images(recipe, make_plan(recipe, workers=1), CPU, folder=Path("x"))
 
 
 def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Monke
     def stages(*overrides: str) -> list[Batch]:
         recipe = load_recipe(DIGITS, list(overrides))
         plan = make_plan(recipe, workers=1)
-        opened = open_pipeline(recipe, plan, CPU, folder=None)
+        opened = open_images(recipe, plan, CPU, folder=None)
         return [
             *opened.training(range(2), clean=False),
             *opened.training(range(2), clean=True),
@@ -107,7 +107,7 @@ def test_kept_images_serve_every_stage(tmp_path: Path, monkeypatch: pytest.Monke
     for kind in ("memory", "device"):
         for ours, other in zip(stages(f"execution.cache={kind}"), decoded, strict=True):
             assert torch.equal(ours.labels, other.labels)
-            std = min(load_recipe(DIGITS).data.std)
+            std = min(load_recipe(DIGITS).images.std)
             assert (ours.images - other.images).abs().max() <= 2.01 / 255 / std
 
 
@@ -120,11 +120,11 @@ def test_kept_images_are_compared_with_every_file_since_none_is_read(
     def train_index(*overrides: str) -> Index:
         recipe = load_recipe(DIGITS, list(overrides))
         plan = make_plan(recipe, workers=1)
-        return open_pipeline(recipe, plan, CPU, folder=None).train_index
+        return open_images(recipe, plan, CPU, folder=None).train_index
 
     path = train_index().locate(1).path
     os.utime(path, ns=(0, 0))  # in place: only the file itself shows it
     assert len(train_index())
     recipe = load_recipe(DIGITS, ["execution.cache=memory"])
     with pytest.raises(DataError, match=f"{path.name} was changed"):
-        open_pipeline(recipe, make_plan(recipe, workers=1), CPU, folder=None)
+        open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)

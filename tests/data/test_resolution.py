@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from largebatch.cli.main import main
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.image_sizes import require_image_sizes
@@ -39,12 +39,12 @@ def digits(*overrides: str) -> Recipe:
     return load_recipe(DIGITS, [*GROWING, "data.crop_area=[0.3, 1]", "data.flip=true", *overrides])
 
 
-def opened(recipe: Recipe, *, workers: int = 1) -> Pipeline:
+def opened(recipe: Recipe, *, workers: int = 1) -> ImagePipeline:
     plan = make_plan(recipe, workers=workers)
-    return open_pipeline(recipe, plan, Serial(torch.device("cpu")), folder=None)
+    return open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
 
 
-def by_pillow(pipeline: Pipeline, positions: range, size: int) -> Tensor:
+def by_pillow(pipeline: ImagePipeline, positions: range, size: int) -> Tensor:
     """Cut out, resize and mirror the images that training shows at these positions."""
     request = pipeline.training_request(positions, clean=False)
     shown = []
@@ -54,12 +54,12 @@ def by_pillow(pipeline: Pipeline, positions: range, size: int) -> Tensor:
             part = image.convert("RGB").crop((left, top, left + width, top + height))
         pixels = np.asarray(part.resize((size, size), Image.Resampling.BILINEAR))
         shown.append(torch.from_numpy(pixels[:, ::-1].copy() if flip else pixels.copy()))
-    data = pipeline.recipe.data
+    data = pipeline.recipe.images
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (data.mean, data.std))
     return (torch.stack(shown).permute(0, 3, 1, 2) / 255 - mean) / std
 
 
-def first_of_each(pipeline: Pipeline, steps: range) -> Iterator[tuple[int, Tensor]]:
+def first_of_each(pipeline: ImagePipeline, steps: range) -> Iterator[tuple[int, Tensor]]:
     with closing(pipeline.training(steps, clean=False)) as batches:
         for step, batch in zip(steps, batches, strict=True):
             yield step, batch.images.clone()
@@ -80,7 +80,7 @@ def test_every_update_sees_pillows_pixels_at_its_size(changes: tuple[str, ...]) 
     for step, images in found:
         expected = by_pillow(pipeline, range(96 * step, 96 * (step + 1)), SIZES[step])
         inner = (..., slice(1, -1), slice(1, -1))  # DALI's outermost pixels are not Pillow's
-        assert (images - expected)[inner].abs().max() * min(pipeline.recipe.data.std) < 2.1 / 255
+        assert (images - expected)[inner].abs().max() * min(pipeline.recipe.images.std) < 2.1 / 255
 
 
 def test_made_up_images_come_in_these_sizes_too() -> None:

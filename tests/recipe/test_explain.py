@@ -37,7 +37,7 @@ def test_every_key_can_be_explained() -> None:
         shown = explain(key)
         assert shown.startswith(key)
         assert "array" not in shown
-        texts = [line for line in shown.splitlines()[1:] if not line.startswith(f"{key} (kind: ")]
+        texts = [line for line in shown.splitlines()[1:] if not line.startswith(f"{key} (")]
         assert all(len(line) <= 100 for line in texts)
 
 
@@ -78,7 +78,10 @@ def test_the_sections_are_listed_each_with_a_description() -> None:
     [
         ("optimizer.convention", "scaled-momentum"),
         ("polish.statistics.samples", "integer > 0 and <= 33,554,432, required"),
-        ("data.mean", "data.mean: [number, number, number], default [0.485"),
+        (
+            "data.mean",
+            "(source: folder, digits, synthetic): [number, number, number], default",
+        ),
         ("tracking", "tracking: list of wandb | tensorboard | mlflow | mlperf, default []"),
         ("optimizer.momentum", "(kind: lars, sgd): number >= 0 and < 1, default 0.9"),
         ("polish", "polish: section or null, default null"),

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from real_subsets import SAMPLES, write_subset
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.data.pipeline import Pipeline, open_pipeline
+from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(chosen: Recipe, folder: Path) -> Pipeline:
+def opened(chosen: Recipe, folder: Path) -> ImagePipeline:
     plan = make_plan(chosen, workers=1)
-    return open_pipeline(chosen, plan, Serial(torch.device("cpu")), folder=folder)
+    return open_images(chosen, plan, Serial(torch.device("cpu")), folder=folder)
 
 
 def files(folder: Path, split: str, name: str) -> list[Pixels]:
@@ -76,9 +76,9 @@ def test_clean_and_evaluation_show_the_files_to_the_last_bit(folder: Path) -> No
     shown = show(opened(chosen, folder))
     for name, clean, evaluation in zip(shown.classes, shown.clean, shown.evaluation, strict=True):
         train, val = files(folder, "train", name), files(folder, "val", name)
-        (once,) = (denormalized(image, chosen.data) for image in clean)
+        (once,) = (denormalized(image, chosen.images) for image in clean)
         assert sum(np.array_equal(once, file) for file in train) == 1
-        checks = [denormalized(image, chosen.data) for image in evaluation]
+        checks = [denormalized(image, chosen.images) for image in evaluation]
         assert np.array_equal(checks, val)
 
 
@@ -114,7 +114,7 @@ def test_the_sheet_has_every_image_once_enlarged_and_in_its_row(folder: Path) ->
     sheet = np.asarray(draw_sheet(shown, chosen, pipeline.plan))
     rows = []
     for stages in zip(shown.training, shown.clean, shown.evaluation, strict=True):
-        tiles = [denormalized(image, chosen.data) for row in stages for image in row]
+        tiles = [denormalized(image, chosen.images) for row in stages for image in row]
         places = [find(sheet, tile.repeat(6, axis=0).repeat(6, axis=1)) for tile in tiles]
         assert [len(found) for found in places] == [1] * len(tiles)
         flat = [found[0] for found in places]
@@ -224,15 +224,15 @@ def test_cifar10_is_shown_as_it_is(
     root = write_subset(real_data / "cifar10", tmp_path / "cifar10")
     chosen = load_recipe(RECIPES / "cifar10" / "cifar10_resnet8_128.yaml", SAMPLES)
     plan = make_plan(chosen, workers=1)
-    shown = show(open_pipeline(chosen, plan, Serial(), folder=root))
+    shown = show(open_images(chosen, plan, Serial(), folder=root))
     assert shown.classes == tuple(sorted((real_data / "cifar10/classes.txt").read_text().split()))
     for name, (clean,), evaluation in zip(
         shown.classes, shown.clean, shown.evaluation, strict=True
     ):
-        image = denormalized(clean, chosen.data)
+        image = denormalized(clean, chosen.images)
         assert sum(np.array_equal(image, file) for file in files(root, "train", name)) == 1
         for check, file in zip(evaluation, files(root, "val", name), strict=False):
-            assert np.array_equal(denormalized(check, chosen.data), file)
+            assert np.array_equal(denormalized(check, chosen.images), file)
 
 
 @pytest.mark.parametrize("letter", "ößéłжλ±")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
-from largebatch.data.pipeline import Pipeline
+from largebatch.data.pipeline import ImagePipeline
 from largebatch.data.types import Batch
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.connection import connect
@@ -268,15 +268,15 @@ def test_an_image_that_cannot_be_read_stops_the_run_after_a_checkpoint(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    real = Pipeline.training
+    real = ImagePipeline.training
 
-    def training(pipeline: Pipeline, steps: range, *, clean: bool) -> Iterator[Batch]:
+    def training(pipeline: ImagePipeline, steps: range, *, clean: bool) -> Iterator[Batch]:
         for number, batch in enumerate(real(pipeline, steps, clean=clean)):
             if number == 5:
                 raise DataError("7.png: not an image")
             yield batch
 
-    monkeypatch.setattr(Pipeline, "training", training)
+    monkeypatch.setattr(ImagePipeline, "training", training)
     with pytest.raises(DataError, match="7.png"):
         run(recipe(), out=out)
     monkeypatch.undo()

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from largebatch.training.protocols.replay import Part, replay
 from largebatch.training.protocols.rule import MiniBatches, Rule
 from largebatch.training.protocols.server import ParameterServer, divide
 
-SETTINGS = {"momentum": 0.9, "weight_decay": 1e-3}
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "lars": LARS}
+SETTINGS: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-3}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "lars": LARS}
 UPDATES = 30
 
 
@@ -59,7 +60,7 @@ def replayed(
     divided = divide([weight.nbytes for weight in weights], len(records))
     for numbers, arrivals in zip(divided, records, strict=True):
         own = [weights[number].detach().clone().requires_grad_() for number in numbers]
-        updates = OPTIMIZERS[optimizer](own, lr=1.0, **SETTINGS)  # type: ignore[call-arg]
+        updates = OPTIMIZERS[optimizer](own, lr=1.0, **SETTINGS)
         parts.append(Part(ParameterServer(own, updates, schedule, rule), numbers, arrivals))
 
     def gradient(_: int, number: int) -> tuple[Sequence[Tensor], float]:
@@ -105,7 +106,7 @@ def _solve(
     exchange = Exchange(backend, layout, open_links(backend, layout.pairs))
     record = exchange.run(
         weights,
-        OPTIMIZERS[optimizer](weights, lr=1.0, **SETTINGS),  # type: ignore[call-arg]
+        OPTIMIZERS[optimizer](weights, lr=1.0, **SETTINGS),
         schedule,
         rule,
         MiniBatches(rule, range(UPDATES)),

@@ -14,7 +14,7 @@ from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, content, log, weight
 from largebatch import run
 from largebatch.data.index.index import Index
 from largebatch.data.order import sample_ids
-from largebatch.data.pipeline import open_pipeline
+from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import make_plan
@@ -78,7 +78,7 @@ def test_workers_see_together_the_samples_of_one_in_the_order_of_a_constant_batc
 ) -> None:
     recipe = a_recipe(CLEAN, changes=(CHANGES,)).with_execution(device_batch=device_batch)
     plan = make_plan(recipe, workers=workers)
-    opened = open_pipeline(recipe, plan, Serial(torch.device("cpu")), folder=None)
+    opened = open_images(recipe, plan, Serial(torch.device("cpu")), folder=None)
     shares: list[list[Request]] = []
 
     def note(_: Index, wanted: Iterable[Request]) -> Batches:

@@ -20,7 +20,7 @@ from largebatch.data.datasets import digits
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.recipe import Recipe
 from largebatch.training.evaluation import Answer, Answers, evaluate
-from largebatch.training.trainer import WORST, _mistakes
+from largebatch.training.mistakes import WORST, find_mistakes
 
 CPU = Serial(torch.device("cpu"))
 
@@ -137,7 +137,7 @@ def test_a_loss_that_is_no_number_is_the_largest() -> None:
         predicted=np.array([1, 0, 1, 1]),
         loss=np.array([0.5, np.nan, 9.0, 2.0]),
     )
-    mistakes = _mistakes(found, stage="train", step=3, classes=("a", "b", "c"))
+    mistakes = find_mistakes(found, stage="train", step=3, classes=("a", "b", "c"))
     assert mistakes.worst == (1, 3, 0)
     assert mistakes.sizes == (2, 2, 0)
     assert mistakes.samples == (0, 1, 3)

@@ -21,10 +21,9 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import Spans
 from largebatch.runs.build import build_model, open_trainer
-from largebatch.runs.interrupts import noting_requests
+from largebatch.runs.interrupts import InterruptedStudyError, noting_requests
 from largebatch.runs.options import Options
 from largebatch.studies.staleness.study import Cell
-from largebatch.studies.trial import Interrupted
 from largebatch.tracking.environment import source_commit, versions
 from largebatch.training.protocols.arrivals import Arrivals
 from largebatch.training.protocols.gradients import Gradients
@@ -43,7 +42,7 @@ def train(cell: Cell, *, seed: int, options: Options) -> Result:
 
     A run whose loss or weights stop being numbers is a result, as good as chance. An evaluation
     takes no simulated time; between two stages all learners wait for the last update. Raises
-    Interrupted after a request to stop.
+    InterruptedStudyError after a request to stop.
     """
     begun = time.perf_counter()
     recipe = cell.recipe.model_copy(update={"seed": seed, "protocol": None})
@@ -144,19 +143,14 @@ class _Learners:
             held, state.updater.optimizer, state.updater.schedule, self.rule, clock=steps.start
         )
         clean = stage == "clean"
-        requests = (
-            self.trainer.pipeline.training_request(range(m * size, (m + 1) * size), clean=clean)
-            for m in arrivals.mini_batch.tolist()
-        )
-        with closing(
-            self.trainer.pipeline.decode(self.trainer.pipeline.train_index, requests)
-        ) as batches:
+        positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
+        with closing(self.trainer.pipeline.at(positions, clean=clean)) as batches:
             part = Part(server, range(len(weights)), arrivals)
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
                 if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is no number")
                 if self.was_asked_to_stop():
-                    raise Interrupted
+                    raise InterruptedStudyError
         self._average_statistics()
         self._evaluate(stage)
 

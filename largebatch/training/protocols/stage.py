@@ -40,7 +40,7 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         done = state.progress.step
         passed = any(begun < point <= done for point in plan.evaluate_after)
         if done < steps.stop and passed:
-            state.progress.note_accuracy(trainer.evaluate(name).top1)
+            state.progress.note(trainer.evaluate(name))
         if done < end and not step_log.stopped:  # else it is saved by those who end the stage
             trainer.save()
 
@@ -180,15 +180,10 @@ class _Stretch:
         return record
 
     def _batch(self, number: int) -> Batch:
-        """Return the images of a mini-batch."""
-        pipeline = self._trainer.pipeline
+        """Return the samples of a mini-batch."""
         positions = range(number * self._size, (number + 1) * self._size)
-        clean, usual = self._name != "train", self._trainer.recipe.data.image_size
-        size = usual
-        if not clean:
-            size = self._trainer.plan.image_size(positions.start, otherwise=usual)
-        request = pipeline.training_request(positions, clean=clean)
-        with closing(pipeline.decoder(size)(pipeline.train_index, iter([request]))) as batches:
+        clean = self._name != "train"
+        with closing(self._trainer.pipeline.at([positions], clean=clean)) as batches:
             return next(batches)
 
     def _steps(self, record: Record, rule: Rule, *, begun: int) -> Iterator[Step]:

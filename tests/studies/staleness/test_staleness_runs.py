@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from short_staleness import STUDY, write_study
 
 from largebatch import run
@@ -106,13 +108,13 @@ def test_the_pictures_show_error_by_time_and_the_share_of_every_staleness(tmp_pa
     figure = Figure()
     draw_trade_off(figure, rows)
     (axes,) = figure.axes
-    lines = [line.get_xydata().tolist() for line in axes.lines]
+    lines = [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
     assert [pytest.approx([20.0, 0.3])] in lines
     joined = next(line for line in lines if len(line) == 2)  # both have mu x lambda = 32
     assert joined == [pytest.approx([20.0, 0.3]), pytest.approx([30.0, 0.35])]
     figure = Figure()
     draw_histograms(figure, rows)
-    bars = [bar.get_height() for bar in figure.axes[0].patches]
+    bars = [bar.get_height() for bar in figure.axes[0].patches if isinstance(bar, Rectangle)]
     assert bars == pytest.approx([2 / 8, 4 / 8, 1 / 8, 1 / 8])
     assert rows[0].words["tau > 2 sigma"] == "1.2e-01"
 
