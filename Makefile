@@ -32,9 +32,9 @@ BENCH_PYTHON ?= $(BIN)/python
 CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
     tests/optim/test_lars_state.py tests/models/test_batchnorm.py tests/distributed/test_reducer.py
 
-# Three processes, for some wait for others of their own; each with whole files, so that a file
+# Four processes, for some wait for others of their own; each with whole files, so that a file
 # trains what its tests read once.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=90
 
 # What depends on torch the most.

@@ -32,11 +32,9 @@ DIFFERENT = {
 LIMIT = 600
 """Seconds after which a process hangs; it takes a few."""
 
-LONG = {"rate": [], "model": [pytest.mark.long]}
-
 different = pytest.mark.parametrize(
     ("overrides", "message"),
-    [pytest.param(*case, id=name, marks=LONG[name]) for name, case in DIFFERENT.items()],
+    [pytest.param(*case, id=name) for name, case in DIFFERENT.items()],
 )
 
 
@@ -82,6 +80,7 @@ def torch_workers(command: list[str]) -> list[tuple[int, str]]:
     return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
 
 
+@pytest.mark.long
 @different
 def test_torch_workers_that_differ_end_with_one_message(
     tmp_path: Path, overrides: list[str], message: str

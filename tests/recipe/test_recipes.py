@@ -21,7 +21,7 @@ PAIRS = {
     "fashion_mnist": ("fashion_mnist_resnet9_128", "fashion_mnist_resnet9_1920"),
     "imagenette224": ("imagenette_resnet18_128px_32", "imagenette_resnet18_128px_160"),
 }
-LONG = {"imagenette_resnet18_128px_160": [pytest.mark.long]}
+LONG = {name: [pytest.mark.long] for name in PAIRS["imagenette224"]}
 BY_RECIPE = [
     pytest.param(data, name, id=name, marks=LONG.get(name, []))
     for data, pair in PAIRS.items()

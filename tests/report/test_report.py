@@ -471,6 +471,7 @@ def test_sections_that_a_run_does_not_have_are_absent(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("*.png")] == ["report.png"]
 
 
+@pytest.mark.long
 def test_a_report_of_a_folder_that_is_only_read_is_written_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,7 @@ def test_a_run_stops_before_its_time_is_over_and_can_go_on(tmp_path: Path, whole
     assert_same_end(out, whole)
 
 
+@pytest.mark.long
 def test_an_image_that_cannot_be_read_stops_the_run_after_a_checkpoint(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_killed_worker_takes_the_others_down(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.long
 def test_a_worker_that_left_silently_is_noticed_by_the_others() -> None:
     lost = on_workers(lose_peer, workers=2)
     assert lost.startswith("worker 0 lost contact with another worker (")

@@ -123,6 +123,7 @@ def test_the_report_shows_perplexity_and_no_images(trained: tuple[Path, Summary]
     assert "image" not in text.lower()
 
 
+@pytest.mark.long
 def test_a_comparison_shows_the_perplexity_of_each_run(
     trained: tuple[Path, Summary], folder: Path, tmp_path: Path
 ) -> None:

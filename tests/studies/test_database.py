@@ -152,6 +152,7 @@ def test_a_database_that_is_none_is_refused_and_stays_as_it_is(tmp_path: Path) -
         a_queue(str(journal)).__enter__()
 
 
+@pytest.mark.long
 def test_a_database_that_breaks_in_the_middle_is_refused(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
 

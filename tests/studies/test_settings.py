@@ -319,6 +319,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return Watched(result, used, max(memory), max(threads))
 
 
+@pytest.mark.long
 def test_what_a_run_is_recorded_to_use_is_what_the_system_counted(watched: Watched) -> None:
     found = watched.result["usage"]
     assert 0 < found["cpu_seconds"] < watched.cpu_seconds  # which has the imports too

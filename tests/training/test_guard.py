@@ -106,6 +106,7 @@ def test_stages_go_on_after_clean_updates_that_diverged(tmp_path: Path) -> None:
     assert content(tmp_path / "run")["progress"]["step"] == BEFORE + 3
 
 
+@pytest.mark.long
 def test_only_updates_that_were_made_are_counted_however_often_the_run_was_stopped(
     tmp_path: Path,
 ) -> None:

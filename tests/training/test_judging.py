@@ -51,10 +51,12 @@ class Second:
             held_out=lambda: iter(batches),
             validation=lambda: iter(batches),
             validation_samples=np.arange(10),
-            val_index=SimpleNamespace(classes=tuple("abcde")),
+            classes=tuple("abcde"),
         )
         plan: Any = SimpleNamespace(val_samples=10, epoch=float)
-        recipe: Any = SimpleNamespace(polish=SimpleNamespace(keep="better"), monitor=())
+        data = SimpleNamespace(val_split=10, held_out=None)
+        polish = SimpleNamespace(keep="better")
+        recipe: Any = SimpleNamespace(polish=polish, monitor=(), data=data)
         self.trainer = Trainer(
             recipe=recipe,
             plan=plan,

@@ -186,7 +186,7 @@ def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
     progress = Progress()
     scaler = GradScaler("cpu")
     state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
-    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10)
+    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
     log = StepLog(
         load_recipe(DIGITS, ["precision=fp16"]),
         plan,

@@ -75,7 +75,7 @@ def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.Monke
     progress = Progress()
     scaler = GradScaler("cpu", enabled=False)
     state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
-    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10)
+    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
     recipe = load_recipe(DIGITS)
     log = StepLog(recipe, plan, CPU, state, emit=events.append, wants_stop=lambda: False)
     for update in updates_that_wait(Clock(monkeypatch), accumulation=1):

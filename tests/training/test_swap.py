@@ -118,7 +118,8 @@ def test_the_mean_is_that_of_models_trained_separately_on_one_worker_and_on_two(
     assert (swap.before.loss, swap.note) == (train.loss, "3 replicas, 2 updates of 96 samples each")
 
 
-@pytest.mark.parametrize("judged", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("judged", [True, False])
 def test_a_run_stopped_between_replicas_ends_with_identical_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: bool
 ) -> None:
