@@ -18,6 +18,8 @@ from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.errors import DataError
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Data
+from largebatch.recipe.text import Text
 
 Split = Literal["train", "val"]
 
@@ -169,3 +171,21 @@ def divide_samples(
         kept, chosen = divide(len(rows), held_out=number, seed=recipe.seed)
         trained, decides = rows[kept], rows[chosen]
     return trained, evaluated, decides
+
+
+def require_described(
+    data: Data | Text, found: Mapping[str, int], *, where: str, what: str
+) -> None:
+    """Raise DataError where samples were found that are not those the recipe was written for.
+
+    `found` has numbers by the keys of the section; `what` was found stands in the message.
+    """
+    wrong = {key: number for key, number in found.items() if number != getattr(data, key)}
+    if wrong:
+        expected = ", ".join(f"{key} {getattr(data, key)}" for key in wrong)
+        actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
+        change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
+        raise DataError(
+            f"{where}: the recipe describes {expected}, {what} has {actual}; if that is meant, "
+            f"add {change}"
+        )

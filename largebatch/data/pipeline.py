@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from largebatch.data.augment import clean_request, train_request, training_samples
-from largebatch.data.batches import Pipeline, Split, divide_samples
+from largebatch.data.batches import Pipeline, Split, divide_samples, require_described
 from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
 from largebatch.data.index.ignored import describe
@@ -329,12 +329,4 @@ def _check(data: Data, train: Index, val: Index) -> None:
         "train_samples": len(train),
         "val_samples": len(val),
     }
-    wrong = {key: number for key, number in found.items() if number != getattr(data, key)}
-    if wrong:
-        expected = ", ".join(f"{key} {getattr(data, key)}" for key in wrong)
-        actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
-        change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
-        raise DataError(
-            f"{train.root}: the recipe describes {expected}, the folder has {actual}; if that is "
-            f"meant, add {change}"
-        )
+    require_described(data, found, where=f"{train.root}", what="the folder")

@@ -28,7 +28,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from largebatch.data.batches import Pipeline, Split, divide_samples, samples_at
+from largebatch.data.batches import (
+    Pipeline,
+    Split,
+    divide_samples,
+    require_described,
+    samples_at,
+)
 from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError, shorten
@@ -203,15 +209,7 @@ def _check(data: Text, corpus: Corpus, folder: Path) -> None:
         "train_words": len(corpus.train),
         "val_words": len(corpus.val),
     }
-    wrong = {key: number for key, number in found.items() if number != getattr(data, key)}
-    if wrong:
-        expected = ", ".join(f"{key} {getattr(data, key)}" for key in wrong)
-        actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
-        change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
-        raise DataError(
-            f"{folder}: the recipe describes {expected}, the text has {actual}; if that is meant, "
-            f"add {change}"
-        )
+    require_described(data, found, where=f"{folder}", what="the text")
 
 
 def _identity(unit: str, number: int, content: bytes) -> dict[str, object]:

@@ -196,7 +196,7 @@ def _finished(run: Run) -> Verdict:
 def _finished_of_words(run: Run, end: Evaluation) -> Verdict:
     """Compare the perplexity at the end with the lowest of the run."""
     assert end.perplexity is not None
-    lowest = min((found for found in run.evaluations), key=lambda found: found.loss)
+    lowest = min(run.evaluations, key=lambda found: found.loss)
     if end.loss > lowest.loss + UNSURE_LOSS or not math.isfinite(end.perplexity):
         return Verdict(
             f"The run finished, but perplexity ends at {end.perplexity:.2f}, above the "
