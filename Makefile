@@ -45,6 +45,9 @@ TORCH_TESTS := $(addprefix tests/,models optim polish distributed training runs/
 # The checks run while Horovod is built.
 MAKEFLAGS += --jobs=2
 
+# What is imported is compiled once and not by every worker of every test.
+unexport PYTHONDONTWRITEBYTECODE
+
 quickstart: $(VENV)/.installed
 	@echo "two workers on the CPU: GPUs are hidden from them, so that every machine computes the same"
 	CUDA_VISIBLE_DEVICES= $(BIN)/largebatch train recipes/quickstart/digits_96.yaml --workers 2
@@ -54,7 +57,7 @@ docs: $(VENV)/.installed-for-docs
 	$(BIN)/python -m sphinx -E -W --keep-going -q -c docs . build/docs
 	@echo "the documents: $(CURDIR)/build/docs/index.html"
 
-test: lint $(VENV)/.horovod
+test: lint $(VENV)/.horovod $(VENV)/.compiled
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
 test-all: lint $(VENV)/.horovod
@@ -148,8 +151,12 @@ $(VENV)/.torch: | $(VENV)/bin/python
 $(VENV)/.installed-for-tests: setup.cfg | $(VENV)/.torch
 	@echo "installing largebatch, PyTorch and everything optional into $(VENV) ..."
 	$(PIP_INSTALL) --editable '.[dali,wandb,test]' $(TORCH)
-	PYTHONPATH=tests/support $(BIN)/python -c 'import preloaded'  # compiled once, not by all at once
 	@touch $@ $(VENV)/.installed
+
+# Else every process of the tests compiles all of them, and what they import, at the same time.
+$(VENV)/.compiled: $(VENV)/.installed-for-tests
+	$(BIN)/python -m pytest --collect-only -q > /dev/null
+	@touch $@
 
 $(VENV)/.horovod-built: launch/install_horovod.sh | $(VENV)/.torch
 	@echo "building Horovod, which takes about three minutes ..."

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fake_horovod import FakeHorovod
+from on_forked_workers import on_forked_workers
 from parts_on_workers import (
     BATCHES,
     HOROVOD,
@@ -43,18 +44,16 @@ Found = list[dict[str, Any]]
 """What each worker found, by the name of the case."""
 
 
-def on_two_workers(launcher: list[str], folder: Path) -> Found:
-    """Run the cases with warnings as errors and return what the two workers wrote."""
-    output_of(*launcher, sys.executable, "-W", "error", WORK, str(folder), timeout=300)
+def written(folder: Path) -> Found:
+    """Return what the two workers wrote."""
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def torch_found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return on_two_workers(
-        [*torchrun, "--nproc-per-node", "2", "--no-python"], tmp_path_factory.mktemp("torch")
-    )
+    folder = tmp_path_factory.mktemp("torch")
+    on_forked_workers(parts_on_workers.work, folder, workers=2)
+    return written(folder)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,10 @@ def horovod_found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         "horovod.torch", reason="horovod is not installed; run launch/install_horovod.sh"
     )
     horovodrun = str(Path(sysconfig.get_path("scripts"), "horovodrun"))
-    return on_two_workers([horovodrun, "-np", "2", "--gloo"], tmp_path_factory.mktemp("horovod"))
+    folder = tmp_path_factory.mktemp("horovod")
+    command = [horovodrun, "-np", "2", "--gloo", sys.executable, "-W", "error", WORK, str(folder)]
+    output_of(*command, timeout=300)
+    return written(folder)
 
 
 def plain(case: Case) -> nn.Module:

@@ -1,6 +1,5 @@
 """Polish and evaluate on each of two workers, every way a model and batches are held.
 
-    torchrun --nproc-per-node 2 parts_on_workers.py FOLDER
     horovodrun -np 2 --gloo python parts_on_workers.py FOLDER
 
 Each worker writes what it found to FOLDER/<rank>.pt, by the name of the case. What connects the
@@ -10,6 +9,7 @@ workers is opened and closed here, as in a user's program: nothing names a backe
 import faulthandler
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -354,8 +354,14 @@ def under_torch() -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
+def work(folder: Path) -> None:
+    """Do the work of this worker and write what it found; warnings are errors."""
     faulthandler.dump_traceback_later(240, exit=True)  # workers may wait for each other for ever
     torch.set_num_threads(1)
+    warnings.simplefilter("error")
     works = under_horovod if "HOROVOD_RANK" in os.environ else under_torch
-    torch.save(works(), Path(sys.argv[1]) / f"{rank()}.pt")
+    torch.save(works(), folder / f"{rank()}.pt")
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
