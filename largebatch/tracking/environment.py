@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,13 +26,19 @@ _PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that can change a result."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: _version(package) for package in _PACKAGES}
+    return {"python": platform.python_version()} | {
+        package: version for package, version in found.items() if version is not None
+    }
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Return the version of an installed package; reading it takes milliseconds."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def source_commit() -> str | None:

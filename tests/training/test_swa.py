@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain_images import GREY, load, shuffled, training_files
 from polish_reference import assert_right, one_pass
-from short_runs import BEFORE, CLEAN, JUDGED, a_recipe, content, log, timms, weights
+from short_runs import BEFORE, BROAD, CLEAN, JUDGED, a_recipe, content, log, timms, weights
 from torch import Tensor
 
 from largebatch import run
@@ -61,7 +61,7 @@ def test_the_mean_and_its_statistics_are_those_computed_by_hand(tmp_path: Path) 
 
 def test_a_mean_is_judged_by_its_own_statistics(tmp_path: Path) -> None:
     """With those of other weights it would be rolled back before they are measured."""
-    summary = run(a_recipe(SWA, MEASURED, JUDGED), out=tmp_path / "run")
+    summary = run(a_recipe(SWA, MEASURED, JUDGED, changes=(BROAD,)), out=tmp_path / "run")
     assert [stage.name for stage in summary.stages] == ["train", "swa"]
     (drift,) = log(tmp_path / "run", "drift")
     assert (drift["stage"], drift["samples"]) == ("swa", 97)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from on_forked_workers import on_forked_workers
 from plain_images import GREY, load, shuffled, training_files
 from polish_reference import assert_right, one_pass
-from short_runs import CLEAN, HALF, JUDGED, a_recipe, content, log, timms, weights
+from short_runs import BROAD, CLEAN, HALF, JUDGED, a_recipe, content, log, timms, weights
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -173,7 +173,7 @@ def test_replicas_begin_at_a_loss_scale_for_their_own_batch(
 
 
 def test_a_mean_of_replicas_is_judged_by_its_own_statistics(tmp_path: Path) -> None:
-    summary = run(a_recipe(SWAP, MEASURED, JUDGED), out=tmp_path / "run")
+    summary = run(a_recipe(SWAP, MEASURED, JUDGED, changes=(BROAD,)), out=tmp_path / "run")
     assert [stage.name for stage in summary.stages] == ["train", "swap"]
     (drift,) = log(tmp_path / "run", "drift")
     assert (drift["stage"], drift["samples"]) == ("swap", 97)
