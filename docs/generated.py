@@ -11,7 +11,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
-from largebatch.recipe.loading import chooser_of, kinds_of
+from largebatch.recipe.kinds import chooser_of, kinds_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 

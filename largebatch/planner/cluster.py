@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from largebatch.errors import LargebatchError, nearest
-from largebatch.recipe.loading import explain_problems, parse_yaml
+from largebatch.recipe.loading import parse_yaml
+from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.sections import Section
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]

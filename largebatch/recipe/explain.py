@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.loading import CHOOSERS, chooser_of, kinds_of, sections_of
+from largebatch.recipe.kinds import CHOOSERS, chooser_of, kinds_of, sections_of
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 

@@ -13,32 +13,23 @@ import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML, MappingNode, Node, ScalarNode
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scanner import Scanner
 from ruamel.yaml.tokens import Token
 
-from largebatch.errors import LONGEST_NAME, SHOWN, RecipeError, clip, nearest, shorten
+from largebatch.errors import LONGEST_NAME, RecipeError, clip
 from largebatch.recipe.installed import read_installed
+from largebatch.recipe.kinds import CHOOSERS, kinds_of, sections_of
+from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
-
-_MOVED = {
-    **{f"data.{key}": f"now execution.{key}" for key in ("decoder", "cache")},
-    "optimizer.lars.kernels": "now execution.kernels",
-    "optimizer.kernels": "now execution.kernels",
-    "reduction.groups": "now execution.groups",
-    "reduction.hierarchical": "gone: NCCL sums inside each machine first by itself; leave it out",
-    "data.eval_decoder": "gone: execution.decoder decodes all images; leave it out",
-    "data.antialias": "gone: images are always resized with antialiasing; leave it out",
-}
-"""Keys that recipes had, and what stands in their place."""
 
 Kind = TypeVar("Kind", bound=Section)
 
@@ -176,14 +167,6 @@ def validate_tree(kind: type[Kind], tree: dict[str, Any], *, source: str) -> Kin
         raise RecipeError(explain_problems(error, kind, source=source)) from None
 
 
-def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
-    """Return what pydantic found wrong with a section and those below it, each by its path."""
-    problems = error.errors(include_url=False)
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
-    return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
-
-
 def differences(
     there: Any,  # noqa: ANN401 -- any JSON
     here: Any,  # noqa: ANN401 -- any JSON
@@ -209,36 +192,6 @@ def dump_yaml(section: Section) -> str:
     return text.getvalue()
 
 
-def sections_of(annotation: object) -> list[type[Section]]:
-    """Return the sections a field may hold: one, or several for a union chosen by one key.
-
-    >>> [section.__name__ for section in sections_of(Recipe.model_fields["optimizer"].annotation)]
-    ['LARS', 'SGD', 'Shampoo', 'ScheduleFree', 'LAMB']
-    """
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_of(part)]
-
-
-CHOOSERS = ("kind", "source")
-"""The keys whose words choose one section of a union: `source` that of the data."""
-
-
-def kinds_of(section: type[Section]) -> tuple[str, ...]:
-    """Return the words that choose this section in its union; none if it stands in no union.
-
-    >>> kinds_of(sections_of(Recipe.model_fields["optimizer"].annotation)[0]), kinds_of(Recipe)
-    (('lars',), ())
-    """
-    chooser = chooser_of(section)
-    return () if chooser is None else get_args(section.model_fields[chooser].annotation)
-
-
-def chooser_of(section: type[Section]) -> str | None:
-    """Return the key that chooses this section in its union; None if it stands in no union."""
-    return next((key for key in CHOOSERS if key in section.model_fields), None)
-
-
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)  # libyaml knows YAML 1.1 only
     yaml.Scanner = _Scanner
@@ -254,7 +207,7 @@ def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
     Raises RecipeError, with the line, where it is not YAML.
     """
     try:
-        return json.loads(_as_json(_yaml().load(text), source=source))
+        return json.loads(_yaml_as_json(text, source=source))
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         problem = clip(str(error.problem or error.context), 2 * LONGEST_NAME)
@@ -263,6 +216,12 @@ def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
         raise RecipeError(f"{source}: not YAML: {error}") from None
     except RecursionError:
         raise _too_deep(source) from None
+
+
+@lru_cache(maxsize=64)
+def _yaml_as_json(text: str, *, source: str) -> str:
+    """Return the values of a text as JSON; the same recipe is often read with other overrides."""
+    return _as_json(_yaml().load(text), source=source)
 
 
 def _as_json(tree: object, *, source: str) -> str:
@@ -349,52 +308,3 @@ def _leave_out_other_kind(
             del section[key]
         if gone:
             _LOG.warning("%s: dropped %s, which %s does not use", shown, ", ".join(gone), kind)
-
-
-def _explain(problem: ErrorDetails, root: type[Section]) -> str:
-    """Say one of pydantic's findings the way the author of a section thinks of it."""
-    keys, known = _locate(problem["loc"], root)
-    where = clip(".".join(keys), LONGEST_NAME)
-    context = problem.get("ctx", {})
-    chooser = f"{where}.{context.get('discriminator', '')}".replace("'", "")
-    match problem["type"]:
-        case "missing":
-            return f"{where}: missing"
-        case "extra_forbidden":
-            hint = nearest(keys[-1], known, otherwise=f"known keys: {', '.join(known)}", most=1)
-            return f"{where}: {_MOVED.get(where) or f'unknown key; {hint}'}"
-        case "value_error":
-            return f"{where}: {context['error']}" if where else str(context["error"])
-        case "union_tag_not_found":
-            return f"{chooser}: missing"
-        case "union_tag_invalid":
-            found = clip(repr(context["tag"]), LONGEST_NAME)
-            return f"{chooser}: expected one of {context['expected_tags']}, got {found}"
-        case _:
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            if "le" in context:  # with all of its digits in pydantic's words
-                message = f"input should be less than or equal to {context['le']:.10g}"
-            found = clip(json.dumps(problem["input"]), LONGEST_NAME)
-            return f"{where}: {message}, got {found}"
-
-
-def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:
-    """Return the dotted path an author would write, and the keys known where it ends.
-
-    Pydantic's locations also name the member of a union; the author never writes that.
-    """
-    path: list[str] = []
-    sections: list[type[Section]] = [root]
-    fields = root.model_fields
-    for part in location:
-        chosen = [section for section in sections if part in kinds_of(section)]
-        if len(sections) > 1 and chosen:
-            sections = chosen
-            fields = sections[0].model_fields
-            continue
-        path.append(str(part))
-        known = list(fields)
-        if part in fields:
-            sections = sections_of(fields[str(part)].annotation)
-            fields = sections[0].model_fields if len(sections) == 1 else {}
-    return path, known if path else []

@@ -13,7 +13,8 @@ from PIL import Image
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
 from largebatch.recipe.explain import explain
-from largebatch.recipe.loading import load_recipe, sections_of
+from largebatch.recipe.kinds import sections_of
+from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 from largebatch.report.figures import draw_rates

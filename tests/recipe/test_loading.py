@@ -68,6 +68,19 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_key() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("optimizer.kind=larz", "'lars'"),
+        ("precision=bf1", "'bf16'"),
+        ("optimizer.convention=refrence", "'reference'"),
+        ("schedule.decay.kind=cosin", "'cosine'"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: str) -> None:
+    assert problems([override]).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["seed='1'"], 'seed: input should be a valid integer, got "1"'),
