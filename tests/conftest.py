@@ -4,10 +4,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import settings
+
+from largebatch.report import write_report
 
 # Several workers and tests share few cores, where waiting for threads costs more than it gives.
 torch.set_num_threads(1)
@@ -42,16 +45,17 @@ def ends() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_report() -> Iterator[None]:
     """Let runs draw no report, which takes longer than a short run; `draws` asks for one.
 
-    What a fixture of a whole file runs is drawn, and so is what other processes run.
+    What other processes run is drawn.
     """
-    if "draws" not in request.fixturenames:
-        monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
+    with mock.patch("largebatch.runs.run.write_report", return_value=None):
+        yield
 
 
 @pytest.fixture
-def draws() -> None:
+def draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask for the report of each run."""
+    monkeypatch.setattr("largebatch.runs.run.write_report", write_report)

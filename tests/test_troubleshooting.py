@@ -167,7 +167,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert main(["data", "index", "changed"]) == DONE
         (root / "changed/val/b/2.png").write_bytes((root / "changed/val/b/1.png").read_bytes())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("largebatch.runs.run.write_report", lambda _: None)
             patch.setenv("WANDB_RUN_ID", "my run/1")
             patch.syspath_prepend(str(root))
             assert main(["train", "small.yaml", "--out", "run", "--max-steps", "1"]) == DONE

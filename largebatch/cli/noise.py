@@ -119,7 +119,8 @@ def _show(folder: Path) -> None:
         value = "unknown" if math.isnan(found.value) else samples(found.value)
         print(f"{steps:>17}  {value:>11}  {samples(found.low)} to {samples(found.high)}")
     print(describe_noise(record))
-    print(printable(f"report: {folder / REPORT}"))
+    if (folder / REPORT).exists():
+        print(printable(f"report: {folder / REPORT}"))
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -51,6 +51,8 @@ def require_known(name: str, *, others: tuple[str, ...] = ()) -> None:
     """Raise RecipeError with the nearest names, also of `others`, unless there is such a model."""
     if name.startswith(TORCHVISION):
         library, known = "torchvision", _torchvision_names()
+    elif "." not in name and require_timm().is_model(name):
+        return  # to list a thousand names takes longer
     else:
         library, known = "timm", [*others, *require_timm().list_models()]
         tagged, _, tag = name.partition(".")

@@ -15,6 +15,7 @@ from short_runs import HALF, a_recipe, log, weights
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
+from largebatch.report import write_report
 from largebatch.report.noise import LEAST, PARTS, course, describe_noise, samples
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
@@ -63,6 +64,9 @@ def test_the_records_hold_what_the_estimate_needs(folder: Path) -> None:
 def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["noise", str(folder)]) == DONE
+    assert "report:" not in capsys.readouterr().out
+    write_report(folder)
     assert main(["noise", str(folder)]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["steps", "noise", "scale", "95", "%"]

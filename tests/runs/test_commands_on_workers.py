@@ -16,9 +16,7 @@ from largebatch.cli.main import DONE, USER, main
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("largebatch.runs.run.write_report", lambda _: None)
-        run(a_recipe(CLEAN, STATISTICS), out=folder)
+    run(a_recipe(CLEAN, STATISTICS), out=folder)
     return folder
 
 

@@ -27,11 +27,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "resnet10t": ["model={name: resnet10t, arguments: {stem_width: 16}}", "data.image_size=32"],
         "cifar_resnet8": ["model={name: cifar_resnet8}", "data.image_size=16"],
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("largebatch.runs.run.write_report", lambda _: None)
-        for name, changes in models.items():
-            changes += [f"data.eval_resize={36 if name == 'resnet10t' else 18}"]
-            run(load_recipe(DIGITS, [*short, *changes]), out=folder / name)
+    for name, changes in models.items():
+        changes += [f"data.eval_resize={36 if name == 'resnet10t' else 18}"]
+        run(load_recipe(DIGITS, [*short, *changes]), out=folder / name)
     return {name: folder / name for name in models}
 
 

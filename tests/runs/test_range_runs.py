@@ -97,10 +97,8 @@ def plain_losses(kind: str, weights: Path) -> list[float]:
     ],
 )
 def test_the_losses_are_those_of_plain_pytorch_whatever_the_division(
-    kind: str, workers: int, device_batch: int, weights: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, workers: int, device_batch: int, weights: Path, tmp_path: Path
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
     recipe = a_recipe(kind, weights, f"execution.device_batch={device_batch}")
     train_range(recipe, Options(out=tmp_path), RATES[kind], workers=workers)
     found = read_range(recipe, tmp_path, RATES[kind]).curves[0].losses
@@ -169,7 +167,6 @@ def test_the_command_finds_bounds_where_the_run_diverges_and_makes_no_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command reads what is there; another range, or a run's folder, is refused."""
-    monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
     sets = (*LENET, "optimizer={kind: sgd, momentum: 0.0}", "schedule.peak_lr=0.1",
             "batch.global_batch=96")  # fmt: skip
     words = ["lr", "range", "digits_96", *(word for s in sets for word in ("--set", s))]

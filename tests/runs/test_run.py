@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import main
 from largebatch.errors import BackendError, DivergedError
 from largebatch.recipe.recipe import Recipe
+from largebatch.report import write_report
 from largebatch.tracking.events import Summary
 from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint
 
@@ -64,7 +66,10 @@ def assert_identical(ours: dict[str, Any], other: dict[str, Any]) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same short recipe on one worker and on two torch workers."""
     root = tmp_path_factory.mktemp("runs")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        mock.patch("largebatch.runs.run.write_report", write_report),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         assert main(["train", DIGITS, *SHORT, "--out", str(root / "one")]) == 0
     (root / "one.txt").write_text(printed.getvalue())
     run_on(2, load_recipe(DIGITS, CHANGES), root / "torch")

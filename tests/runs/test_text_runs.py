@@ -13,7 +13,7 @@ from largebatch.cli.main import main
 from largebatch.data.text import VOCABULARY, read_corpus
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe, parse_yaml
-from largebatch.report import write_comparison
+from largebatch.report import write_comparison, write_report
 from largebatch.report.run import Run, read_run
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options
@@ -113,9 +113,9 @@ def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_stopped(
 
 def test_the_report_shows_perplexity_and_no_images(trained: tuple[Path, Summary]) -> None:
     out, summary = trained
+    page = write_report(out).read_text(encoding="utf-8")
     assert (out / "perplexity.png").exists()
     assert not (out / "accuracy.png").exists()
-    page = (out / "report.html").read_text(encoding="utf-8")
     hidden = r"<style.*?</style>|<pre.*?</pre>|<[^>]+>"
     text = " ".join(re.sub(hidden, " ", page, flags=re.DOTALL).split())
     assert f"Perplexity {summary.perplexity:.2f}" in text

@@ -34,11 +34,6 @@ FREE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
-
-
 def free(*polish: str, changes: tuple[str, ...] = ()) -> Recipe:
     return a_recipe(*(polish or (STATISTICS,)), changes=(*FREE, *changes))
 

@@ -29,11 +29,6 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("largebatch.runs.run.write_report", lambda _: None)
-
-
 def recipe_of(kind: str, *polish: str, changes: tuple[str, ...] = ()) -> Recipe:
     return a_recipe(*(polish or (STATISTICS,)), changes=(*CHANGES[kind], *TINY, *changes))
 
