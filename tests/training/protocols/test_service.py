@@ -20,7 +20,7 @@ from largebatch.training.protocols import service as services
 from largebatch.training.protocols.learner import Shard, learn
 from largebatch.training.protocols.rule import MiniBatches, Rule
 from largebatch.training.protocols.server import ParameterServer
-from largebatch.training.protocols.service import Pushed, RemoteServer, Service
+from largebatch.training.protocols.service import Loss, Pushed, RemoteServer, Service
 
 FOR_EVER = 60.0
 """Seconds after which a test that hangs fails."""
@@ -216,7 +216,7 @@ def test_a_gradient_that_only_one_of_two_servers_has_is_taken_once_by_both() -> 
 
 
 def test_a_silent_learner_is_lost_as_such_and_one_that_keeps_the_record_ends_all() -> None:
-    noted = []
+    noted: list[Loss] = []
     service = serve(SOFTSYNC, range(10), spare=range(1, 3))
     service._on_loss = noted.append
 
@@ -224,10 +224,11 @@ def test_a_silent_learner_is_lost_as_such_and_one_that_keeps_the_record_ends_all
         def receive(self, into: Tensor) -> None:
             raise PeerSilentError("worker 2 lost contact with another worker (timed out)")
 
-    service.serve(2, SilentLink(SimpleQueue(), SimpleQueue()))
+    link: Any = SilentLink(SimpleQueue(), SimpleQueue())
+    service.serve(2, link)
     assert service.failure is None
     assert [(loss.learner, loss.silent) for loss in noted] == [(2, True)]
-    service.serve(0, SilentLink(SimpleQueue(), SimpleQueue()))
+    service.serve(0, link)
     assert isinstance(service.failure, PeerSilentError)
     assert len(service.losses) == 1
 
