@@ -16,7 +16,7 @@ import pytest
 import torch
 from on_forked_workers import SERVER, environment_of
 from replaying import OPTIMIZERS, SETTINGS, UPDATES, build, loss_of, replayed, schedule
-from short_runs import DIGITS, log
+from short_runs import DIGITS, log, weights
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 
@@ -154,7 +154,7 @@ def test_weights_without_a_lost_learner_are_those_that_the_record_gives(tmp_path
     """Asynchronous on two servers, in float64."""
     with workers(tmp_path, solve, KILLED, number=LEARNERS + 2):
         pass
-    weights, lost, parts = torch.load(tmp_path / "found")
+    final, lost, parts = torch.load(tmp_path / "found")
     records = [
         Arrivals.of(Arrival(*one) for part in parts for one in part[server]) for server in (0, 1)
     ]
@@ -163,7 +163,7 @@ def test_weights_without_a_lost_learner_are_those_that_the_record_gives(tmp_path
         assert set(record.learner.tolist()) == {0, 2}
     ours, made, _ = replayed(AWARE, records)
     assert made == [UPDATES, UPDATES]
-    for own, expected in zip(ours, weights, strict=True):
+    for own, expected in zip(ours, final, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)
     ((learner, _, mini_batch, silent),) = lost
     assert (learner, silent) == (VICTIM, False)
@@ -207,6 +207,8 @@ def test_a_run_ends_without_a_lost_learner_and_with_all_samples(
     assert len(records) == servers
     for record in records:
         assert sorted(record.mini_batch.tolist()) == list(range(12 * gradients))
+    counted = weights(tmp_path / "run")["bn1.num_batches_tracked"].item()
+    assert counted == pytest.approx(12 * gradients / 2, abs=2)  # the mean over those that are left
     evaluations = log(tmp_path / "run", "evaluation")
     assert {one["stage"] for one in evaluations} == {"train", "clean", "statistics"}
     assert {one["samples"] for one in evaluations} == {360}
