@@ -52,11 +52,6 @@ class Layout(NamedTuple):
         return cls(protocol.learners, tuple(range(first, first + protocol.num_servers)))
 
     @property
-    def workers(self) -> tuple[int, ...]:
-        """The ranks of all."""
-        return tuple(sorted({*range(self.learners), *self.servers}))
-
-    @property
     def pairs(self) -> list[tuple[int, int]]:
         """Every learner and the rank of every server that is not in its own process."""
         return [
@@ -107,8 +102,8 @@ class Exchange:
     @property
     def worker(self) -> int:
         """The number of this worker, which is its rank as long as none is lost."""
-        left = [worker for worker in self.layout.workers if worker not in self.lost]
-        return left[self.backend.rank]
+        begun = range(self.backend.world_size + len(self.lost))
+        return [worker for worker in begun if worker not in self.lost][self.backend.rank]
 
     @property
     def is_learner(self) -> bool:
