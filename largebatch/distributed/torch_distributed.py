@@ -242,7 +242,8 @@ class TorchDistributed(RunningTorch):
             lost = self._losses.agree(of, own=own, witnesses=witnesses, limit=limit)
             if lost and own not in lost:
                 left = [member for member in self._members if member not in lost]
-                os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # the lost would not come to it
+                # Its members alone connect to each other; all would meet only at this barrier.
+                os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
                 group = dist.new_group(left, timeout=limit)
                 assert isinstance(group, dist.ProcessGroup)
                 self._use(group)

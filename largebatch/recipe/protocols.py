@@ -25,7 +25,8 @@ class Centralised(Section):
     """Servers that train nothing."""
 
     centralised: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    """How many. Each holds whole tensors of the model, about as many bytes as the others."""
+    """How many. Each holds whole tensors of the model, about as many bytes as the others. With
+    softsync and asynchronous, a learner that is lost does not end the run."""
 
 
 class _Protocol(Section):
