@@ -128,5 +128,9 @@ class PeerLostError(Exception):
     """
 
 
+class PeerSilentError(PeerLostError):
+    """Another worker is not known to be gone, but did nothing for the whole of --timeout."""
+
+
 class WorkerFailedError(Exception):
     """A local worker failed; the message holds its traceback, which is shown as it is."""

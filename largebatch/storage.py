@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self, TypeVar
 
 import platformdirs
 
-from largebatch.errors import DataError
+from largebatch.errors import DataError, LargebatchError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -62,6 +62,20 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file, and its folder, so that the file is there whole or not at all."""
     with whole_file(path) as file:
         file.write(content)
+
+
+def write_html(path: Path, html: str) -> Path:
+    """Write a page whole or not at all; return its path.
+
+    Raises LargebatchError where it cannot be written.
+    """
+    try:
+        write_whole(path, html.encode())
+    except OSError as error:
+        raise LargebatchError(
+            f"{path}: the page cannot be written: {error.strerror}; choose another place with --out"
+        ) from None
+    return path
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from largebatch.recipe.loading import dump_recipe
 from largebatch.runs.launch import _cause
 from largebatch.studies.database import Queue, open_storage
 from largebatch.tracking.log import JsonLines
+from largebatch.training.protocols.exchange import _refusal
 
 ENTRIES = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
 
@@ -257,6 +258,10 @@ def two_studies_of_a_name() -> None:
             Queue(storage, "digits/lenet5/cosine/search", {"held_out": held_out}, [])
 
 
+def a_learner_that_was_given_up() -> None:
+    raise PeerLostError(_refusal(1))
+
+
 def a_worker_that_hangs() -> None:
     raise PeerLostError(describe("all_reduce float32 [25557032]", [2], 300))
 
@@ -269,6 +274,7 @@ CALLS: list[Callable[[], None]] = [
     two_runs_in_a_folder,
     a_worker_that_died,
     a_worker_that_was_killed,
+    a_learner_that_was_given_up,
     a_worker_that_hangs,
     a_database_that_is_none,
     two_studies_of_a_name,

@@ -51,6 +51,7 @@ def _staleness(args: argparse.Namespace) -> int:
         return 0
     from largebatch.runs.interrupts import InterruptedStudyError
     from largebatch.runs.options import Options
+    from largebatch.studies.staleness.page import PAGE, write_staleness_page
     from largebatch.studies.staleness.pictures import write_pictures
 
     options = Options(out=out, **machine_of(args))
@@ -62,7 +63,8 @@ def _staleness(args: argparse.Namespace) -> int:
         return INTERRUPTED
     rows = rows_of(runs)
     _print_table(rows)
-    for path in write_pictures(rows, out):
+    page = write_staleness_page(rows, out / PAGE, title=study.name)
+    for path in (page, *write_pictures(rows, out)):
         print(printable(str(path)))
     return 0
 

@@ -5,9 +5,9 @@ image or a window of a text, is known to the pipelines of `pipeline` and `text` 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal, Self
 
@@ -36,6 +36,9 @@ class Pipeline(ABC):
 
     held_out_samples: IntArray
     """Training samples that no stage is trained or measured on, and that decide on stages."""
+
+    lost: set[int] = field(default_factory=set)
+    """Workers that the others go on without, and that no share is for any more."""
 
     @property
     @abstractmethod
@@ -113,6 +116,11 @@ class Pipeline(ABC):
         return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
 
     @property
+    def workers(self) -> Sequence[int]:
+        """The workers that samples are dealt out to, rising."""
+        return [worker for worker in range(self.plan.workers) if worker not in self.lost]
+
+    @property
     def validation_samples(self) -> IntArray:
         """The rows of the validation data that `validation` shows this worker, in its order."""
         samples = self.evaluated_samples
@@ -127,7 +135,8 @@ class Pipeline(ABC):
 
     def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
         """Deal batches of `size` out to the workers in turn; only the very last may be smaller."""
-        for start in range(self.rank * size, len(samples), self.plan.workers * size):
+        place, step = self.workers.index(self.rank), len(self.workers) * size
+        for start in range(place * size, len(samples), step):
             yield samples[start : start + size]
 
 

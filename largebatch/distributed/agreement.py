@@ -65,12 +65,18 @@ def require_same(facts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def require_same_bits(
-    tensors: Iterable[Tensor], group: Group, device: torch.device, *, when: str
+    tensors: Iterable[Tensor],
+    group: Group,
+    device: torch.device,
+    *,
+    when: str,
+    workers: Sequence[int] | None = None,
 ) -> None:
     """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
 
     Sums of the bits are compared, so any one bit that differs is found. This is one pass over the
-    tensors and an all-gather of 8 bytes.
+    tensors and an all-gather of 8 bytes. `workers` are the numbers of those in the group, where
+    these are not their ranks.
     """
     if group.world_size == 1:
         return
@@ -78,7 +84,8 @@ def require_same_bits(
     own = torch.stack(sums).sum().to(device)
     every = group.all_gather(own).tolist()  # sync: once in many updates
     most = max(set(every), key=every.count)
-    odd = [str(rank) for rank, digest in enumerate(every) if digest != most]
+    numbers = range(group.world_size) if workers is None else workers
+    odd = [str(n) for n, digest in zip(numbers, every, strict=True) if digest != most]
     if odd:
         raise DesynchronizedError(
             f"the weights of worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the "

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,13 +24,17 @@ from torch.distributed.rendezvous import rendezvous
 from largebatch.distributed.agreement import require_same, shape
 from largebatch.distributed.backend import own_part, pick_device
 from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
+from largebatch.distributed.losses import Losses
 from largebatch.distributed.watch import Watch
-from largebatch.errors import BackendError, MismatchError, PeerLostError
+from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
 
 _LOG = logging.getLogger(__name__)
 
 _CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
 """How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
+
+_TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
+"""How it words that a peer did nothing."""
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -74,9 +78,13 @@ class TorchGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, watch: Watch | None = None) -> None:
-        self._group, self._watch = group, watch
-        self._members = dist.get_process_group_ranks(group)
+        self._watch = watch
         self._worker = dist.get_rank()  # its number among all, which error messages use
+        self._use(group)
+
+    def _use(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -131,7 +139,9 @@ class RunningTorch(TorchGroup):
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by worker 0's, in place."""
         name = f"broadcast {shape(tensor)}"
-        self._start(name, lambda: dist.broadcast(tensor, src=0, async_op=True)).wait()
+        self._start(
+            name, lambda: dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        ).wait()
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
         """Make a process group of every part; return the one this worker is in."""
@@ -198,6 +208,7 @@ class TorchDistributed(RunningTorch):
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = _StoreNotes(PrefixStore(attempt, store.clone()))
+            self._losses = Losses(store.clone(), attempt=attempt)
             store = PrefixStore(attempt, store)
             watch = Watch(notes, rank=rank, timeout=timeout)
             with watch.during("the group of all workers", range(world_size)):
@@ -206,6 +217,37 @@ class TorchDistributed(RunningTorch):
                     kind, store=store, rank=rank, world_size=world_size, timeout=self._limit
                 )
         super().__init__(device, watch)
+
+    def note_lost(self, worker: int) -> None:
+        """Let all others go on without a worker, from `agree_on_lost` on."""
+        with lost_peers_named(self._worker):
+            self._losses.note(worker)
+
+    def is_lost(self, worker: int) -> bool:
+        """Return whether the others go on without a worker; False where none can be asked."""
+        with suppress(dist.DistError):
+            return self._losses.include(worker)
+        return False
+
+    def agree_on_lost(self, of: Collection[int], *, witnesses: Sequence[int]) -> set[int]:
+        """Return which workers of these were lost, and leave them out of all that follows.
+
+        Every worker that is left calls this alike; the `witnesses`, who note losses, when they will
+        note no more. A worker that is itself among the lost gets them, and can do nothing more.
+        The rank of a worker is then its place among those left. Worker 0 cannot be lost.
+        """
+        assert self._limit is not None
+        with lost_peers_named(self._worker):
+            own, limit = self._worker, self._limit
+            lost = self._losses.agree(of, own=own, witnesses=witnesses, limit=limit)
+            if lost and own not in lost:
+                left = [member for member in self._members if member not in lost]
+                # Its members alone connect to each other; all would meet only at this barrier.
+                os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
+                group = dist.new_group(left, timeout=limit)
+                assert isinstance(group, dist.ProcessGroup)
+                self._use(group)
+        return lost
 
     def close(self) -> None:
         """Destroy the process groups."""
@@ -290,12 +332,13 @@ def lost_peers_named(worker: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(_lost(worker, error)) from error
+        raise _lost(worker, error) from error
 
 
-def _lost(rank: int, error: RuntimeError) -> str:
-    """Turn the error into PeerLostError; raise it again if it has another cause."""
+def _lost(rank: int, error: RuntimeError) -> PeerLostError:
+    """Return what the error means; raise it again if it has another cause than a lost peer."""
     if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
         raise error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"worker {rank} lost contact with another worker ({reason})"
+    kind = PeerSilentError if _TIMEOUT.search(reason) else PeerLostError
+    return kind(f"worker {rank} lost contact with another worker ({reason})")

@@ -25,7 +25,8 @@ class Centralised(Section):
     """Servers that train nothing."""
 
     centralised: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    """How many. Each holds whole tensors of the model, about as many bytes as the others."""
+    """How many. Each holds whole tensors of the model, about as many bytes as the others. With
+    softsync and asynchronous, a learner that is lost does not end the run."""
 
 
 class _Protocol(Section):
@@ -59,6 +60,20 @@ class _Protocol(Section):
         """Gradients that an update takes; here one of every learner."""
         return self.learners
 
+    @property
+    def spare(self) -> range:
+        """Learners that the others go on without when they are lost; here none."""
+        return range(0)
+
+
+class _Free(_Protocol):
+    """Protocols in which no learner waits for another."""
+
+    @property
+    def spare(self) -> range:
+        """All but learner 0, which keeps the record, where no server is lost with a learner."""
+        return range(1, self.learners) if self.dedicated else range(0)
+
 
 class Hardsync(_Protocol):
     """Every update takes one gradient of each learner, and all of them wait for it."""
@@ -79,7 +94,7 @@ class Hardsync(_Protocol):
         return self
 
 
-class Softsync(_Protocol):
+class Softsync(_Free):
     """An update takes any floor(learners / n) gradients, and no learner waits.
 
     This is n-softsync. A gradient is then about n updates late (its staleness).
@@ -109,7 +124,7 @@ class Softsync(_Protocol):
         return self
 
 
-class Asynchronous(_Protocol):
+class Asynchronous(_Free):
     """Every gradient is an update: softsync with n = learners.
 
     At a fixed rate this is Downpour SGD (Dean et al. 2012).

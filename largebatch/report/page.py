@@ -46,7 +46,7 @@ from largebatch.report.numbers import (
 from largebatch.report.run import Run
 from largebatch.report.style import MARGIN, MUTED, make_svg, save_png
 from largebatch.report.waits import draw_waits
-from largebatch.tracking.events import OVERVIEW
+from largebatch.tracking.events import OVERVIEW, Summary
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
@@ -113,8 +113,21 @@ def _environment(run: Run) -> dict[str, str]:
             "Backend": summary.backend,
             "Peak memory": UNKNOWN if memory is None else f"{memory / 2**30:.2f} GiB",
             "Commit": short_commit(summary.commit),
+            **_learners(summary),
             **summary.versions,
         }
+    return facts
+
+
+def _learners(summary: Summary) -> dict[str, str]:
+    """Return what the learners of a protocol did, and which of them were lost."""
+    facts = {}
+    if summary.gradients:
+        facts["Gradients by learner"] = " · ".join(f"{number:,}" for number in summary.gradients)
+    if summary.lost:
+        facts["Lost learners"] = ", ".join(
+            f"{lost.learner} after {lost.update:,} updates" for lost in summary.lost
+        )
     return facts
 
 

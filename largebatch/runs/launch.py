@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from largebatch.distributed.environment import (
@@ -32,6 +33,7 @@ from largebatch.distributed.environment import (
     let_threads_sleep,
     loopback,
 )
+from largebatch.distributed.losses import Losses
 from largebatch.distributed.watch import leave_with, report
 from largebatch.errors import (
     DivergedError,
@@ -44,7 +46,7 @@ from largebatch.runs.interrupts import HEARD, STOPS, Requests, answering, show_c
 
 HOST = "127.0.0.1"
 LEAVE_SECONDS = 10
-"""How long the others have to leave after a worker failed."""
+"""How long the others have to leave after a worker failed, or to go on without it."""
 
 CRASHED, USER, DIVERGED, STOPPED = 1, 2, 5, 130
 """Exit codes of a worker that reported: an error, one the user can fix, training that diverged,
@@ -54,12 +56,16 @@ _ECHOES = {ABSENT: 1, LOST: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
 """Exit codes that another worker's failure or a request to stop causes, the telling one first."""
 
 
-def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False) -> None:
+def start_workers(
+    command: Sequence[str], *, workers: int, horovod: bool = False, spare: Collection[int] = ()
+) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
     They find their place in the variables torchrun sets, and with `horovod` in those of horovodrun
     as well, and import what this process can import.
     The first request to stop is passed on, as SIGTERM; the second one ends them.
+    A `spare` worker may be lost: all is well if the others note that they go on without it, and
+    end well.
 
     Raises LargebatchError with a worker's message where the user can fix it, DivergedError where
     training diverged, WorkerFailedError with the failing worker's traceback otherwise,
@@ -80,6 +86,8 @@ def start_workers(command: Sequence[str], *, workers: int, horovod: bool = False
                 for rank in range(workers)
             },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            spare=spare,
+            losses=Losses(store),
         )
         try:
             group.start()
@@ -134,8 +142,18 @@ def _horovods_server(workers: int) -> Iterator[dict[str, str]]:
 class _Workers(SubprocessContext):
     """Local processes; this process's signals are passed on by `pass_on` and not by torch."""
 
-    def __init__(self, **arguments: Any) -> None:  # noqa: ANN401 -- torch's own
+    def __init__(
+        self,
+        *,
+        spare: Collection[int],
+        losses: Losses,
+        **arguments: Any,  # noqa: ANN401 -- torch's own
+    ) -> None:
         super().__init__(**arguments)
+        self._spare, self._losses = set(spare), losses
+        self._unexplained: dict[int, float] = {}
+        """Spare workers that ended badly, and until when the others may note it."""
+
         self.requests = Requests()
         self.ended: set[int] | None = None
         """Those that ended by themselves, once one has failed."""
@@ -161,6 +179,32 @@ class _Workers(SubprocessContext):
             elif first:
                 handler.proc.send_signal(signal.SIGCONT)  # first: it goes to the main thread then
                 handler.proc.send_signal(signal.SIGTERM)
+
+    def _poll(self) -> RunProcsResult | None:
+        """Return the result once all have ended, or one has whose end is not the others' loss."""
+        running, waits = self._running_local_ranks, False
+        for rank in sorted(running & self._spare):
+            process = self.subprocess_handlers[rank].proc
+            code = process.poll()
+            if code in {None, 0, USER, DIVERGED}:  # what the user can fix ends all
+                continue
+            if self._losses.include(rank):
+                running.discard(rank)
+                failure = ProcessFailure(rank, process.pid, code, self.error_files[rank])
+                show_cursor()
+                sys.stderr.write(f"largebatch: {_describe(failure)}; the others go on\n")
+            else:
+                until = self._unexplained.setdefault(rank, time.monotonic() + LEAVE_SECONDS)
+                waits = waits or time.monotonic() < until
+        others = [rank for rank in running if rank not in self._unexplained]
+        if waits and all(self.subprocess_handlers[rank].proc.poll() is None for rank in others):
+            return None
+        if running and running <= self._spare and all(map(self._losses.include, running)):
+            for rank in running:  # suspended, and nothing waits for it
+                self.subprocess_handlers[rank].proc.kill()
+            running.clear()
+        found: RunProcsResult | None = super()._poll()
+        return found
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = LEAVE_SECONDS) -> None:
         """End those that still run: ask them to (SIGTERM), and kill them after `timeout` s."""
@@ -188,12 +232,19 @@ def _cause(
     failure = failures[rank]
     if stopping and failure.exitcode in _ECHOES:
         return LargebatchError("stopped before the workers could save")
-    if not Path(failure.error_file).exists():
-        code = failure.exitcode
-        how = f"killed by {failure.signal_name()}" if code < 0 else f"exit code {code}"
-        return WorkerFailedError(f"worker {rank} exited without reporting: {how}")
     kinds = {USER: LargebatchError, DIVERGED: DivergedError}
-    return kinds.get(failure.exitcode, WorkerFailedError)(failure.message)
+    if not Path(failure.error_file).exists():
+        kinds = {}
+    return kinds.get(failure.exitcode, WorkerFailedError)(_describe(failure))
+
+
+def _describe(failure: ProcessFailure) -> str:
+    """Return what a worker reported, else how it ended."""
+    if Path(failure.error_file).exists():
+        return failure.message
+    code = failure.exitcode
+    how = f"killed by {failure.signal_name()}" if code < 0 else f"exit code {code}"
+    return f"worker {failure.local_rank} exited without reporting: {how}"
 
 
 def _environment(rank: int, workers: int, port: int, *, horovod: bool) -> dict[str, str]:

@@ -151,7 +151,12 @@ def restarting(
         saved = describe_saved(options.out)
         command = ["-m", "largebatch.runs.worker", JOB.dump_json((recipe, options)).decode()]
         try:
-            start_workers(command, workers=workers, horovod=options.backend == "horovod")
+            start_workers(
+                command,
+                workers=workers,
+                horovod=options.backend == "horovod",
+                spare=recipe.protocol.spare if recipe.protocol else (),
+            )
         except WorkerFailedError as error:
             if not left:
                 raise
@@ -309,6 +314,8 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         loss=last.loss if last else None,
         perplexity=last.perplexity if last else None,
         weights_sha256=state.weights_sha256,
+        lost=tuple(progress.lost),
+        gradients=tuple(progress.gradients),
         stages=tuple(state.stages),
         status=status,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from largebatch.errors import LargebatchError, StudyError
+from largebatch.errors import StudyError
 from largebatch.report.interactive import (
     Column,
     Series,
@@ -30,7 +30,7 @@ from largebatch.report.interactive import (
 )
 from largebatch.report.run import FloatArray
 from largebatch.schedules.build import follow
-from largebatch.storage import write_whole
+from largebatch.storage import write_html
 from largebatch.studies.by_class import MOST_CLASSES, by_class, draw_classes
 from largebatch.studies.metrics import Costs, Interval
 from largebatch.studies.results import CellResults, Result
@@ -69,19 +69,12 @@ def write_page(found: Sequence[CellResults], path: Path, *, targets: Iterable[fl
     """Write the page of these cells, of one study or several; return its path.
 
     Without `targets`, accuracies as parts of 1, they are chosen by what was reached. Raises
-    StudyError where no run has ended or the page cannot be written, MissingPackageError without
-    Bokeh.
+    StudyError where no run has ended, LargebatchError where the page cannot be written,
+    MissingPackageError without Bokeh.
     """
     if not any(cell.search for cell in found):
         raise StudyError("the database holds no run that has ended: there is nothing to show yet")
-    content = make_page(stand(found, targets)).encode()
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise LargebatchError(
-            f"{path}: the page cannot be written: {error.strerror}; choose another place with --out"
-        ) from None
-    return path
+    return write_html(path, make_page(stand(found, targets)))
 
 
 def make_page(standings: Standings) -> str:

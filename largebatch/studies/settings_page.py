@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.errors import LargebatchError
 from largebatch.report.interactive import (
     MISSING,
     Column,
@@ -25,7 +24,7 @@ from largebatch.report.interactive import (
     only_at,
     series,
 )
-from largebatch.storage import write_whole
+from largebatch.storage import write_html
 from largebatch.studies.metrics import Interval
 from largebatch.studies.results import Result
 from largebatch.studies.settings import MEASURES, Findings, Measure, Measured, describe
@@ -50,14 +49,7 @@ def write_settings_page(findings: Findings, path: Path) -> Path:
 
     Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
     """
-    content = make_page(findings).encode()
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise LargebatchError(
-            f"{path}: the page cannot be written: {error.strerror}; choose another place with --out"
-        ) from None
-    return path
+    return write_html(path, make_page(findings))
 
 
 def make_page(findings: Findings) -> str:

@@ -119,6 +119,10 @@ class Console:
         self._console.print(
             f"{end} after {summary.seconds:.1f} s"
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
+            + "".join(
+                f"; learner {lost.learner} was lost after {lost.update} updates"
+                for lost in summary.lost
+            )
         )
 
     def _show_step(self, event: Step) -> None:

@@ -306,6 +306,21 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostLearner:
+    """A learner of a protocol that was lost in the middle, and that the others went on without."""
+
+    learner: int
+    update: int
+    """Updates made until then, by the first server."""
+
+    mini_batch: int | None
+    """What it had been given last, and was handed out again; null if nothing."""
+
+    silent: bool
+    """Whether it did nothing for the whole of --timeout; else it was gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """One run in numbers: summary.json. Accuracies are parts of 1, times seconds, on worker 0."""
 
@@ -347,6 +362,12 @@ class Summary:
 
     weights_sha256: str | None = None
     """As in Start."""
+
+    lost: tuple[LostLearner, ...] = ()
+    """Over all parts of the run; a part that goes on begins with all learners."""
+
+    gradients: tuple[int, ...] = ()
+    """With a protocol, how many the first server took of each learner."""
 
     stages: tuple[StageResult, ...]
     status: Status

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from largebatch.distributed.reducer import Reducer
 from largebatch.schedules.functions import Schedule
 from largebatch.schedules.plateau import Reading
-from largebatch.tracking.events import StageResult
+from largebatch.tracking.events import LostLearner, StageResult
 from largebatch.training.averages import EMA, SWA, ReplicaMean
 from largebatch.training.evaluation import Metrics
 
@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _STAGES = TypeAdapter(list[StageResult])
+_LOST = TypeAdapter(list[LostLearner])
 
 _COUNTED = ("step", "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 """What optimizers count in their groups, beside the rate: timm's Lamb, Shampoo, Schedule-Free."""
@@ -69,9 +70,16 @@ class Progress:
     """The highest accuracy of an evaluation, or of words the lowest perplexity, and after how many
     updates it was."""
 
+    lost: list[LostLearner] = field(default_factory=list)
+    """Learners of a protocol that the others went on without."""
+
+    gradients: list[Count] = field(default_factory=list)
+    """With a protocol, how many its first server took of each learner."""
+
     def __post_init__(self) -> None:
         """Read what a checkpoint has, where tuples are lists."""
         self.readings = [Reading(*reading) for reading in self.readings]
+        self.lost = _LOST.validate_python(self.lost)
 
     @property
     def updates(self) -> int:

@@ -59,7 +59,10 @@ from largebatch.training.step_log import StepLog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The objects of one run on one worker. Of these only `state` changes by training."""
+    """The objects of one run on one worker. Of these only `state` changes by training.
+
+    Where learners of a protocol are lost, `backend` and `pipeline` leave them out of all shares.
+    """
 
     recipe: Recipe
     plan: Plan
@@ -308,7 +311,8 @@ class Trainer:
         """Raise DesynchronizedError on every worker unless all have the same weights."""
         tensors = self.state.model.state_dict().values()
         when = f"step {self.state.progress.step}"
-        require_same_bits(tensors, self.backend, self.backend.device, when=when)
+        backend, workers = self.backend, self.pipeline.workers
+        require_same_bits(tensors, backend, backend.device, when=when, workers=workers)
 
     @property
     def stage(self) -> StageName:

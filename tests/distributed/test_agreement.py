@@ -14,9 +14,9 @@ from threads import Thread, on_threads
 from torch import Tensor, nn
 
 from largebatch import load_recipe, run
-from largebatch.distributed.agreement import checksum, require_agreement
+from largebatch.distributed.agreement import checksum, require_agreement, require_same_bits
 from largebatch.distributed.backend import Backend
-from largebatch.errors import MismatchError
+from largebatch.errors import DesynchronizedError, MismatchError
 from largebatch.recipe.plan import make_plan
 from largebatch.runs import build
 from largebatch.runs.build import share_weights
@@ -261,3 +261,16 @@ def test_files_with_other_weights_have_another_checksum() -> None:
         {"b": state["a"], "n": state["n"]},
     ]
     assert len({checksum(each) for each in [state, *changed]}) == 5
+
+
+def test_weights_that_differ_name_the_worker_by_its_own_number() -> None:
+    """Of 4 workers, number 1 has been lost, and the others have the ranks 0 to 2."""
+
+    def work(worker: Thread) -> str:
+        weights = [torch.full((2,), float(worker.rank == 1))]
+        with pytest.raises(DesynchronizedError) as caught:
+            require_same_bits(weights, worker, CPU, when="step 9", workers=[0, 2, 3])
+        return str(caught.value)
+
+    for message in on_threads(work, workers=3):
+        assert message.startswith("the weights of worker 2 differ from those of the others")

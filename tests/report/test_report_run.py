@@ -12,6 +12,7 @@ from fake_runs import FakeRun
 from largebatch.errors import CheckpointError
 from largebatch.report import write_report
 from largebatch.report.numbers import subtitle
+from largebatch.report.page import make_page
 from largebatch.report.run import read_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -56,6 +57,15 @@ def test_a_resumed_run_forgets_the_gap_it_will_measure_again(tmp_path: Path) -> 
     run.start(400)
     run.folder = tmp_path / "resumed"
     assert read_run(run.write()).gaps == ()
+
+
+def test_the_page_lists_what_learners_did_and_which_were_lost(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.train(0, 2)
+    lost = {"learner": 1, "update": 1037, "mini_batch": 3111, "silent": False}
+    page = make_page(read_run(run.write(lost=[lost], gradients=[1200, 480, 1320])))
+    text = " ".join(re.sub("<[^>]*>", " ", page).split())
+    assert "Gradients by learner 1,200 · 480 · 1,320 Lost learners 1 after 1,037 updates" in text
 
 
 GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1": 0, "top5": 0, '

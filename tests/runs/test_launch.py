@@ -18,6 +18,7 @@ from on_workers import on_workers
 
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import LAUNCHER, launched_rank
+from largebatch.distributed.losses import Losses
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import (
     BackendError,
@@ -27,6 +28,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.runs.interrupts import stop_requests
+from largebatch.runs.launch import start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 
@@ -178,6 +180,37 @@ def test_a_killed_worker_takes_the_others_down(capfd: pytest.CaptureFixture[str]
 def test_a_worker_that_left_silently_is_noticed_by_the_others() -> None:
     lost = on_workers(lose_peer, workers=2)
     assert lost.startswith("worker 0 lost contact with another worker (")
+
+
+BY_RANK = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_spare_worker_that_the_others_go_on_without_may_be_lost(
+    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that is still suspended when all others have ended is ended."""
+    monkeypatch.setattr(Losses, "include", lambda _, worker: worker == 1)
+    start_workers(["-S", "-c", BY_RANK, how, "1"], workers=3, spare=[1, 2])
+    killed = "largebatch: worker 1 exited without reporting: killed by SIGKILL; the others go on"
+    assert capfd.readouterr().err.count(killed) == (how == "SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("spare", "noted"), [([0, 2], True), ([1, 2], False)], ids=["not spare", "not noted"]
+)
+def test_a_lost_worker_ends_the_others_unless_they_go_on(
+    spare: list[int], *, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(Losses, "include", lambda *_: noted)
+    with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
+        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3, spare=spare)
 
 
 def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,11 @@ class Machine:
         self.folder.mkdir()
         self.started: list[tuple[int, object]] = []
 
-    def start(self, command: list[str], *, workers: int, horovod: bool) -> None:
+    def start(
+        self, command: list[str], *, workers: int, horovod: bool, spare: Sequence[int]
+    ) -> None:
         _, options = JOB.validate_json(command[-1])
+        assert not spare  # the recipe has no protocol
         self.started.append((workers, options.resume))
         end = self.ends[len(self.started) - 1]
         if end == "saved":

@@ -28,6 +28,7 @@ from largebatch.tracking.events import (
     Finish,
     GeneralizationGap,
     LayerDrift,
+    LostLearner,
     StageResult,
     Start,
     Step,
@@ -224,6 +225,17 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "     clean  training images  top-1  99.00%  loss 0.0500  generalization gap +0.2000",
         "finished after 1.2 s",
     ]
+
+
+def test_the_end_of_a_run_names_the_learners_that_were_lost() -> None:
+    stream = io.StringIO()
+    lost = LostLearner(learner=2, update=37, mini_batch=None, silent=True)
+    summary = replace(SUMMARY, lost=(lost, replace(lost, learner=4, update=51)))
+    Console(stream).record(Finish(time=NOW, summary=summary))
+    assert stream.getvalue() == (
+        "finished after 1.2 s; learner 2 was lost after 37 updates; learner 4 was lost after 51 "
+        "updates\n"
+    )
 
 
 def test_updates_after_the_schedule_are_counted_too() -> None:

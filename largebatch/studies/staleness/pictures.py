@@ -20,8 +20,7 @@ COLUMNS = 3
 
 def write_pictures(rows: Sequence[Row], out: Path) -> list[Path]:
     """Draw the cells that have records; return the files, the second only with late gradients."""
-    panels = _panels(rows)
-    size = (960, 60 + 300 * len(panels))
+    size = (960, 60 + 300 * len(panels(rows)))
     write_chart(out / TRADE_OFF, lambda figure: draw_trade_off(figure, rows), size=size)
     late = [row for row in rows if row.cell.sigma]
     if not late:
@@ -36,9 +35,9 @@ def draw_trade_off(figure: "Figure", rows: Sequence[Row]) -> None:
 
     Rudra's rule (arXiv:1509.04210) is that such a line is level.
     """
-    panels = _panels(rows)
-    charts = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, (name, inside) in zip(charts, panels.items(), strict=True):
+    found = panels(rows)
+    charts = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+    for axes, (name, inside) in zip(charts, found.items(), strict=True):
         _draw_panel(axes, name, inside)
     charts[-1].set_xlabel("Simulated seconds →", loc="right")
 
@@ -85,7 +84,8 @@ def draw_histograms(figure: "Figure", rows: Sequence[Row]) -> None:
         axes.set_axis_off()
 
 
-def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the cells by what is not to be compared with each other: recipe and times."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[f"{row.cell.configuration}, {row.cell.times}"].append(row)

@@ -125,18 +125,32 @@ class Row:
         return [count / sum(counts) for count in counts]
 
     @property
+    def tau(self) -> float:
+        """How many updates late gradients were on average, the mean over the seeds."""
+        return _mean(self.found, "tau_mean")
+
+    @property
+    def late(self) -> float:
+        """The share of all gradients that was more than 2 sigma updates late."""
+        return sum(self.staleness[2 * self.cell.sigma + 1 :])
+
+    @property
+    def diverged(self) -> int:
+        """How many of the runs did."""
+        return sum(one["diverged"] is not None for one in self.found)
+
+    @property
     def words(self) -> dict[str, str]:
         """Columns of a table; the interval is of the mean, 95 %, over the seeds."""
         error = self.error
         reach = f" +- {error.high - error.mean:.2%}" if len(self.found) > 1 else ""
         first = self.found[0]
-        diverged = sum(one["diverged"] is not None for one in self.found)
         return {
             "cell": self.cell.name,
             "top-1": f"{1 - error.mean:.2%}{reach}",
-            "diverged": f"{diverged} of {len(self.found)}",
-            "mean tau": f"{_mean(self.found, 'tau_mean'):.2f}",
-            "tau > 2 sigma": f"{sum(self.staleness[2 * self.cell.sigma + 1 :]):.1e}",
+            "diverged": f"{self.diverged} of {len(self.found)}",
+            "mean tau": f"{self.tau:.2f}",
+            "tau > 2 sigma": f"{self.late:.1e}",
             "highest tau": str(len(self.staleness) - 1),
             "updates": f"{first['updates']:,}",
             "simulated time": f"{self.seconds:,.4g} s",

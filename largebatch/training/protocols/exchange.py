@@ -7,7 +7,7 @@ number of updates. So a run can be evaluated, saved and resumed there as any oth
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +19,20 @@ from torch.optim import Optimizer
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.links import Link, open_links
+from largebatch.distributed.torch_distributed import TorchDistributed
+from largebatch.errors import PeerLostError
 from largebatch.recipe.protocols import Protocol
 from largebatch.schedules.functions import Schedule
 from largebatch.training.protocols.learner import Gradient, Shard, learn
 from largebatch.training.protocols.rule import MiniBatches, Rule
 from largebatch.training.protocols.server import Applied, Arrival, ParameterServer, divide
-from largebatch.training.protocols.service import Endpoint, LocalServer, RemoteServer, Service
+from largebatch.training.protocols.service import (
+    Endpoint,
+    LocalServer,
+    Loss,
+    RemoteServer,
+    Service,
+)
 
 MOMENTUM = "momentum_buffer"
 """What SGD and LARS keep of each weight."""
@@ -74,17 +82,38 @@ class Exchange:
     backend: Backend
     layout: Layout
     links: Mapping[tuple[int, int], Link] = field(repr=False)
+    spare: Collection[int] = ()
+    """Learners that the others go on without when they are lost. The backend is TorchDistributed
+    where there are some, and no server is in their processes."""
+
+    lost: set[int] = field(default_factory=set)
+    """Those that were; the others have ranks of the backend without them."""
+
+    losses: list[Loss] = field(default_factory=list)
+    """How they were, by the first server, or another one if only that has seen it."""
 
     @classmethod
     def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
         """Connect every learner to every server; raise BackendError where that cannot be."""
         layout = Layout.of(protocol)
-        return cls(backend, layout, open_links(backend, layout.pairs))
+        spare = protocol.spare if isinstance(backend, TorchDistributed) else ()
+        return cls(backend, layout, open_links(backend, layout.pairs), spare)
+
+    @property
+    def worker(self) -> int:
+        """The number of this worker, which is its rank as long as none is lost."""
+        begun = range(self.backend.world_size + len(self.lost))
+        return [worker for worker in begun if worker not in self.lost][self.backend.rank]
 
     @property
     def is_learner(self) -> bool:
         """Whether this worker computes gradients."""
-        return self.backend.rank < self.layout.learners
+        return self.worker < self.layout.learners
+
+    @property
+    def learners(self) -> int:
+        """How many there are."""
+        return self.layout.learners - len(self.lost)
 
     def run(  # noqa: PLR0913 -- what is updated, how, how often, and from what
         self,
@@ -103,34 +132,69 @@ class Exchange:
         `optimizer` holds these weights, perhaps others too, and `clock` is the number of the first
         update, which `schedule` gets. Every worker calls this alike; the servers work on copies.
 
-        Raises PeerLostError where another worker is lost.
+        Raises PeerLostError where another worker is lost that the others cannot go on without, and
+        where they go on without this one.
         """
         self.backend.barrier()  # which waits for one that is busy; links only for a mini-batch
+        worker = self.worker
         parts = divide([weight.nbytes for weight in weights], len(self.layout.servers))
         services = {
             server: Service(
                 ParameterServer(*_copied(weights, optimizer, part), schedule, rule, clock=clock),
                 mini_batches if number == 0 else None,
+                spare=self.spare,
+                on_loss=self._note,
             )
             for number, (server, part) in enumerate(zip(self.layout.servers, parts, strict=True))
-            if server == self.backend.rank
+            if server == worker
         }
-        with self._serving(services):
+        with self._refused_if_lost(), self._serving(services):
             if self.is_learner:
                 shards = [
                     Shard(self._endpoint(server, services), part)
                     for server, part in zip(self.layout.servers, parts, strict=True)
                 ]
                 learn(shards, weights, gradient, asks=asks)
-        own = services.get(self.backend.rank)
-        part = dict(zip(self.layout.servers, parts, strict=True)).get(self.backend.rank, [])
+        self._leave_the_lost()
+        own = services.get(worker)
+        part = dict(zip(self.layout.servers, parts, strict=True)).get(worker, [])
         self._share(weights, optimizer, part, own.server if own else None)
         return self._collect(own, mini_batches)
 
     def _endpoint(self, server: int, services: Mapping[int, Service]) -> Endpoint:
         if server in services:
-            return LocalServer(services[server], self.backend.rank)
-        return RemoteServer(self.links[self.backend.rank, server])
+            return LocalServer(services[server], self.worker)
+        return RemoteServer(self.links[self.worker, server])
+
+    @property
+    def _elastic(self) -> TorchDistributed | None:
+        """The backend, where learners may be lost."""
+        return self.backend if self.spare and isinstance(self.backend, TorchDistributed) else None
+
+    def _note(self, loss: Loss) -> None:
+        assert self._elastic is not None
+        self._elastic.note_lost(loss.learner)
+
+    @contextmanager
+    def _refused_if_lost(self) -> Iterator[None]:
+        """Where this worker loses the servers because they went on without it, put it so."""
+        try:
+            yield
+        except PeerLostError as error:
+            if self._elastic is not None and self._elastic.is_lost(self.worker):
+                raise PeerLostError(_refusal(self.worker)) from error
+            raise
+
+    def _leave_the_lost(self) -> None:
+        """Let this worker and the others that are left be all there are."""
+        if self._elastic is None:
+            return
+        worker = self.worker
+        left = set(self.spare) - self.lost
+        lost = self._elastic.agree_on_lost(left, witnesses=self.layout.servers)
+        if worker in lost:
+            raise PeerLostError(_refusal(worker))
+        self.lost.update(lost)
 
     @contextmanager
     def _serving(self, services: Mapping[int, Service]) -> Iterator[None]:
@@ -139,7 +203,7 @@ class Exchange:
             threading.Thread(target=partial(service.serve, learner, link), daemon=True)
             for service in services.values()
             for (learner, server), link in self.links.items()
-            if server == self.backend.rank
+            if server == self.worker and learner not in self.lost
         ]
         for thread in threads:
             thread.start()
@@ -188,8 +252,9 @@ class Exchange:
         own_values: dict[str, Any] = {}
         if own is not None:
             own_values = {
-                "server": self.layout.servers.index(self.backend.rank),
+                "server": self.layout.servers.index(self.worker),
                 "arrivals": own.server.arrivals,
+                "losses": own.losses,
                 "updates": [(one.update, one.lr, seconds) for one, seconds in own.updates],
                 "end": mini_batches.end,
             }
@@ -205,7 +270,17 @@ class Exchange:
             (Applied(update, lr, tuple(by_update[update])), seconds)
             for update, lr, seconds in first["updates"]
         ]
+        for loss in (Loss(*one) for each in found for one in each["losses"]):
+            if loss.learner not in {known.learner for known in self.losses}:
+                self.losses.append(loss)
         return Record(first["end"], updates, arrivals)
+
+
+def _refusal(worker: int) -> str:
+    return (
+        f"worker {worker}, a learner, did nothing for the whole of --timeout, and was given up; to "
+        "have it back, stop the run and go on with --resume"
+    )
 
 
 def _copied(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.training.protocols.service import Endpoint, Pushed
+from largebatch.training.protocols.service import Endpoint, Pulled, Pushed
 
 Gradient = Callable[[int], tuple[Sequence[Tensor], float]]
 """From a mini-batch to its mean gradient, one tensor for each of the weights, and its mean loss."""
@@ -39,7 +39,9 @@ def learn(
         for shard in shards
     ]
     while True:
-        clocks, number = _pull(shards, flat)
+        clocks, (_, number, later) = _pull(shards, flat)
+        if later:
+            continue
         if number is None:
             break
         for shard, values in zip(shards, flat, strict=True):
@@ -55,18 +57,21 @@ def learn(
         shard.server.leave()
 
 
-def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], int | None]:
-    """Read from all servers, first from the one that knows whether there is anything to do."""
+def _pull(shards: Sequence[Shard], flat: Sequence[Tensor]) -> tuple[list[int], Pulled]:
+    """Read from all servers, first from the one that knows whether there is anything to do.
+
+    If there is nothing yet, the others are asked too: to them silence would be a loss.
+    """
     clocks: list[int] = []
     shards[0].server.begin_pull()
     first = shards[0].server.finish_pull(flat[0])
-    if first.mini_batch is None:
-        return clocks, None
+    if first.mini_batch is None and not first.later:
+        return clocks, first
     for shard in shards[1:]:
         shard.server.begin_pull()
     for shard, values in zip(shards[1:], flat[1:], strict=True):
         clocks.append(shard.server.finish_pull(values).clock)
-    return [first.clock, *clocks], first.mini_batch
+    return [first.clock, *clocks], first
 
 
 @torch.no_grad()

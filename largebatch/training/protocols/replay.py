@@ -40,10 +40,14 @@ def replay(
 
     Raises ValueError for a record that no run can leave: where a gradient is in another update than
     the servers put it in, came from weights that were not there yet, or is missing on one of them.
+    And for that of a run in which a learner was lost when it had reached some of the servers: they
+    have another gradient of its mini-batch than those that had it computed again.
     """
     followed = [_Followed(part) for part in parts]
     if any(one.reads.keys() != followed[0].reads.keys() for one in followed):
         raise ValueError("the servers took gradients of different mini-batches")
+    if any(one.learners != followed[0].learners for one in followed):
+        raise ValueError("the servers took gradients of one mini-batch from different learners")
     gradients: dict[int, _Computed] = {}
     while not all(one.is_done for one in followed):
         was_stuck = True
@@ -95,6 +99,8 @@ class _Followed:
         self._next = 0
         self.reads = {mini_batch: clock for _, mini_batch, clock, _ in self._rows}
         """The clock that was read for each mini-batch."""
+
+        self.learners = {mini_batch: learner for learner, mini_batch, _, _ in self._rows}
 
         self._left = Counter(self.reads.values())
         """Gradients to be computed from each version."""

@@ -95,11 +95,21 @@ class MiniBatches:
     >>> them = MiniBatches(Rule.hardsync(2), range(4, 6))
     >>> [them.next(learner) for learner in (1, 0, 0, 1, 0)]
     [9, 8, 10, 11, None]
+
+    One that was handed out and never pushed can be taken back, and is handed out again.
+
+    >>> them = MiniBatches(Rule(learners=2, gradients=1, waits=False), range(2))
+    >>> [them.next(learner) for learner in (0, 1, 0)]
+    [0, 1, None]
+    >>> (them.under_way, them.take_back(1), them.next(0), them.next(0), them.under_way)
+    (True, 1, 1, None, False)
     """
 
     def __init__(self, rule: Rule, updates: range) -> None:
         self._rule, self._stop = rule, updates.stop
         self._next = updates.start * rule.gradients
+        self._given: dict[int, int] = {}
+        self._back: list[int] = []
         self._updates = dict.fromkeys(range(rule.learners), updates.start)
 
     @property
@@ -113,11 +123,27 @@ class MiniBatches:
             update = self._updates[learner]
             self._updates[learner] = min(self._stop, update + self._rule.local_steps)
             return update * self._rule.learners + learner if update < self._stop else None
-        number = self._next
-        if number >= self._stop * self._rule.gradients:
+        self._given.pop(learner, None)
+        if self._back:
+            number = self._back.pop()
+        elif self._next < self._stop * self._rule.gradients:
+            number, self._next = self._next, self._next + 1
+        else:
             return None
-        self._next += 1
+        self._given[learner] = number
         return number
+
+    def take_back(self, learner: int) -> int | None:
+        """Take back what a learner has computed last, unless it has come for the next one."""
+        number = self._given.pop(learner, None)
+        if number is not None:
+            self._back.append(number)
+        return number
+
+    @property
+    def under_way(self) -> bool:
+        """Whether learners that do not wait have mini-batches that could be taken back."""
+        return bool(self._given)
 
     def stop_early(self) -> None:
         """Hand out no more than completes the updates that have been begun."""

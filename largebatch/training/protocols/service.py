@@ -7,20 +7,24 @@ makes what they do to the server atomic. Whoever has the lock first has arrived 
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from largebatch.distributed.links import Link
-from largebatch.errors import PeerLostError
+from largebatch.errors import PeerLostError, PeerSilentError
 from largebatch.training.protocols.rule import MiniBatches
 from largebatch.training.protocols.server import Applied, ParameterServer
 
+PATIENCE = 1.0
+"""Seconds after which a learner for which there is nothing yet is answered, and asks again."""
+
 _PULL, _PUSH, _LEAVE = 0.0, 1.0, 2.0
-_NONE, _LOST = -1.0, -2.0
-"""In the place of a mini-batch: there is none; and of a clock: the update cannot be completed."""
+_NONE, _LOST, _LATER = -1.0, -2.0, -3.0
+"""In the place of a mini-batch: there is none; of a clock: the update cannot be completed; and of
+a mini-batch again: there may be one later."""
 
 
 class Pulled(NamedTuple):
@@ -31,6 +35,24 @@ class Pulled(NamedTuple):
 
     mini_batch: int | None
     """What to compute next; None where nothing is left, and from all servers but the first."""
+
+    later: bool = False
+    """Whether something may come back that another learner has now, so that it is asked again."""
+
+
+class Loss(NamedTuple):
+    """A learner that was lost, as one server saw it."""
+
+    learner: int
+    update: int
+    """Updates made until then."""
+
+    mini_batch: int | None
+    """What it was computing, or had just computed: it is handed out again. None if nothing, and
+    from all servers but the first."""
+
+    silent: bool
+    """Whether it did nothing for the whole of --timeout; else it is gone."""
 
 
 class Pushed(NamedTuple):
@@ -52,7 +74,10 @@ class Endpoint(Protocol):
         """Ask for the weights."""
 
     def finish_pull(self, into: Tensor) -> Pulled:
-        """Write the weights of the server's tensors, one after the other, into a flat tensor."""
+        """Write the weights of the server's tensors, one after the other, into a flat tensor.
+
+        It may stay as it is where there is nothing to compute yet.
+        """
 
     def begin_push(self, pushed: Pushed, gradient: Tensor) -> None:
         """Send a gradient, laid out as the weights are."""
@@ -65,16 +90,31 @@ class Endpoint(Protocol):
 
 
 class Service:
-    """A server of this process, for all learners."""
+    """A server of this process, for all learners.
 
-    def __init__(self, server: ParameterServer, mini_batches: MiniBatches | None) -> None:
+    Of the `spare` learners each may be lost: the others go on, what it was computing is handed out
+    again, and `on_loss` is called from the thread that served it. A gradient that this server has
+    already is then not taken a second time: another server may have missed it.
+    """
+
+    def __init__(
+        self,
+        server: ParameterServer,
+        mini_batches: MiniBatches | None,
+        *,
+        spare: Collection[int] = (),
+        on_loss: Callable[[Loss], None] = lambda _: None,
+    ) -> None:
         self.server = server
+        self.losses: list[Loss] = []
         self.updates: list[tuple[Applied, float]] = []
         """Those made, and the seconds that each took since the one before."""
 
         self._mini_batches = mini_batches
         """What the first server hands out."""
 
+        self._spare, self._on_loss = spare, on_loss
+        self._taken: set[int] = set()
         self._sizes = [weight.numel() for weight in server.weights]
         self._changed = threading.Condition()
         self.failure: Exception | None = None
@@ -84,11 +124,31 @@ class Service:
     def pull(self, learner: int, into: Tensor) -> Pulled:
         """Copy the weights as they are after the last update into a flat tensor."""
         with self._changed:
-            self._require_whole()
+            found, later = self._next(learner)
             clock, weights = self.server.pull()
             torch.cat([weight.flatten() for weight in weights], out=into)
-            found = self._mini_batches.next(learner) if self._mini_batches else None
-        return Pulled(clock, found)
+        return Pulled(clock, found, later)
+
+    def _next(self, learner: int) -> tuple[int | None, bool]:
+        """Return the next mini-batch of a learner, and whether one may come later if there is none.
+
+        That takes a moment where others may yet be lost with theirs.
+        """
+        self._require_whole()
+        batches = self._mini_batches
+        if batches is None:
+            return None, False
+        found = batches.next(learner)
+        if found is not None or not self._spare:
+            return found, False
+        self._changed.notify_all()  # this one has pushed all that it was given
+        known = len(self.losses)
+        self._changed.wait_for(
+            lambda: len(self.losses) > known or self.failure or not batches.under_way, PATIENCE
+        )
+        self._require_whole()
+        found = batches.next(learner)
+        return found, found is None and batches.under_way
 
     def push(self, learner: int, pushed: Pushed, gradient: Tensor) -> None:
         """Take the gradient, which must not change any more, and make the update it completes."""
@@ -98,6 +158,10 @@ class Service:
         ]
         with self._changed:
             self._require_whole()
+            if self._spare:
+                if pushed.mini_batch in self._taken:
+                    return
+                self._taken.add(pushed.mini_batch)
             if self._mini_batches and (pushed.stop or not math.isfinite(pushed.loss)):
                 self._mini_batches.stop_early()
             self._owed[learner] = self.server.clock
@@ -125,6 +189,20 @@ class Service:
         try:
             self._answer(learner, link)
         except Exception as error:  # it ends all that wait, in whatever thread
+            if learner in self._spare and isinstance(error, PeerLostError) and not self.failure:
+                self._go_on_without(learner, silent=isinstance(error, PeerSilentError))
+            else:
+                self.fail(error)
+
+    def _go_on_without(self, learner: int, *, silent: bool) -> None:
+        with self._changed:
+            back = self._mini_batches.take_back(learner) if self._mini_batches else None
+            loss = Loss(learner, self.server.clock, back, silent)
+            self.losses.append(loss)
+            self._changed.notify_all()
+        try:
+            self._on_loss(loss)
+        except PeerLostError as error:  # none that can be reached knows of it
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
@@ -157,12 +235,13 @@ class Service:
                 else:
                     found = self.pull(learner, weights)
                     number = _NONE if found.mini_batch is None else float(found.mini_batch)
-                    answer = [float(found.clock), number]
-            except Exception:
+                    answer = [float(found.clock), _LATER if found.later else number]
+            except Exception as error:
+                self.fail(error)  # before the learner can be lost, which would be no failure
                 link.send(torch.tensor([_LOST, _NONE], dtype=torch.float64))
                 raise
             link.send(torch.tensor(answer, dtype=torch.float64))
-            if kind == _PULL:
+            if kind == _PULL and answer[1] != _LATER:
                 link.send(weights)
 
 
@@ -204,6 +283,8 @@ class RemoteServer:
     def finish_pull(self, into: Tensor) -> Pulled:
         """Wait for them."""
         clock, number = self._answer()
+        if number == _LATER:
+            return Pulled(int(clock), None, later=True)
         self._link.receive(into)
         return Pulled(int(clock), None if number == _NONE else int(number))
 

@@ -7,6 +7,7 @@ every worker has the same weights after the same number of updates.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.plan import converter
 from largebatch.recipe.protocols import LocalSteps, mini_batch
 from largebatch.storage import write_whole
-from largebatch.tracking.events import ARRIVALS, StageName, Step
+from largebatch.tracking.events import ARRIVALS, LostLearner, StageName, Step
 from largebatch.training.protocols.exchange import MOMENTUM, Record
 from largebatch.training.protocols.gradients import Gradients, average_statistics
 from largebatch.training.protocols.rule import MiniBatches, Rule
@@ -104,9 +105,11 @@ class _Stretch:
             local, rule = False, Rule.hardsync(rule.learners)
         with self._undone_on_failure():
             record = self._run_locally(updates) if local else self._run_by_gradients(rule, updates)
-            average_statistics(trainer.state.model, trainer.backend, learners=rule.learners)
+            left = self._exchange.learners
+            average_statistics(trainer.state.model, trainer.backend, learners=left)
         if trainer.backend.rank == 0:
             self._write(record)
+        self._count(record)
         trainer.step_log.exchange_requests()
         for step in self._steps(record, rule, begun=updates.start):
             trainer.step_log.add_made(step)
@@ -179,6 +182,19 @@ class _Stretch:
         }
         return record
 
+    def _count(self, record: Record) -> None:
+        """Count the gradients of each learner, and note which learners were lost."""
+        progress = self._trainer.state.progress
+        pushed = Counter(arrival.learner for arrival in record.arrivals[0])
+        before = progress.gradients or [0] * self._section.learners
+        progress.gradients = [number + pushed[n] for n, number in enumerate(before)]
+        self._trainer.pipeline.lost.update(self._exchange.lost)
+        for loss in self._exchange.losses:
+            lost = LostLearner(**loss._asdict())
+            if lost not in progress.lost:
+                progress.lost.append(lost)
+                self._trainer.note(self._name, _describe(lost))
+
     def _batch(self, number: int) -> Batch:
         """Return the samples of a mini-batch."""
         positions = range(number * self._size, (number + 1) * self._size)
@@ -232,6 +248,17 @@ class _Stretch:
                 file.writelines(f"{line}\n" for line in lines)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from None
+
+
+def _describe(lost: LostLearner) -> str:
+    how = "was silent for the whole of --timeout" if lost.silent else "was gone"
+    had = "it had no mini-batch then"
+    if lost.mini_batch is not None:
+        had = f"its last mini-batch, {lost.mini_batch}, was handed out again"
+    return (
+        f"learner {lost.learner} {how} after {lost.update} updates: the others go on without it, "
+        f"and {had}"
+    )
 
 
 def _momentum(optimizer: Optimizer, weights: Sequence[Tensor]) -> Tensor:

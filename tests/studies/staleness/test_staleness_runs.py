@@ -17,6 +17,7 @@ from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import DONE, USER, main
 from largebatch.runs.options import Options
 from largebatch.studies.staleness import run as carrying
+from largebatch.studies.staleness.page import PAGE
 from largebatch.studies.staleness.pictures import (
     HISTOGRAMS,
     TRADE_OFF,
@@ -84,8 +85,9 @@ def test_the_table_has_a_row_for_every_cell_and_nothing_is_trained_twice(
     monkeypatch.delattr(carrying, "train")
     words = ["study", "staleness", str(done / "study.yaml"), "--out", str(done / "out")]
     assert main(words) == DONE
-    head, *rows, trade_off, histograms = capsys.readouterr().out.splitlines()
-    assert [trade_off, histograms] == [str(done / "out" / name) for name in (TRADE_OFF, HISTOGRAMS)]
+    head, *rows, page, trade_off, histograms = capsys.readouterr().out.splitlines()
+    written = [str(done / "out" / name) for name in (PAGE, TRADE_OFF, HISTOGRAMS)]
+    assert [page, trade_off, histograms] == written
     assert (done / "out" / HISTOGRAMS).read_bytes().startswith(b"\x89PNG")
     assert head.split()[:2] == ["cell", "top-1"]
     assert [row.split()[0] for row in rows] == [

@@ -193,5 +193,7 @@ def test_records_that_no_run_can_leave_are_refused() -> None:
         replayed(rule, [replace(arrivals, clock_read=arrivals.clock_read + 6)])
     with pytest.raises(ValueError, match="gradients of different mini-batches"):
         replayed(rule, [arrivals, replace(arrivals, mini_batch=arrivals.mini_batch + 1)])
+    with pytest.raises(ValueError, match="one mini-batch from different learners"):
+        replayed(rule, [arrivals, replace(arrivals, learner=arrivals.learner[::-1])])
     with pytest.raises(ValueError, match="a mini-batch comes twice"):
         replayed(rule, [replace(arrivals, mini_batch=arrivals.mini_batch // 2)])
