@@ -1,6 +1,7 @@
 """The `study` commands: what protocols cost, over grids of settings. They print."""
 
 import argparse
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from largebatch.studies.hosts.starts import Found as HostsFound
     from largebatch.studies.hosts.starts import Start
@@ -36,6 +37,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     text = "where weights are best: central servers, servers beside workers, or all-reduce"
     servers = command("servers", _servers, text)
     _add_hosts(servers, suite="jaeger")
+    text = "what more workers bring in one host and on hosts, against the ideal and the planner"
+    _add_hosts(command("scaling", _scaling, text), suite="dell")
 
 
 def _add_hosts(study: argparse.ArgumentParser, *, suite: str) -> None:
@@ -114,11 +117,38 @@ def _servers(args: argparse.Namespace) -> int:
     if code is not None:
         return code
     rows = rows_of(cells, starts)
-    _print_table([row.words for row in rows])
-    for sentence in findings(rows):
-        print(printable(sentence))
+    _print_findings([row.words for row in rows], findings(rows))
     print(printable(str(write_page(study, rows, out / "study.html"))))
     return 0
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from largebatch.studies.scaling.page import write_page
+    from largebatch.studies.scaling.rows import findings, rows_of
+    from largebatch.studies.scaling.study import cells_of, load_study
+
+    study = load_study(args.study)
+    data = _data_of(args, study.recipes)
+    out = args.out or Path("runs") / study.name
+    cells = cells_of(study, Path(args.study).parent)
+    starts = [
+        cell.start(seed, data=data.get(cell.configuration), out=out)
+        for seed in range(1, study.repeats + 1)
+        for cell in cells
+    ]
+    code = _measure(args, starts)
+    if code is not None:
+        return code
+    rows = rows_of(study, cells, starts)
+    _print_findings([row.words for row in rows], findings(rows))
+    print(printable(str(write_page(study, rows, out / "study.html"))))
+    return 0
+
+
+def _print_findings(words: "list[dict[str, str]]", sentences: "Iterable[str]") -> None:
+    _print_table(words)
+    for sentence in sentences:
+        print(printable(sentence))
 
 
 def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, Path]:
@@ -131,6 +161,7 @@ def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, 
 
 def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
     """Carry out what is left, or print it; return the exit code where that is all."""
+    from largebatch.runs.interrupts import STOPS, answering
     from largebatch.studies.hosts.namespaces import require_hosts
     from largebatch.studies.hosts.starts import carry_out
 
@@ -142,7 +173,8 @@ def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
     if left:
         require_hosts()
     try:
-        carry_out(starts, _report_start)
+        with answering(signal.default_int_handler, *STOPS):
+            carry_out(starts, _report_start)
     except KeyboardInterrupt:
         done = sum(start.read() is not None for start in starts)
         print(f"{done} of {len(starts)} starts are done; to go on: the same command")

@@ -55,6 +55,9 @@ _QUEUE = 2**26
 HEADERS = 66
 """Bytes of Ethernet (14), IPv4 (20), and TCP with timestamps (32) in front of each payload."""
 
+FRAME = 1514
+"""Bytes of a full frame, these included."""
+
 
 def addresses(number: int) -> dict[str, str]:
     """Return the names and addresses of so many hosts.
@@ -139,6 +142,15 @@ def on_host(name: str, *command: str) -> list[str]:
     """Return a command that runs another one on a host, which then has the host's name."""
     named = f'hostname {name} && exec "$@"'
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
+
+
+def payload_bandwidth(megabits: float) -> float:
+    """Return the bytes of payload a second that a link of this rate carries in full frames.
+
+    >>> round(payload_bandwidth(1000) / 1e6, 2)
+    119.55
+    """
+    return megabits * 1e6 / 8 * (FRAME - HEADERS) / FRAME
 
 
 class Counters(NamedTuple):

@@ -66,7 +66,10 @@ def make_page(study: ServersStudy, rows: Sequence[Row]) -> str:
         models,
         hidden=list(tags)[1:],
         title=study.name,
-        subtitle=f"{', '.join(recipes)}; links of {study.megabits:,g} Mbit/s",
+        subtitle=", ".join(
+            f"{name} over links of {one.megabits or study.megabits:,g} Mbit/s"
+            for name, one in study.recipes.items()
+        ),
         sentences=list(findings(rows)),
         good=all(row.deviation <= NEAR for row in rows),
         legend_of=looks,

@@ -35,6 +35,7 @@ SUITE = files("largebatch") / "studies" / "servers" / "presets"
 ALONE = "alone"
 """The layout of one worker, which sends nothing: what speed-up is measured against."""
 
+Megabits = Annotated[float, Field(ge=1, le=1e6)]
 Layout = Literal["decentralised", "torch", "horovod"] | Centralised
 
 
@@ -50,6 +51,9 @@ class Trained(Configuration):
 
     mini_batch: Batch
     """Samples of a worker in an update."""
+
+    megabits: Megabits | None = None
+    """Of the links; null: those of the study."""
 
     compute: Compute | None = None
     """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
@@ -85,7 +89,7 @@ class ServersStudy(Section):
     """Short names, and where the weights are: as protocol.servers has it, or `torch` or `horovod`,
     whose workers sum gradients by all-reduce."""
 
-    megabits: Annotated[float, Field(ge=1, le=1e6)]
+    megabits: Megabits
     """Of the link of every host, in a second and in each direction, headers included."""
 
     repeats: Annotated[int, Field(ge=1, le=1000)] = 3
@@ -177,7 +181,7 @@ def cells_of(study: ServersStudy, folder: Path) -> list[Cell]:
             dedicated = recipe.protocol.dedicated if recipe.protocol else 0
             placement = Placement(
                 workers_per_host=(1,) * (workers + dedicated),
-                megabits=study.megabits,
+                megabits=trained.megabits or study.megabits,
                 backend="horovod" if where == "horovod" else "torch",
             )
             cells.append(
