@@ -65,7 +65,7 @@ def measure_on_hosts(job: Job, placement: Placement) -> list[dict[str, Any]]:
             horovod=placement.backend == "horovod",
         )
         if any(codes):
-            _raise_cause(codes, folder)
+            raise_cause(codes, folder)
         found = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
         return [_read(path) for path in found]
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _raise_cause(codes: Sequence[int | None], folder: Path) -> None:
+def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
     """Raise the first failure that another one did not cause."""
     order = {USER: 0, None: 3, LOST: 2, 0: 4}
     rank = min(range(len(codes)), key=lambda rank: order.get(codes[rank], 1))
@@ -85,7 +85,7 @@ def _raise_cause(codes: Sequence[int | None], folder: Path) -> None:
         raise StudyError(text.splitlines()[-1] if text else f"worker {rank} failed")
     how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     last = "\n".join(text.splitlines()[-_SHOWN_LINES:])
-    raise WorkerFailedError(f"worker {rank} of the measurement ended with {how}\n{last}".rstrip())
+    raise WorkerFailedError(f"worker {rank} exited without reporting: {how}\n{last}".rstrip())
 
 
 def _environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:

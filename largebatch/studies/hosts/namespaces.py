@@ -241,7 +241,7 @@ def _start(
     with Path(output).open("wb") as file:
         return subprocess.Popen(  # noqa: S603 -- the words are ours
             on_host(host, *words),
-            env=os.environ | shared | own,
+            env={**os.environ, **shared, **own},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -97,7 +97,7 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
     def read(stepping: Optimizer, *_: object) -> None:
         rates.append(" ".join(dict.fromkeys(float(g["lr"]).hex() for g in stepping.param_groups)))
 
-    handle = optimizer.register_step_pre_hook(read)  # type: ignore[no-untyped-call]  # torch's stubs
+    handle = optimizer.register_step_pre_hook(read)
     try:
         yield rates
     finally:

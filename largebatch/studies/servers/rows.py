@@ -136,7 +136,7 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
         protocol = row.cell.recipe.protocol
         if protocol is None or not protocol.dedicated:
             continue
-        for other in rows[:place] + rows[place + 1 :]:
+        for other in (*rows[:place], *rows[place + 1 :]):
             if _is_beside(other.cell) and _same_point(row.cell, other.cell):
                 yield _compared(row, other)
     if rows:

@@ -1,6 +1,7 @@
 """Hosts in namespaces: what crosses a link, who knows whom, and that nothing is left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,10 +129,10 @@ def test_commands_that_go_on_after_one_failed_are_ended(
 def test_a_machine_that_cannot_make_hosts_is_refused_with_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == "tc" else name)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)
     with pytest.raises(BackendError, match=r"it lacks the programs tc \(packages iproute2\)"):
         namespaces.require_hosts()
-    monkeypatch.setattr(namespaces.shutil, "which", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(
         namespaces, "OWN_NAMESPACES", ("sh", "-c", "echo unshare failed: not permitted >&2; exit 1")
     )

@@ -133,6 +133,7 @@ def test_efficiency_is_against_as_many_times_one_worker(tmp_path: Path) -> None:
     assert len(rows) == 6
     assert weak.efficiency == pytest.approx(0.030 / 0.040)
     assert strong.efficiency == pytest.approx(0.050 / (2 * 0.040))
+    assert weak.ideal is not None
     assert weak.ideal == pytest.approx(
         2 * np.mean([16 / (0.03 * (1 + k / 100)) for k in (1, 2, 3)])
     )

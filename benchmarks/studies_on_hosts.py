@@ -1,7 +1,7 @@
 """The records of a study on hosts as one file of results.
 
     largebatch study servers jaeger --data ... --out runs/jaeger
-    python benchmarks/hosts.py servers jaeger runs/jaeger
+    python benchmarks/studies_on_hosts.py servers jaeger runs/jaeger
 
 The study measures; this reads its records, which have the commit and the load of the machine
 before each start, and writes the rows with their intervals.
