@@ -64,7 +64,8 @@ class Inside(Section):
     """That an all-reduce moves."""
 
     seconds: NonNegative
-    """Of an all-reduce, however small."""
+    """Of the all-reduces of an update, one of each group of gradients and one of the loss, however
+    small."""
 
 
 class ScalingStudy(Section):
