@@ -92,7 +92,7 @@ class Row:
 
 
 def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
-    """Return the tables' lines that have a record, weak scaling first."""
+    """Return the tables' lines that have a record, weak scaling first, by recipe and workers."""
     by_cell: dict[str, dict[int, Found]] = {}
     for start in starts:
         found = start.read()
@@ -100,7 +100,7 @@ def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start])
             by_cell.setdefault(start.cell, {})[start.seed] = found
     rows = []
     for scaling in SCALINGS:
-        for cell in cells:
+        for cell in sorted(cells, key=lambda cell: (cell.configuration, cell.workers)):
             mini_batch = cell.trained.mini_batch
             if cell.samples == samples_of(
                 scaling, cell.workers, study=study, mini_batch=mini_batch
