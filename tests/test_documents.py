@@ -31,6 +31,7 @@ NEEDS = {
     "ImageNet and GPUs",
     "ImageNet and weights",
     "Penn Treebank",
+    "root on Linux",
     "the archives of Fashion-MNIST",
     "the network",
 }

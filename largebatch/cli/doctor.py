@@ -28,6 +28,7 @@ from largebatch.optional import (
     require_wandb,
     torchvision_lacks_operators,
 )
+from largebatch.studies.hosts.namespaces import lacking
 
 
 def examine() -> Iterator[str]:
@@ -49,6 +50,9 @@ def examine() -> Iterator[str]:
     }
     for name, (package, use) in checks.items():
         yield f"{name:>12}  {_outcome(package, use)}"
+    missing = lacking()
+    found = f"absent  those of studies need {missing}" if missing else "works  in namespaces"
+    yield f"{'hosts':>12}  {found}"
 
 
 def examine_network(backend: Backend) -> Iterator[str]:

@@ -1,16 +1,21 @@
 """The `study` commands: what protocols cost, over grids of settings. They print."""
 
 import argparse
+import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import INTERRUPTED, add_command, add_machine, count, machine_of
 from largebatch.distributed.environment import worker_rank
-from largebatch.errors import BackendError, printable
+from largebatch.errors import BackendError, StudyError, printable
 
 if TYPE_CHECKING:
-    from largebatch.studies.staleness.run import Row, Run
+    from collections.abc import Collection, Iterable, Sequence
+
+    from largebatch.studies.hosts.starts import Found as HostsFound
+    from largebatch.studies.hosts.starts import Start
+    from largebatch.studies.staleness.run import Run
     from largebatch.studies.staleness.trial import Result
 
 
@@ -29,6 +34,31 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     staleness.add_argument("--dry-run", action="store_true", help="print the runs that are left")
     add_machine(staleness)
+    text = "where weights are best: central servers, servers beside workers, or all-reduce"
+    servers = command("servers", _servers, text)
+    _add_hosts(servers, suite="jaeger")
+    text = "what more workers bring in one host and on hosts, against the ideal and the planner"
+    _add_hosts(command("scaling", _scaling, text), suite="dell")
+
+
+def _add_hosts(study: argparse.ArgumentParser, *, suite: str) -> None:
+    """Add what studies on hosts of this machine have in common."""
+    study.add_argument("study", metavar="STUDY", help=f"a YAML file, or an installed one: {suite}")
+    study.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the records (runs/<name>)"
+    )
+    study.add_argument(
+        "--data", type=_named_folder, action="append", default=[], metavar="RECIPE=DIR",
+        help="the data of a recipe of the study; several times",
+    )  # fmt: skip
+    study.add_argument("--dry-run", action="store_true", help="print the starts that are left")
+
+
+def _named_folder(text: str) -> tuple[str, Path]:
+    name, between, folder = text.partition("=")
+    if not (name and between and folder):
+        raise argparse.ArgumentTypeError(f"expected RECIPE=DIR, such as lenet5=data, got {text!r}")
+    return name, Path(folder)
 
 
 def _staleness(args: argparse.Namespace) -> int:
@@ -62,11 +92,102 @@ def _staleness(args: argparse.Namespace) -> int:
         print(f"{done} of {len(runs)} runs are done; to go on: the same command")
         return INTERRUPTED
     rows = rows_of(runs)
-    _print_table(rows)
+    _print_table([row.words for row in rows])
     page = write_staleness_page(rows, out / PAGE, title=study.name)
     for path in (page, *write_pictures(rows, out)):
         print(printable(str(path)))
     return 0
+
+
+def _servers(args: argparse.Namespace) -> int:
+    from largebatch.studies.servers.page import write_page
+    from largebatch.studies.servers.rows import findings, rows_of
+    from largebatch.studies.servers.study import cells_of, layouts_here, load_study
+
+    study = load_study(args.study)
+    data = _data_of(args, study.recipes)
+    out = args.out or Path("runs") / study.name
+    cells = cells_of(study, Path(args.study).parent)
+    for layout in study.layouts.keys() - layouts_here(study).keys():
+        print(f"horovod is not installed: {layout} is left out")
+    starts = [
+        cell.start(seed, data=data.get(cell.configuration), out=out)
+        for seed in range(1, study.repeats + 1)
+        for cell in cells
+    ]
+    code = _measure(args, starts)
+    if code is not None:
+        return code
+    rows = rows_of(cells, starts)
+    _print_findings([row.words for row in rows], findings(rows))
+    print(printable(str(write_page(study, rows, out / "study.html"))))
+    return 0
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from largebatch.studies.scaling.page import write_page
+    from largebatch.studies.scaling.rows import findings, rows_of
+    from largebatch.studies.scaling.study import cells_of, load_study
+
+    study = load_study(args.study)
+    data = _data_of(args, study.recipes)
+    out = args.out or Path("runs") / study.name
+    cells = cells_of(study, Path(args.study).parent)
+    starts = [
+        cell.start(seed, data=data.get(cell.configuration), out=out)
+        for seed in range(1, study.repeats + 1)
+        for cell in cells
+    ]
+    code = _measure(args, starts)
+    if code is not None:
+        return code
+    rows = rows_of(study, cells, starts)
+    _print_findings([row.words for row in rows], findings(rows))
+    print(printable(str(write_page(study, rows, out / "study.html"))))
+    return 0
+
+
+def _print_findings(words: "list[dict[str, str]]", sentences: "Iterable[str]") -> None:
+    _print_table(words)
+    for sentence in sentences:
+        print(printable(sentence))
+
+
+def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, Path]:
+    """Return the data of the recipes by name; raise StudyError for one that there is not."""
+    for name, _ in args.data:
+        if name not in recipes:
+            raise StudyError(f"--data {name}=...: the study has the recipes {', '.join(recipes)}")
+    return dict(args.data)
+
+
+def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
+    """Carry out what is left, or print it; return the exit code where that is all."""
+    from largebatch.runs.interrupts import STOPS, answering
+    from largebatch.studies.hosts.namespaces import require_hosts
+    from largebatch.studies.hosts.starts import carry_out
+
+    left = [start for start in starts if start.read() is None]
+    if args.dry_run:
+        for start in left:
+            print(printable(f"{start.cell} seed {start.seed}"))
+        return 0
+    if left:
+        require_hosts()
+    try:
+        with answering(signal.default_int_handler, *STOPS):
+            carry_out(starts, _report_start)
+    except KeyboardInterrupt:
+        done = sum(start.read() is not None for start in starts)
+        print(f"{done} of {len(starts)} starts are done; to go on: the same command")
+        return INTERRUPTED
+    return None
+
+
+def _report_start(start: "Start", found: "HostsFound") -> None:
+    seconds = sum(found.seconds) / len(found.seconds)
+    late = f", {found.late:.0%} of gradients late" if found.late else ""
+    print(printable(f"{start.cell} seed {start.seed}: {seconds:.4g} s an update{late}"), flush=True)
 
 
 def _report(run: "Run", found: "Result") -> None:
@@ -83,8 +204,7 @@ def _report(run: "Run", found: "Result") -> None:
     )
 
 
-def _print_table(rows: "list[Row]") -> None:
-    words = [row.words for row in rows]
+def _print_table(words: "list[dict[str, str]]") -> None:
     heads = list(words[0])
     widths = {head: max(len(head), *(len(one[head]) for one in words)) for head in heads}
     for one in [dict(zip(heads, heads, strict=True)), *words]:

@@ -75,7 +75,7 @@ def start_workers(
     store = _open_store()
     server: AbstractContextManager[dict[str, str]] = nullcontext({})
     if horovod:
-        server = _horovods_server(workers)
+        server = horovods_server(f"localhost:{workers}", workers=workers)
     with tempfile.TemporaryDirectory(prefix="largebatch-") as folder, server as shared:
         group = _Workers(
             name="workers",
@@ -115,26 +115,31 @@ def _open_store() -> TCPStore:
 
 
 @contextmanager
-def _horovods_server(workers: int) -> Iterator[dict[str, str]]:
+def horovods_server(
+    hosts: str, *, workers: int, address: str = HOST, interface: str | None = None
+) -> Iterator[dict[str, str]]:
     """Serve what workers of Horovod find each other through; yield where, as variables.
 
+    `hosts` are as horovodrun has them (a:1,b:1); they reach this process at `address`, and each
+    other through the network interface of this name, None: loopback.
     horovodrun's own server takes all interfaces, and so it is not used.
     """
     require_horovod()
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    with RendezvousHTTPServer((HOST, 0), RendezvousHandler, 0) as server:
-        server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
+    interface = interface or loopback()
+    with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
+        server.init(get_host_assignments(parse_hosts(hosts), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": HOST,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_IFACE": loopback(),
+            "HOROVOD_GLOO_IFACE": interface,
             "HOROVOD_HOSTNAME": "localhost",
-            "NCCL_SOCKET_IFNAME": loopback(),
+            "NCCL_SOCKET_IFNAME": interface,
         }
         server.shutdown()
 

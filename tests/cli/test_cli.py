@@ -14,6 +14,7 @@ from PIL import Image
 from largebatch.cli.main import DONE, FAILED, STOPPED, USER, main
 from largebatch.errors import DataError, PeerLostError, WorkerFailedError
 from largebatch.recipe.loading import load_recipe
+from largebatch.studies.hosts.namespaces import lacking
 from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -360,6 +361,7 @@ def test_doctor_says_what_works_and_how_to_get_the_rest(
     assert "BROKEN  ZeroDivisionError" in lines["timm"]
     assert "absent" in lines["W&B"]
     assert "pip install wandb" in lines["W&B"]
+    assert lines["hosts"].split()[1] == ("absent" if lacking() else "works")
 
 
 @pytest.mark.parametrize("lacks", [True, False])

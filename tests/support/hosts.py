@@ -1,4 +1,4 @@
-"""Three hosts on one machine: each a network namespace with an address, a name and an sshd.
+"""Three hosts on one machine, as studies have them, with an sshd each.
 
     python hosts.py SCRIPT      runs a script of the shell on the first host
 
@@ -14,17 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-HOSTS = {"a": "10.9.0.1", "b": "10.9.0.2", "c": "10.9.0.3"}
-PROGRAMS = {
-    "unshare": "util-linux",
-    "mount": "mount",
-    "ip": "iproute2",
-    "ssh": "openssh-client",
-    "/usr/sbin/sshd": "openssh-server",
-}
-"""What is needed, and the package that has it."""
+from largebatch.studies.hosts import namespaces
+from largebatch.studies.hosts.namespaces import OWN_NAMESPACES, make_hosts, on_host, replace_file
 
-OWN_NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+HOSTS = {"a": "10.9.0.1", "b": "10.9.0.2", "c": "10.9.0.3"}
+PROGRAMS = {"ssh": "openssh-client", "/usr/sbin/sshd": "openssh-server"}
+"""What is needed besides hosts, and the package that has it."""
 
 SERVER = """\
 ListenAddress {address}
@@ -49,10 +44,9 @@ def lacking() -> str:
     """Return in words what this machine has not got for that, or nothing."""
     absent = [name for program, name in PROGRAMS.items() if shutil.which(program) is None]
     if absent:
-        return f"hosts in namespaces need {', '.join(absent)}: apt-get install {' '.join(absent)}"
-    if subprocess.run([*OWN_NAMESPACES, "true"], capture_output=True, check=False).returncode:
-        return "hosts in namespaces need the right to make namespaces (root)"
-    return ""
+        return f"hosts with ssh need {', '.join(absent)}: apt-get install {' '.join(absent)}"
+    missing = namespaces.lacking()
+    return missing and f"hosts in namespaces need {missing}"
 
 
 def on_first_host(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -67,24 +61,6 @@ def on_first_host(script: str, **variables: str) -> subprocess.CompletedProcess[
     )
 
 
-def _make_hosts(folder: Path) -> None:
-    """Connect the hosts by a bridge; nothing else reaches them."""
-    _call("mount -t tmpfs tmpfs /run")
-    _call("ip link set lo up")
-    _call("ip link add name bridge type bridge")
-    _call("ip link set bridge up")
-    for name, address in HOSTS.items():
-        _call(f"ip netns add {name}")
-        _call(f"ip link add name to-{name} type veth peer name eth0 netns {name}")
-        _call(f"ip link set to-{name} master bridge up")
-        _call(f"ip -n {name} address add {address}/24 dev eth0")
-        _call(f"ip -n {name} link set eth0 up")
-        _call(f"ip -n {name} link set lo up")
-    table = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in HOSTS.items())]
-    _replace("/etc/hosts", folder / "hosts", "\n".join(table) + "\n")
-    _replace("/etc/ssh/ssh_config", folder / "client", CLIENT.format(folder=folder))
-
-
 def _serve_ssh(folder: Path) -> None:
     Path("/run/sshd").mkdir()
     for key in ("key", "host_key"):
@@ -94,7 +70,7 @@ def _serve_ssh(folder: Path) -> None:
     for name, address in HOSTS.items():
         config = folder / f"server-{name}"
         config.write_text(SERVER.format(folder=folder, address=address))
-        subprocess.Popen(_on(name, "/usr/sbin/sshd", "-D", "-e", "-f", str(config)))
+        subprocess.Popen(on_host(name, "/usr/sbin/sshd", "-D", "-e", "-f", str(config)))
     for name in HOSTS:
         _wait_for(name)
 
@@ -102,32 +78,17 @@ def _serve_ssh(folder: Path) -> None:
 def _wait_for(name: str) -> None:
     """Wait until a host answers."""
     for _ in range(300):
-        done = subprocess.run(_on("a", "ssh", name, "true"), capture_output=True, check=False)
+        done = subprocess.run(on_host("a", "ssh", name, "true"), capture_output=True, check=False)
         if done.returncode == 0:
             return
         time.sleep(0.1)
     raise TimeoutError(f"host {name} does not answer")
 
 
-def _on(name: str, *command: str) -> list[str]:
-    """Return a command that runs another one on a host."""
-    named = f'hostname {name} && exec "$@"'
-    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
-
-
-def _replace(path: str, other: Path, text: str) -> None:
-    """Let a file have another content in these namespaces."""
-    other.write_text(text)
-    _call(f"mount --bind {other} {path}")
-
-
-def _call(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        _make_hosts(Path(name))
+        make_hosts(HOSTS)
+        replace_file("/etc/ssh/ssh_config", Path(name, "client"), CLIENT.format(folder=name))
         _serve_ssh(Path(name))
-        code = subprocess.run(_on("a", "bash", "-c", sys.argv[1]), check=False).returncode
+        code = subprocess.run(on_host("a", "bash", "-c", sys.argv[1]), check=False).returncode
     sys.exit(code)

@@ -17,12 +17,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from largebatch.errors import LargebatchError, RecipeError
-from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
+from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.protocols import MAX_LEARNERS, Softsync, mini_batch
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
+from largebatch.studies.files import base_recipe, read_study
 from largebatch.studies.study import Configuration, Name
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import ComputeTime
@@ -160,23 +161,7 @@ def load_study(name: str) -> StalenessStudy:
 
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
-    path = Path(name)
-    if path.name == name and not path.suffix and not path.is_file():
-        known = sorted(each.name.removesuffix(".yaml") for each in SUITE.iterdir())
-        if name not in known:
-            raise RecipeError(
-                f"{name}: neither a file nor an installed study; those are {', '.join(known)}"
-            )
-        text = (SUITE / f"{name}.yaml").read_text(encoding="utf-8")
-    else:
-        text = read_text(path, what="study")
-    tree = parse_yaml(text, source=name)
-    if not isinstance(tree, dict):
-        raise RecipeError(
-            f"{name}: a study is a mapping of sections; it begins with name, recipes, machines, "
-            "times and grids"
-        )
-    return validate_tree(StalenessStudy, tree, source=name)
+    return read_study(name, StalenessStudy, suite=SUITE)
 
 
 def cells_of(study: StalenessStudy, folder: Path) -> list[Cell]:
@@ -184,7 +169,7 @@ def cells_of(study: StalenessStudy, folder: Path) -> list[Cell]:
 
     Raises LargebatchError naming the cell whose recipe and protocol do not fit each other.
     """
-    bases = {name: _load(one, folder) for name, one in study.recipes.items()}
+    bases = {name: base_recipe(one, folder) for name, one in study.recipes.items()}
     cells: dict[str, Cell] = {}
     for grid in study.grids:
         for point in _points(grid):
@@ -194,18 +179,6 @@ def cells_of(study: StalenessStudy, folder: Path) -> list[Cell]:
                 except LargebatchError as error:
                     raise RecipeError(f"{point.name}: {error}") from None
     return list(cells.values())
-
-
-def _load(configuration: Configuration, folder: Path) -> Recipe:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in configuration.set.items()]
-    file = folder / configuration.recipe
-    recipe = load_recipe(file if file.is_file() else configuration.recipe, overrides)
-    if recipe.protocol is not None:
-        raise RecipeError(
-            f"{configuration.recipe}: the recipe has a protocol, and the grids give each cell its "
-            "own; leave it out of the recipe"
-        )
-    return recipe
 
 
 @dataclass(frozen=True, slots=True)

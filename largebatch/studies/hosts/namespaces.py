@@ -1,0 +1,281 @@
+"""Hosts on one machine: network namespaces, each behind a link of its own to one switch.
+
+The hosts of a job live in namespaces of networks, processes and mounts that belong to one process,
+which runs this module as a program and reads the job from its standard input. When it ends, however
+it ends, the kernel ends all that was started there and removes hosts, links and switch; and it
+ends with the process that started it. So nothing is left behind, two jobs cannot meet, and the
+machine's own network is neither used nor changed.
+
+Links are Ethernet pairs, shaped in both directions by a token bucket (tc-tbf). Its rate counts
+Ethernet, IP and TCP headers, 66 bytes of each frame of up to 1,514, so that a link of 1 Gbit/s
+carries 957 Mbit/s of payload. Queues are long enough that no frame is dropped: where several hosts
+send to one, they wait, and nothing is sent twice.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from largebatch.distributed.environment import GRACE_SECONDS
+from largebatch.errors import BackendError, WorkerFailedError
+
+PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+}
+"""What is needed, and the package that has it."""
+
+OWN_NAMESPACES = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
+)
+"""Begins a command that has namespaces of its own, and ends with the process that started it."""
+
+CARD = "eth0"
+"""What a host calls its link."""
+
+SWITCH = "10.9.255.254"
+"""The address of the process that started the hosts, as they see it."""
+
+_MOST_HOSTS = 250
+_SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
+_QUEUE = 2**26
+"""Bytes: more than the windows of all connections to a host."""
+
+HEADERS = 66
+"""Bytes of Ethernet (14), IPv4 (20), and TCP with timestamps (32) in front of each payload."""
+
+FRAME = 1514
+"""Bytes of a full frame, these included."""
+
+
+def addresses(number: int) -> dict[str, str]:
+    """Return the names and addresses of so many hosts.
+
+    >>> addresses(2)
+    {'host1': '10.9.0.1', 'host2': '10.9.0.2'}
+    """
+    assert number <= _MOST_HOSTS
+    return {f"host{place}": f"10.9.0.{place}" for place in range(1, number + 1)}
+
+
+def lacking() -> str:
+    """Return in words what this machine lacks for hosts, or nothing."""
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if absent:
+        packages = sorted({PROGRAMS[name] for name in absent})
+        return f"the programs {', '.join(absent)} (packages {', '.join(packages)})"
+    made = subprocess.run(  # noqa: S603 -- the words are ours
+        [*OWN_NAMESPACES, "ip", "link", "add", "name", "bridge", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        reason = made.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        return f"the right to make network namespaces, which root has ({reason[0]})"
+    return ""
+
+
+def require_hosts() -> None:
+    """Raise BackendError where this machine cannot make hosts."""
+    missing = lacking()
+    if missing:
+        raise BackendError(
+            f"hosts are network namespaces of this machine, and it lacks {missing}; run this as "
+            "root on Linux, in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN"
+        )
+
+
+def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> None:
+    """Make hosts of these names and addresses, joined by a switch, that know each other by name.
+
+    `megabits` is the rate of each link in a second and in each direction; None: no limit. To be
+    called in namespaces of its own.
+    """
+    _call("mount -t tmpfs tmpfs /run")
+    _call("ip link set lo up")
+    _call("ip link add name bridge type bridge")
+    _call(f"ip address add {SWITCH}/16 dev bridge")
+    _call("ip link set bridge up")
+    for name, address in hosts.items():
+        _call(f"ip netns add {name}")
+        _call(f"ip link add name to-{name} type veth peer name {CARD} netns {name}")
+        _call(f"ip link set to-{name} master bridge up")
+        _call(f"ip -n {name} address add {address}/16 dev {CARD}")
+        _call(f"ip -n {name} link set {CARD} up")
+        _call(f"ip -n {name} link set lo up")
+        if megabits is not None:
+            _call(f"tc -n {name} qdisc add dev {CARD} root {_shape(megabits)}")
+            _call(f"tc qdisc add dev to-{name} root {_shape(megabits)}")
+    table = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
+    replace_file("/etc/hosts", Path("/run/hosts"), "\n".join(table) + "\n")
+
+
+def replace_file(path: str, other: Path, text: str) -> None:
+    """Let a file have another content in these namespaces, which is written to `other`."""
+    other.write_text(text)
+    _call(f"mount --bind {other} {path}")
+
+
+def _shape(megabits: float) -> str:
+    """Return the token bucket of a rate, for tc.
+
+    >>> _shape(1000)
+    'tbf rate 1000000kbit burst 125000 limit 67108864'
+    """
+    burst = max(_SHORTEST_BURST, round(megabits * 1e6 / 8 * _BURST_SECONDS))
+    return f"tbf rate {round(megabits * 1000)}kbit burst {burst} limit {_QUEUE}"
+
+
+def on_host(name: str, *command: str) -> list[str]:
+    """Return a command that runs another one on a host, which then has the host's name."""
+    named = f'hostname {name} && exec "$@"'
+    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
+
+
+def payload_bandwidth(megabits: float) -> float:
+    """Return the bytes of payload a second that a link of this rate carries in full frames.
+
+    >>> round(payload_bandwidth(1000) / 1e6, 2)
+    119.55
+    """
+    return megabits * 1e6 / 8 * (FRAME - HEADERS) / FRAME
+
+
+class Counters(NamedTuple):
+    """Bytes of payload that have passed the link of a host."""
+
+    received: int
+    sent: int
+
+
+def read_counters(table: str) -> Counters:
+    """Return what /proc/net/dev says of a host's link, without headers and acknowledgements.
+
+    A segment that the link cuts into frames is one packet to the counters, with one header.
+
+    >>> read_counters("  eth0: 1066 2 0 0 0 0 0 0 132 2 0 0 0 0 0 0")
+    Counters(received=934, sent=0)
+    """
+    (line,) = (line for line in table.splitlines() if line.strip().startswith(f"{CARD}:"))
+    numbers = [int(word) for word in line.partition(":")[2].split()]
+    received, sent = (numbers[0] - HEADERS * numbers[1], numbers[8] - HEADERS * numbers[9])
+    return Counters(received, sent)
+
+
+class Command(NamedTuple):
+    """A process on a host."""
+
+    host: str
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    output: Path
+    """Takes what it prints."""
+
+
+def run_on_hosts(
+    commands: Sequence[Command],
+    *,
+    hosts: Mapping[str, str],
+    megabits: float | None,
+    horovod: bool = False,
+) -> list[int | None]:
+    """Run commands side by side on hosts that are made for them; return their exit codes.
+
+    When one fails, the others have GRACE_SECONDS, and the code of one that is ended then is None.
+    `horovod`: a server on the switch lets workers of Horovod, one for each command, meet.
+
+    Raises BackendError where this machine cannot make hosts.
+    """
+    require_hosts()
+    job = {
+        "hosts": dict(hosts),
+        "megabits": megabits,
+        "horovod": horovod,
+        "commands": [
+            [one.host, list(one.words), dict(one.environment), str(one.output)] for one in commands
+        ],
+    }
+    program = subprocess.Popen(  # noqa: S603 -- the words are ours
+        [*OWN_NAMESPACES, sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        start_new_session=True,  # Ctrl-C is for this process, which ends the others
+    )
+    try:
+        answer, _ = program.communicate(json.dumps(job))
+    finally:
+        program.kill()
+        program.wait()
+    if program.returncode:
+        raise WorkerFailedError(
+            f"the process that makes hosts ended with exit code {program.returncode}"
+        )
+    codes: list[int | None] = json.loads(answer)
+    return codes
+
+
+def _carry_out(job: Mapping[str, Any]) -> list[int | None]:
+    make_hosts(job["hosts"], megabits=job["megabits"])
+    places = [host for host, *_ in job["commands"]]
+    with _server(places, horovod=job["horovod"]) as shared:
+        return _wait([_start(*command, shared=shared) for command in job["commands"]])
+
+
+def _start(
+    host: str, words: Sequence[str], own: Mapping[str, str], output: str, *, shared: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    with Path(output).open("wb") as file:
+        return subprocess.Popen(  # noqa: S603 -- the words are ours
+            on_host(host, *words),
+            env={**os.environ, **shared, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Return the codes when all have ended, or a while after one has failed."""
+    until = float("inf")
+    while time.monotonic() < until:
+        codes = [one.poll() for one in running]
+        if None not in codes:
+            break
+        if any(codes):
+            until = min(until, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)
+    return [one.poll() for one in running]
+
+
+def _server(places: Sequence[str], *, horovod: bool) -> AbstractContextManager[dict[str, str]]:
+    """Serve what workers of Horovod find each other through, if it is they who are started."""
+    if not horovod:
+        return nullcontext({})
+    from largebatch.runs.launch import horovods_server
+
+    hosts = ",".join(f"{host}:{places.count(host)}" for host in dict.fromkeys(places))
+    return horovods_server(hosts, workers=len(places), address=SWITCH, interface=CARD)
+
+
+def _call(command: str) -> None:
+    subprocess.run(command.split(), check=True)  # noqa: S603 -- the words are ours
+
+
+if __name__ == "__main__":
+    json.dump(_carry_out(json.load(sys.stdin)), sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # and with it all that still runs here

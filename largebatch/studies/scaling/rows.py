@@ -1,0 +1,171 @@
+"""What a study of scaling has found: tables against the ideal, rates, and the planner."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from largebatch.studies.hosts.starts import Found, Start
+from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.scaling.study import SCALINGS, Cell, Scaling, ScalingStudy, samples_of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table: a cell as a case of weak or of strong scaling."""
+
+    scaling: Scaling
+    cell: Cell
+    found: Mapping[int, Found]
+    alone: Mapping[int, Found]
+    """Of one worker with its samples of this scaling."""
+
+    @property
+    def throughput(self) -> Interval:
+        """Samples a second of all workers."""
+        samples = self.cell.workers * self.cell.samples
+        return interval(samples / fmean(found.seconds) for found in self.found.values())
+
+    @property
+    def ideal(self) -> float | None:
+        """Samples a second: as many times one worker as there are workers; None without one."""
+        if not self.alone:
+            return None
+        samples = samples_of(
+            self.scaling, 1, study=self.cell.study, mini_batch=self.cell.trained.mini_batch
+        )
+        alone = fmean(samples / fmean(found.seconds) for found in self.alone.values())
+        return self.cell.workers * alone
+
+    @property
+    def speed_up(self) -> Interval | None:
+        """How many times the throughput of one worker alone, over the pairs of a seed."""
+        own = self.cell.workers * self.cell.samples
+        samples = samples_of(
+            self.scaling, 1, study=self.cell.study, mini_batch=self.cell.trained.mini_batch
+        )
+        pairs = [
+            own / samples * fmean(self.alone[seed].seconds) / fmean(self.found[seed].seconds)
+            for seed in self.found.keys() & self.alone.keys()
+        ]
+        return interval(pairs) if pairs else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """The speed-up over the workers; 1 is ideal."""
+        found = self.speed_up
+        return None if found is None else found.mean / self.cell.workers
+
+    @property
+    def seconds(self) -> Interval:
+        """Of an update."""
+        return interval(fmean(found.seconds) for found in self.found.values())
+
+    @property
+    def predicted(self) -> float | None:
+        """The planner's seconds of an update, from one worker alone; None without one."""
+        if not self.alone:
+            return None
+        compute = self.cell.trained.compute
+        samples = samples_of(
+            self.scaling, 1, study=self.cell.study, mini_batch=self.cell.trained.mini_batch
+        )
+        gradient = (compute.overhead + compute.sample * samples) * compute.factor.expectation
+        alone = fmean(fmean(found.seconds) for found in self.alone.values())
+        model_bytes = sum(next(iter(self.found.values())).shards)
+        return self.cell.predicted(model_bytes=model_bytes, update=max(0.0, alone - gradient))
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Columns of a table; intervals are of the mean, 95 %, over the starts."""
+        throughput, speed_up, predicted = self.throughput, self.speed_up, self.predicted
+        return {
+            "scaling": self.scaling,
+            "cell": self.cell.name,
+            "samples/s": f"{throughput.mean:,.1f}",
+            "ideal": f"{self.ideal:,.1f}" if self.ideal else "-",
+            "speed-up": f"{speed_up.mean:.2f}{_reach(speed_up)}" if speed_up else "-",
+            "efficiency": f"{self.efficiency:.0%}" if self.efficiency else "-",
+            "an update": f"{self.seconds.mean:.4f} s",
+            "the planner": f"{predicted:.4f} s" if predicted else "-",
+            "rates": "equal" if not any(map(unequal_rates, self.found.values())) else "DIFFER",
+        }
+
+
+def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
+    """Return the tables' lines that have a record, weak scaling first, by recipe and workers."""
+    by_cell: dict[str, dict[int, Found]] = {}
+    for start in starts:
+        found = start.read()
+        if found is not None:
+            by_cell.setdefault(start.cell, {})[start.seed] = found
+    rows = []
+    for scaling in SCALINGS:
+        for cell in sorted(cells, key=lambda cell: (cell.configuration, cell.workers)):
+            mini_batch = cell.trained.mini_batch
+            if cell.samples == samples_of(
+                scaling, cell.workers, study=study, mini_batch=mini_batch
+            ) and (own := by_cell.get(cell.name)):
+                one = samples_of(scaling, 1, study=study, mini_batch=mini_batch)
+                alone = by_cell.get(f"{cell.configuration}-1x{one}-one-host", {})
+                rows.append(Row(scaling, cell, own, alone))
+    return rows
+
+
+def unequal_rates(found: Found) -> str:
+    """Return where the learning rates of workers first differ, in words, or nothing.
+
+    They are compared bit for bit. A rate that arrives late on one worker (Dell EMC 2019, figure
+    42) is one that differs.
+    """
+    first, *others = found.rates
+    for worker, rates in enumerate(others, start=1):
+        if len(rates) != len(first):
+            return f"worker {worker} made {len(rates)} updates and worker 0 {len(first)}"
+        for update, (own, other) in enumerate(zip(first, rates, strict=True)):
+            if own != other:
+                return f"in update {update} worker 0 has {own} and worker {worker} {other}"
+    return ""
+
+
+def findings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield in words how places compare, whether rates were equal, and how the planner does."""
+    for row in rows:
+        pair = [other for other in rows if _is_the_other_place(row, other)]
+        if row.cell.place == "hosts" and pair and row.efficiency and pair[0].efficiency:
+            yield (
+                f"{row.cell.configuration}, {row.scaling}, {row.cell.workers} workers: "
+                f"{pair[0].efficiency:.0%} of the ideal in one host, {row.efficiency:.0%} on hosts."
+            )
+    unequal = {
+        f"{row.cell.name} seed {seed}": words
+        for row in rows
+        for seed, found in row.found.items()
+        if (words := unequal_rates(found))
+    }
+    updates = {(row.cell.name, seed): found for row in rows for seed, found in row.found.items()}
+    made = sum(len(found.rates[0]) for found in updates.values())
+    if unequal:
+        yield from (f"RATES DIFFER: {name}: {words}." for name, words in unequal.items())
+    elif made:
+        yield (
+            f"Every worker applied the same learning rate, bit for bit, in each of {made:,} "
+            f"updates of {len(updates)} starts."
+        )
+    ratios = [
+        row.predicted / row.seconds.mean for row in rows if row.cell.workers > 1 and row.predicted
+    ]
+    if ratios:
+        yield (
+            f"The planner's time of an update is {min(ratios):.2f} to {max(ratios):.2f} times the "
+            f"measured one over {len(ratios)} cells of several workers."
+        )
+
+
+def _is_the_other_place(one: Row, other: Row) -> bool:
+    return (one.scaling, one.cell.configuration, one.cell.workers) == (
+        *(other.scaling, other.cell.configuration, other.cell.workers),
+    ) and one.cell.place != other.cell.place
+
+
+def _reach(found: Interval) -> str:
+    return "" if found.number < 2 else f" +- {found.high - found.mean:.2g}"

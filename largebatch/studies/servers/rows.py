@@ -1,0 +1,192 @@
+"""What a study of servers has found: a row for each cell, and the answer to its question."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from largebatch.studies.hosts.starts import Found, Start
+from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.servers.study import ALONE, Cell
+from largebatch.studies.servers.traffic import Traffic
+
+NEAR = 0.05
+"""How far counters may be from the formulas, as a part of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cell with what its starts have found, by seed, and with those of one worker alone."""
+
+    cell: Cell
+    found: Mapping[int, Found]
+    alone: Mapping[int, Found]
+
+    @property
+    def throughput(self) -> Interval:
+        """Mini-batches a second, of all workers together."""
+        return interval(self._throughputs().values())
+
+    @property
+    def speed_up(self) -> Interval | None:
+        """How many times that of one worker alone, over the pairs of a seed; None without one."""
+        base = {seed: 1 / _mean(one.seconds) for seed, one in self.alone.items()}
+        own = self._throughputs()
+        pairs = [own[seed] / base[seed] for seed in own.keys() & base.keys()]
+        return interval(pairs) if pairs else None
+
+    def times(self, other: "Row") -> Interval | None:
+        """Return how many times as fast as another layout, over the pairs of a seed."""
+        own, others = self._throughputs(), other._throughputs()
+        pairs = [own[seed] / others[seed] for seed in own.keys() & others.keys()]
+        return interval(pairs) if pairs else None
+
+    @property
+    def busiest(self) -> int:
+        """The host whose link carries most by the formulas, by its place."""
+        return max(range(len(self.expected)), key=lambda place: sum(self.expected[place]))
+
+    @property
+    def expected(self) -> list[Traffic]:
+        """What the formulas have for each host's link."""
+        return self.cell.expected(self._any)
+
+    @property
+    def measured(self) -> list[Traffic]:
+        """What the counters of each host's link have, the mean over the starts."""
+        return [
+            Traffic(
+                _mean([one.received[host] for one in self.found.values()]),
+                _mean([one.sent[host] for one in self.found.values()]),
+            )
+            for host in self._any.sent
+        ]
+
+    @property
+    def deviation(self) -> float:
+        """The largest |measured / formula - 1| over hosts and both directions."""
+        pairs = zip(self.measured, self.expected, strict=True)
+        ratios = [
+            abs(measured / formula - 1)
+            for own, by in pairs
+            for measured, formula in zip(own, by, strict=True)
+            if formula
+        ]
+        return max(ratios, default=0.0)
+
+    @property
+    def late(self) -> float:
+        """The share of gradients that took longer than was set."""
+        return _mean([one.late for one in self.found.values()])
+
+    @property
+    def model_bytes(self) -> int:
+        """Of all weights."""
+        return sum(self._any.shards)
+
+    @property
+    def _any(self) -> Found:
+        return next(iter(self.found.values()))
+
+    def _throughputs(self) -> dict[int, float]:
+        return {
+            seed: self.cell.workers / _mean(found.seconds) for seed, found in self.found.items()
+        }
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Columns of a table; intervals are of the mean, 95 %, over the starts."""
+        link, by = self.measured[self.busiest], self.expected[self.busiest]
+        speed_up = self.speed_up
+        shown = {
+            "cell": self.cell.name,
+            "batches/s": describe(self.throughput),
+            "speed-up": describe(speed_up) if speed_up else "-",
+            "efficiency": f"{speed_up.mean / self.cell.workers:.0%}" if speed_up else "-",
+        }
+        if self.cell.workers == 1:
+            return {**shown, "busiest link, MB": "-", "formula, MB": "-", "largest deviation": "-"}
+        return {
+            **shown,
+            "busiest link, MB": f"{sum(link) / 1e6:.3f}",
+            "formula, MB": f"{sum(by) / 1e6:.3f}",
+            "largest deviation": f"{self.deviation:.1%}",
+        }
+
+
+def rows_of(cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
+    """Return the cells that have a record."""
+    by_cell: dict[str, dict[int, Found]] = {}
+    for start in starts:
+        found = start.read()
+        if found is not None:
+            by_cell.setdefault(start.cell, {})[start.seed] = found
+    return [
+        Row(cell, by_cell[cell.name], by_cell.get(f"{cell.configuration}-{ALONE}-1", {}))
+        for cell in cells
+        if cell.name in by_cell
+    ]
+
+
+def findings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield in words what was found about the statement of Jaeger et al. (DIDL 2018).
+
+    Servers beside the workers are faster than central ones for small models, and there is no
+    significant difference for large ones.
+    """
+    for place, row in enumerate(rows):
+        protocol = row.cell.recipe.protocol
+        if protocol is None or not protocol.dedicated:
+            continue
+        for other in (*rows[:place], *rows[place + 1 :]):
+            if _is_beside(other.cell) and _same_point(row.cell, other.cell):
+                yield _compared(row, other)
+    if rows:
+        worst = max(row.deviation for row in rows)
+        verdict = "within" if worst <= NEAR else "NOT within"
+        yield (
+            f"The counters of all links are {verdict} {NEAR:.0%} of the formulas: at most "
+            f"{worst:.1%} off."
+        )
+
+
+def _is_beside(cell: Cell) -> bool:
+    return cell.recipe.protocol is not None and not cell.recipe.protocol.dedicated
+
+
+def _same_point(one: Cell, other: Cell) -> bool:
+    return (one.configuration, one.workers) == (other.configuration, other.workers)
+
+
+def _compared(central: Row, beside: Row) -> str:
+    """Return what a pair of rows has to do with the statement."""
+    cell, size = central.cell, central.cell.trained.size
+    times = beside.times(central)
+    head = (
+        f"{cell.configuration} ({size}, {central.model_bytes / 1e6:.1f} MB) on {cell.workers} "
+        f"workers, {beside.cell.layout} against {cell.layout}"
+    )
+    if times is None or times.number == 1:
+        measured = "" if times is None else f" {times.mean:.2f} times as fast,"
+        return f"{head}:{measured} too few starts to judge."
+    shown = f"{head}: {times.mean:.2f} times as fast ({times.low:.2f} to {times.high:.2f})"
+    faster, equal = times.low > 1, times.low <= 1 <= times.high
+    if size == "small":
+        return f"{shown}; the paper has faster for small models: {_verdict(faster, 'confirmed')}."
+    return f"{shown}; the paper has no difference for large ones: {_verdict(equal, 'not refuted')}."
+
+
+def _verdict(holds: bool, if_so: str) -> str:  # noqa: FBT001 -- reads as a sentence
+    return if_so if holds else "refuted"
+
+
+def describe(found: Interval) -> str:
+    """Return a mean with half the width of its interval.
+
+    >>> describe(Interval(12.3456, 11.3456, 13.3456, 3))
+    '12.35 +- 1'
+    """
+    mean = f"{found.mean:.4g}"
+    return mean if found.number < 2 else f"{mean} +- {found.high - found.mean:.2g}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,223 @@
+"""The file of a study of servers: recipes x layouts x numbers of workers.
+
+Every layout makes the same update: its workers compute gradients of equal mini-batches, and nobody
+goes on before the mean of all of them is in the weights (hardsync). Only where the weights are
+differs, and so what is sent to whom (Jaeger et al., DIDL 2018, compare layouts of two frameworks).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.loading import validate_tree
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.protocols import Centralised
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Batch, Section, Updates
+from largebatch.runs.options import Options
+from largebatch.studies.files import base_recipe, read_study
+from largebatch.studies.hosts.compute import Compute
+from largebatch.studies.hosts.measure import Placement
+from largebatch.studies.hosts.starts import Found, Start
+from largebatch.studies.hosts.worker import Job
+from largebatch.studies.servers.traffic import Traffic, beside, central, ring
+from largebatch.studies.study import Configuration, Name
+
+SUITE = files("largebatch") / "studies" / "servers" / "presets"
+"""The studies that are installed."""
+
+ALONE = "alone"
+"""The layout of one worker, which sends nothing: what speed-up is measured against."""
+
+Megabits = Annotated[float, Field(ge=1, le=1e6)]
+Layout = Literal["decentralised", "torch", "horovod"] | Centralised
+
+
+class Trained(Configuration):
+    """A recipe, and what a worker of it does in an update."""
+
+    size: Literal["small", "large"]
+    """What the model counts as where small and large ones are compared."""
+
+    workers: Annotated[tuple[Annotated[int, Field(ge=2, le=100)], ...], Field(min_length=1)]
+    """How many compute gradients, each on a host of its own; dedicated servers have further ones.
+    One worker alone is measured in any case."""
+
+    mini_batch: Batch
+    """Samples of a worker in an update."""
+
+    megabits: Megabits | None = None
+    """Of the links; null: those of the study."""
+
+    compute: Compute | None = None
+    """Seconds of a gradient, which workers sleep; null: gradients take what they take here, where
+    workers may share a core."""
+
+    computed: Batch | None = None
+    """With compute: of how many samples gradients are really computed, so that workers that share
+    a core do not slow each other."""
+
+    warm_up: Updates = 2
+    updates: Updates = 10
+    """Those that are timed in each start, after so many that are not."""
+
+    @model_validator(mode="after")
+    def _computed_belongs_to_compute(self) -> Self:
+        if (self.compute is None) != (self.computed is None):
+            raise ValueError("compute and computed belong together: give both or none of them")
+        if self.computed is not None and self.computed > self.mini_batch:
+            raise ValueError(
+                f"computed ({self.computed}) must be at most mini_batch ({self.mini_batch})"
+            )
+        return self
+
+
+class ServersStudy(Section):
+    """Cells x starts: how fast each layout is, and what it sends."""
+
+    name: Name
+    recipes: Annotated[dict[Name, Trained], Field(min_length=1)]
+    """Short names, and what is trained: recipes without a protocol."""
+
+    layouts: Annotated[dict[Name, Layout], Field(min_length=1)]
+    """Short names, and where the weights are: as protocol.servers has it, or `torch` or `horovod`,
+    whose workers sum gradients by all-reduce."""
+
+    megabits: Megabits
+    """Of the link of every host, in a second and in each direction, headers included."""
+
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Starts of every cell, with seeds 1, 2, 3 ...: of the weights, of the samples, and of what
+    `compute` draws."""
+
+    @model_validator(mode="after")
+    def _alone_is_taken(self) -> Self:
+        if ALONE in self.layouts:
+            raise ValueError(f"layouts.{ALONE}: that is what one worker is called; rename it")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One recipe with one layout on so many workers."""
+
+    configuration: str
+    layout: str
+    """As the study names them."""
+
+    workers: int
+    """Those that compute gradients."""
+
+    recipe: Recipe
+    trained: Trained
+    placement: Placement
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.configuration}-{self.layout}-{self.workers}"
+
+    def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
+        """Return one start of its workers."""
+        options = Options(
+            out=Path(), data=data, backend="auto" if self.workers == 1 else self.placement.backend,
+            report=False,
+        )  # fmt: skip
+        job = Job(
+            recipe=self.recipe.model_copy(update={"seed": seed}),
+            options=options,
+            compute=self.trained.compute,
+            samples=self.trained.mini_batch,
+            warm_up=self.trained.warm_up,
+            updates=self.trained.updates,
+        )
+        path = out / self.name / f"seed-{seed}.json"
+        return Start(cell=self.name, seed=seed, job=job, placement=self.placement, path=path)
+
+    def expected(self, found: Found) -> list[Traffic]:
+        """Return what the formulas have for the link of each host."""
+        protocol = self.recipe.protocol
+        if protocol is None:
+            return ring(sum(found.shards), workers=self.workers)
+        if protocol.dedicated:
+            return central(found.shards, learners=self.workers)
+        return beside(found.shards)
+
+
+def load_study(name: str) -> ServersStudy:
+    """Read and validate a study file, or an installed study by its bare name.
+
+    Raises RecipeError naming every mistake at once, each by its dotted path.
+    """
+    return read_study(name, ServersStudy, suite=SUITE)
+
+
+def cells_of(study: ServersStudy, folder: Path) -> list[Cell]:
+    """Return the cells of a study whose file lies in `folder`, each checked.
+
+    Layouts on Horovod are left out where it is not installed. Raises LargebatchError naming the
+    cell that cannot be.
+    """
+    cells = []
+    for name, trained in study.recipes.items():
+        base = base_recipe(trained, folder)
+        points: list[tuple[str, Layout, int]] = [(ALONE, "torch", 1)]
+        points += [
+            (layout, where, workers)
+            for layout, where in layouts_here(study).items()
+            for workers in trained.workers
+        ]
+        for layout, where, workers in points:
+            try:
+                recipe = _recipe(base, trained, where, workers=workers)
+            except LargebatchError as error:
+                raise RecipeError(f"{name}-{layout}-{workers}: {error}") from None
+            dedicated = recipe.protocol.dedicated if recipe.protocol else 0
+            placement = Placement(
+                workers_per_host=(1,) * (workers + dedicated),
+                megabits=trained.megabits or study.megabits,
+                backend="horovod" if where == "horovod" else "torch",
+            )
+            cells.append(
+                Cell(
+                    configuration=name,
+                    layout=layout,
+                    workers=workers,
+                    recipe=recipe,
+                    trained=trained,
+                    placement=placement,
+                )
+            )
+    return cells
+
+
+def layouts_here(study: ServersStudy) -> Mapping[str, Layout]:
+    """Return the layouts that this machine has the libraries for."""
+    has_horovod = find_spec("horovod") is not None
+    return {
+        name: where for name, where in study.layouts.items() if has_horovod or where != "horovod"
+    }
+
+
+def _recipe(base: Recipe, trained: Trained, where: Layout, *, workers: int) -> Recipe:
+    tree = base.model_dump(mode="json")
+    tree["batch"]["global_batch"] = workers * (trained.computed or trained.mini_batch)
+    tree["polish"], tree["evaluation"] = None, {}
+    if where == "decentralised" or isinstance(where, Centralised):
+        servers = where if isinstance(where, str) else where.model_dump()
+        tree["protocol"] = {"kind": "hardsync", "learners": workers, "servers": servers}
+    recipe = validate_tree(Recipe, tree, source=base.name)
+    steps = make_plan(recipe, workers=recipe.protocol.workers if recipe.protocol else workers).steps
+    needed = trained.warm_up + trained.updates + 2
+    if steps <= needed:
+        raise RecipeError(
+            f"the recipe ends after {steps} updates, and {needed} are measured; give it a longer "
+            "duration, or less to measure"
+        )
+    return recipe

@@ -1,0 +1,101 @@
+"""What a study of servers has found, against NumPy, and its page in a real browser."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import opened, point_at, rows_of, started_browser
+from short_servers import with_recipe, write_study
+
+from largebatch.studies.hosts.starts import Found
+from largebatch.studies.servers.page import write_page
+from largebatch.studies.servers.rows import Row, findings
+from largebatch.studies.servers.study import Cell, cells_of, load_study
+
+SECONDS = {
+    "alone": (0.10, 0.11, 0.10),
+    "central": (0.20, 0.21, 0.20),
+    "beside": (0.15, 0.14, 0.15),
+    "ring": (0.125, 0.125, 0.13),
+}
+PARTS = {"central": [1000], "beside": [600, 400], "ring": [1000], "alone": [1000]}
+
+
+def found(cell: Cell, seconds: float, *, excess: float) -> Found:
+    """Return a start whose links carried so much more than the formulas have."""
+    bare = Found(
+        seconds=[seconds, seconds], sent={}, received={}, shards=PARTS[cell.layout], late=0.0,
+        rates=[], device_batch=2,
+    )  # fmt: skip
+    links = cell.expected(bare)
+    names = [f"host{place}" for place in range(1, len(links) + 1)]
+    return Found(
+        seconds=bare.seconds,
+        sent={name: link.sent * excess for name, link in zip(names, links, strict=True)},
+        received={name: link.received * excess for name, link in zip(names, links, strict=True)},
+        shards=bare.shards,
+        late=0.0,
+        rates=[],
+        device_batch=2,
+    )
+
+
+def made(folder: Path, *, size: str = "small", excess: float = 1.01) -> list[Row]:
+    path = write_study(folder, recipes=with_recipe(size=size), repeats=3)
+    cells = {cell.layout: cell for cell in cells_of(load_study(str(path)), folder)}
+    starts = {
+        name: {
+            seed: found(cells[name], seconds, excess=excess)
+            for seed, seconds in enumerate(times, start=1)
+        }
+        for name, times in SECONDS.items()
+    }
+    return [Row(cells[name], starts[name], starts["alone"]) for name in SECONDS]
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    ratios = np.array(other) / np.array(one)
+    reach = 4.302652729911275 * ratios.std(ddof=1) / np.sqrt(3)
+    return ratios.mean(), ratios.mean() - reach, ratios.mean() + reach
+
+
+def test_speed_up_and_efficiency_are_over_pairs_of_starts(tmp_path: Path) -> None:
+    _, _, _, ring = made(tmp_path)
+    mean, low, high = ratio(SECONDS["ring"], SECONDS["alone"])
+    assert ring.speed_up is not None
+    assert ring.speed_up[:3] == pytest.approx((2 * mean, 2 * low, 2 * high))
+    assert ring.words["efficiency"] == f"{mean:.0%}"
+    throughput = np.mean(2 / np.array(SECONDS["ring"]))
+    assert ring.throughput.mean == pytest.approx(throughput)
+
+
+def test_the_statement_of_the_paper_is_judged_by_the_interval(tmp_path: Path) -> None:
+    mean, low, high = ratio(SECONDS["beside"], SECONDS["central"])
+    assert low > 1
+    small, links = findings(made(tmp_path))
+    assert f"{mean:.2f} times as fast ({low:.2f} to {high:.2f})" in small
+    assert small.endswith("faster for small models: confirmed.")
+    assert links == "The counters of all links are within 5% of the formulas: at most 1.0% off."
+    large, links = findings(made(tmp_path, size="large", excess=1.06))
+    assert large.endswith("no difference for large ones: refuted.")
+    assert "NOT within 5% of the formulas: at most 6.0% off" in links
+
+
+def test_the_page_has_every_cell_and_link_and_its_charts_answer(tmp_path: Path) -> None:
+    rows = made(tmp_path)
+    study = load_study(str(tmp_path / "study.yaml"))
+    path = write_page(study, rows, tmp_path / "study.html")
+    with started_browser() as browser, opened(browser, path) as page:
+        assert "confirmed" in page.locator(".verdict").inner_text()
+        cells = rows_of(page, "cells")
+        assert [row[0] for row in cells] == [row.cell.name for row in rows]
+        links = rows_of(page, "links")
+        assert len(links) == 3 + 2 + 2
+        (shown,) = point_at(page, "throughput", "ring", row=1)
+        assert "lenet5-ring-2" in shown
+        assert f"{np.mean(2 / np.array(SECONDS['ring'])):.4g}" in shown
+        page.locator("button[data-series='0']").click()
+        assert [row[0] for row in rows_of(page, "cells")] == [
+            row.cell.name for row in rows if row.cell.layout != "central"
+        ]

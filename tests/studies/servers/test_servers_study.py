@@ -1,0 +1,123 @@
+"""Studies of servers: their files, what they find, and the bytes on real links."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from on_hosts import needs_hosts
+from short_servers import with_recipe, write_study
+
+from largebatch.cli.main import DONE, USER, main
+from largebatch.recipe.protocols import Hardsync
+from largebatch.studies.servers import study as files
+from largebatch.studies.servers.study import cells_of, load_study
+
+
+def test_every_layout_makes_the_same_update_of_the_same_samples(tmp_path: Path) -> None:
+    cells = {
+        cell.layout: cell for cell in cells_of(load_study(str(write_study(tmp_path))), tmp_path)
+    }
+    sizes = {name: len(cell.placement.workers_per_host) for name, cell in cells.items()}
+    assert sizes == {"alone": 1, "central": 3, "beside": 2, "ring": 2, "ring-horovod": 2}
+    assert cells["alone"].recipe.batch.global_batch == 2
+    for name in ("central", "beside", "ring", "ring-horovod"):
+        recipe = cells[name].recipe
+        assert recipe.batch.global_batch == 4
+        assert recipe.model_copy(update={"protocol": None}) == cells["ring"].recipe
+        assert isinstance(recipe.protocol, Hardsync) == (name in {"central", "beside"})
+    assert cells["ring-horovod"].placement.backend == "horovod"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
+            {"layouts": {"alone": "torch"}}, "layouts.alone: that is what one worker is called",
+            id="layout-alone",
+        ),
+        pytest.param({"layouts": {"x": "central"}}, "layouts.x", id="layout"),
+        pytest.param({"megabits": 0}, "megabits", id="megabits"),
+        pytest.param({"recipes": with_recipe(workers=[1])}, "workers.0", id="one-worker"),
+        pytest.param(
+            {"recipes": with_recipe(computed=None)}, "compute and computed belong together",
+            id="computed-missing",
+        ),
+        pytest.param(
+            {"recipes": with_recipe(computed=17)},
+            "computed (17) must be at most mini_batch (16)", id="computed-too-many",
+        ),
+        pytest.param(
+            {"recipes": with_recipe(updates=40)}, "the recipe ends after 40 updates, and 43",
+            id="updates",
+        ),
+        pytest.param(
+            {"recipes": with_recipe(recipe="digits_96_softsync", set={})}, "has a protocol",
+            id="protocol",
+        ),
+        pytest.param(
+            {"recipes": with_recipe(recipe="digits_97", set={})}, "digits_97", id="recipe"
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    assert main(["study", "servers", str(write_study(tmp_path, **changes))]) == USER
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_left_is_listed_without_horovod_where_it_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    path = write_study(tmp_path, repeats=2)
+    words = ["study", "servers", str(path), "--out", str(tmp_path / "out"), "--dry-run"]
+    assert main(words) == DONE
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "horovod is not installed: ring-horovod is left out"
+    cells = ["alone-1", "central-2", "beside-2", "ring-2"]
+    assert rest == [f"lenet5-{cell} seed {seed}" for seed in (1, 2) for cell in cells]
+    assert main([*words, "--data", "resnet=x"]) == USER
+    assert "the study has the recipes lenet5" in capsys.readouterr().err
+    assert main(["study", "servers", "jaegers"]) == USER
+    assert "neither a file nor an installed study; those are jaeger" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@needs_hosts
+def test_counters_of_all_links_are_within_five_percent_of_the_formulas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real start of each layout, and nothing is measured twice."""
+    words = ["study", "servers", str(write_study(tmp_path)), "--out", str(tmp_path / "out")]
+    assert main(words) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("The counters of all links are within 5%") for line in lines)
+    assert lines[-1] == str(tmp_path / "out" / "study.html")
+    model = 4 * 432_080  # LeNet-5 for three colours and ten classes
+    for layout, busiest in {"central": 2, "beside": 0, "ring": 0, "ring-horovod": 1}.items():
+        if not (path := tmp_path / "out" / f"lenet5-{layout}-2" / "seed-1.json").exists():
+            continue  # without Horovod
+        found = json.loads(path.read_bytes())["found"]
+        assert sum(found["shards"]) == model
+        expected = 2 * model if layout == "central" else model
+        assert list(found["sent"].values())[busiest] == pytest.approx(expected, rel=0.05)
+        assert list(found["received"].values())[busiest] == pytest.approx(expected, rel=0.05)
+        assert len(found["seconds"]) == 4
+    monkeypatch.delattr("largebatch.studies.hosts.starts.measure_on_hosts")
+    assert main(words) == DONE
+    assert capsys.readouterr().out.splitlines() == [line for line in lines if "seed" not in line]
+    changed = str(write_study(tmp_path, megabits=100))
+    assert main(["study", "servers", changed, "--out", str(tmp_path / "out")]) == USER
+    assert "was recorded with other settings than the study has now" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@needs_hosts
+def test_a_mistake_that_only_a_worker_can_find_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path, layouts={"central": {"centralised": 30}})
+    assert main(["study", "servers", str(path), "--out", str(tmp_path / "out")]) == USER
+    assert "servers hold whole tensors" in capsys.readouterr().err

@@ -1,0 +1,8 @@
+"""Tests that need hosts of network namespaces."""
+
+import pytest
+
+from largebatch.studies.hosts.namespaces import lacking
+
+_REASON = lacking()
+needs_hosts = pytest.mark.skipif(bool(_REASON), reason=f"this machine lacks {_REASON}")

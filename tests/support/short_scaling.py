@@ -1,0 +1,45 @@
+"""A study of scaling of LeNet-5 on the digits that takes seconds a start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from short_staleness import SETTINGS
+
+RECIPE: dict[str, Any] = {
+    "recipe": "digits_96",
+    "set": {
+        **SETTINGS,
+        "duration": {"steps": 40},
+        "schedule": {
+            "peak_lr": 0.02,
+            "warmup": {"steps": 2},
+            "decay": {"kind": "steps", "at": [{"steps": 5}], "gamma": 0.1},
+        },
+    },
+    "mini_batch": 16,
+    "computed": 2,
+    "compute": {"overhead": 0.01, "sample": 0.001},
+    "warm_up": 1,
+    "updates": 4,
+}
+STUDY: dict[str, Any] = {
+    "name": "tiny",
+    "megabits": 1000,
+    "repeats": 1,
+    "workers": [2],
+    "inside": {"gigabytes_per_second": 1.0, "seconds": 0.001},
+    "recipes": {"lenet5": RECIPE},
+}
+
+
+def write_study(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 -- any part of a study
+    """Write the study with other parts; return its file. JSON is YAML."""
+    path = folder / "study.yaml"
+    path.write_text(json.dumps({**STUDY, **changes}))
+    return path
+
+
+def with_recipe(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 -- any part of a recipe's section
+    """Return the recipes of the study, the one of them changed."""
+    return {"lenet5": {**RECIPE, **changes}}
