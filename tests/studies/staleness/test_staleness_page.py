@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import opened, point_at, rows_of, shown_axis, started_browser
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 from short_staleness import STUDY, write_study
 
 from largebatch.errors import LargebatchError, StudyError
@@ -51,12 +51,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def page(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    path = write_staleness_page(rows, tmp_path_factory.mktemp("page") / "study.html", title=HOSTILE)
-    with started_browser() as browser, opened(browser, path) as shown:
-        yield shown
-        shown.set_viewport_size({"width": 400, "height": 900})  # a phone, without a scroll bar
-        assert shown.evaluate("document.documentElement.scrollWidth") == 400
+def path(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_staleness_page(rows, tmp_path_factory.mktemp("page") / "study.html", title=HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, path: Path) -> Iterator[Page]:
+    with opened(browser, path) as page:
+        yield page
 
 
 def cells(page: Page) -> list[tuple[str, ...]]:
@@ -128,6 +136,13 @@ def test_the_trade_off_is_drawn_against_time_or_what_is_chosen(page: Page) -> No
 def test_the_histogram_shows_the_share_of_every_staleness(page: Page) -> None:
     (tip, *_) = point_at(page, "staleness", FREE, 2)
     assert tip == f"{FREE} cell mu 8, lambda 2 tau 2 gradients 50 %"
+
+
+def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
+    browser: Browser, path: Path
+) -> None:
+    with opened(browser, path, width=400) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
 def test_what_cannot_be_shown_or_written_is_an_error(rows: list[Row], tmp_path: Path) -> None:
