@@ -15,7 +15,7 @@ from typing import Any
 
 from measuring import spread, write
 
-from largebatch.studies.hosts.starts import Start
+from largebatch.studies.hosts.starts import Start, starts_of
 from largebatch.studies.metrics import Interval
 from largebatch.studies.scaling import rows as scaling_rows
 from largebatch.studies.scaling import study as scaling
@@ -47,8 +47,7 @@ def main() -> None:
 def _servers(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]], list[str]]:
     study = servers.load_study(name)
     cells = servers.cells_of(study, Path(name).parent)
-    seeds = range(1, study.repeats + 1)
-    starts = [cell.start(seed, data=None, out=out) for seed in seeds for cell in cells]
+    starts = starts_of(cells, repeats=study.repeats, data={}, out=out)
     rows = servers_rows.rows_of(cells, starts)
     found = [
         {
@@ -71,8 +70,7 @@ def _servers(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]
 def _scaling(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]], list[str]]:
     study = scaling.load_study(name)
     cells = scaling.cells_of(study, Path(name).parent)
-    seeds = range(1, study.repeats + 1)
-    starts = [cell.start(seed, data=None, out=out) for seed in seeds for cell in cells]
+    starts = starts_of(cells, repeats=study.repeats, data={}, out=out)
     rows = scaling_rows.rows_of(study, cells, starts)
     found = [
         {

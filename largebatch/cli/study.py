@@ -100,6 +100,7 @@ def _staleness(args: argparse.Namespace) -> int:
 
 
 def _servers(args: argparse.Namespace) -> int:
+    from largebatch.studies.hosts.starts import starts_of
     from largebatch.studies.servers.page import write_page
     from largebatch.studies.servers.rows import findings, rows_of
     from largebatch.studies.servers.study import cells_of, layouts_here, load_study
@@ -110,11 +111,7 @@ def _servers(args: argparse.Namespace) -> int:
     cells = cells_of(study, Path(args.study).parent)
     for layout in study.layouts.keys() - layouts_here(study).keys():
         print(f"horovod is not installed: {layout} is left out")
-    starts = [
-        cell.start(seed, data=data.get(cell.configuration), out=out)
-        for seed in range(1, study.repeats + 1)
-        for cell in cells
-    ]
+    starts = starts_of(cells, repeats=study.repeats, data=data, out=out)
     code = _measure(args, starts)
     if code is not None:
         return code
@@ -125,6 +122,7 @@ def _servers(args: argparse.Namespace) -> int:
 
 
 def _scaling(args: argparse.Namespace) -> int:
+    from largebatch.studies.hosts.starts import starts_of
     from largebatch.studies.scaling.page import write_page
     from largebatch.studies.scaling.rows import findings, rows_of
     from largebatch.studies.scaling.study import cells_of, load_study
@@ -133,11 +131,7 @@ def _scaling(args: argparse.Namespace) -> int:
     data = _data_of(args, study.recipes)
     out = args.out or Path("runs") / study.name
     cells = cells_of(study, Path(args.study).parent)
-    starts = [
-        cell.start(seed, data=data.get(cell.configuration), out=out)
-        for seed in range(1, study.repeats + 1)
-        for cell in cells
-    ]
+    starts = starts_of(cells, repeats=study.repeats, data=data, out=out)
     code = _measure(args, starts)
     if code is not None:
         return code

@@ -30,7 +30,6 @@ MOMENTUM = 0.9
 FREE = (
     *("optimizer.kind=schedule-free", "optimizer.statistics_samples=96"),
     *("schedule.decay.kind=constant", "batch.bn_span=96", "model.arguments.drop_rate=0"),
-    "model.arguments.channels=[8, 8, 16, 16]",
 )
 
 

@@ -23,7 +23,7 @@ CHANGES = {
     "lamb": ("optimizer.kind=lamb", "schedule.peak_lr=0.02", "schedule.decay.end_lr=0"),
 }
 LIBRARIES = ("shampoo", "schedule-free", "lamb")
-TINY = ("model.arguments.channels=[8, 8, 16, 16]", "batch.global_batch=48")
+TINY = ("batch.global_batch=48",)
 every_kind = pytest.mark.parametrize(
     "kind", [pytest.param("lars", marks=pytest.mark.long), "sgd", *LIBRARIES]
 )

@@ -6,10 +6,10 @@ A study that was stopped goes on with the same command, and loses what was under
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import StudyError
@@ -88,6 +88,41 @@ class Start:
                 "another --out, or remove it"
             )
         return found
+
+
+class Cell(Protocol):
+    """What a study measures, whatever its kind."""
+
+    @property
+    def configuration(self) -> str:
+        """The study's name of its recipe."""
+
+    def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
+        """Return one start of its workers."""
+
+
+def starts_of(
+    cells: Sequence[Cell], *, repeats: int, data: Mapping[str, Path], out: Path
+) -> list[Start]:
+    """Return the starts of a study, every cell once before any is started again.
+
+    `data` are the folders of recipes by their names in the study.
+    """
+    return [
+        cell.start(seed, data=data.get(cell.configuration), out=out)
+        for seed in range(1, repeats + 1)
+        for cell in cells
+    ]
+
+
+def read_by_cell(starts: Sequence[Start]) -> dict[str, dict[int, Found]]:
+    """Return the records that there are, by cell and seed; raise StudyError as Start.read does."""
+    by_cell: dict[str, dict[int, Found]] = {}
+    for start in starts:
+        found = start.read()
+        if found is not None:
+            by_cell.setdefault(start.cell, {})[start.seed] = found
+    return by_cell
 
 
 def carry_out(starts: Sequence[Start], report: Callable[[Start, Found], None]) -> None:

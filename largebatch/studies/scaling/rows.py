@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from largebatch.studies.hosts.starts import Found, Start
+from largebatch.studies.hosts.starts import Found, Start, read_by_cell
 from largebatch.studies.metrics import Interval, interval
 from largebatch.studies.scaling.study import SCALINGS, Cell, Scaling, ScalingStudy, samples_of
 
@@ -93,11 +93,7 @@ class Row:
 
 def rows_of(study: ScalingStudy, cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
     """Return the tables' lines that have a record, weak scaling first, by recipe and workers."""
-    by_cell: dict[str, dict[int, Found]] = {}
-    for start in starts:
-        found = start.read()
-        if found is not None:
-            by_cell.setdefault(start.cell, {})[start.seed] = found
+    by_cell = read_by_cell(starts)
     rows = []
     for scaling in SCALINGS:
         for cell in sorted(cells, key=lambda cell: (cell.configuration, cell.workers)):

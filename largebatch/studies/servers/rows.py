@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from largebatch.studies.hosts.starts import Found, Start
+from largebatch.studies.hosts.starts import Found, Start, read_by_cell
 from largebatch.studies.metrics import Interval, interval
 from largebatch.studies.servers.study import ALONE, Cell
 from largebatch.studies.servers.traffic import Traffic
@@ -28,7 +29,7 @@ class Row:
     @property
     def speed_up(self) -> Interval | None:
         """How many times that of one worker alone, over the pairs of a seed; None without one."""
-        base = {seed: 1 / _mean(one.seconds) for seed, one in self.alone.items()}
+        base = {seed: 1 / fmean(one.seconds) for seed, one in self.alone.items()}
         own = self._throughputs()
         pairs = [own[seed] / base[seed] for seed in own.keys() & base.keys()]
         return interval(pairs) if pairs else None
@@ -54,8 +55,8 @@ class Row:
         """What the counters of each host's link have, the mean over the starts."""
         return [
             Traffic(
-                _mean([one.received[host] for one in self.found.values()]),
-                _mean([one.sent[host] for one in self.found.values()]),
+                fmean([one.received[host] for one in self.found.values()]),
+                fmean([one.sent[host] for one in self.found.values()]),
             )
             for host in self._any.sent
         ]
@@ -75,7 +76,7 @@ class Row:
     @property
     def late(self) -> float:
         """The share of gradients that took longer than was set."""
-        return _mean([one.late for one in self.found.values()])
+        return fmean([one.late for one in self.found.values()])
 
     @property
     def model_bytes(self) -> int:
@@ -88,7 +89,7 @@ class Row:
 
     def _throughputs(self) -> dict[int, float]:
         return {
-            seed: self.cell.workers / _mean(found.seconds) for seed, found in self.found.items()
+            seed: self.cell.workers / fmean(found.seconds) for seed, found in self.found.items()
         }
 
     @property
@@ -114,11 +115,7 @@ class Row:
 
 def rows_of(cells: Sequence[Cell], starts: Sequence[Start]) -> list[Row]:
     """Return the cells that have a record."""
-    by_cell: dict[str, dict[int, Found]] = {}
-    for start in starts:
-        found = start.read()
-        if found is not None:
-            by_cell.setdefault(start.cell, {})[start.seed] = found
+    by_cell = read_by_cell(starts)
     return [
         Row(cell, by_cell[cell.name], by_cell.get(f"{cell.configuration}-{ALONE}-1", {}))
         for cell in cells
@@ -186,7 +183,3 @@ def describe(found: Interval) -> str:
     """
     mean = f"{found.mean:.4g}"
     return mean if found.number < 2 else f"{mean} +- {found.high - found.mean:.2g}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
