@@ -8,10 +8,27 @@ from typing import TypeVar
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml, read_text, validate_tree
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section
+from largebatch.recipe.sections import Section, Updates
 from largebatch.studies.study import Configuration
 
 S = TypeVar("S", bound=Section)
+
+
+class Timed(Configuration):
+    """A recipe, and which of its updates are measured."""
+
+    warm_up: Updates = 2
+    updates: Updates = 10
+    """Those that are timed in each start, after so many that are not."""
+
+    def require_length(self, steps: int) -> None:
+        """Raise RecipeError where a recipe of so many updates ends too early for that."""
+        needed = self.warm_up + self.updates + 2
+        if steps <= needed:
+            raise RecipeError(
+                f"the recipe ends after {steps} updates, and {needed} are measured; give it a "
+                "longer duration, or less to measure"
+            )
 
 
 def read_study(name: str, kind: type[S], *, suite: Traversable) -> S:

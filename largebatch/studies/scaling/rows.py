@@ -30,21 +30,18 @@ class Row:
         """Samples a second: as many times one worker as there are workers; None without one."""
         if not self.alone:
             return None
-        samples = samples_of(
-            self.scaling, 1, study=self.cell.study, mini_batch=self.cell.trained.mini_batch
-        )
-        alone = fmean(samples / fmean(found.seconds) for found in self.alone.values())
+        alone = fmean(self._samples_alone / fmean(found.seconds) for found in self.alone.values())
         return self.cell.workers * alone
 
     @property
     def speed_up(self) -> Interval | None:
         """How many times the throughput of one worker alone, over the pairs of a seed."""
         own = self.cell.workers * self.cell.samples
-        samples = samples_of(
-            self.scaling, 1, study=self.cell.study, mini_batch=self.cell.trained.mini_batch
-        )
         pairs = [
-            own / samples * fmean(self.alone[seed].seconds) / fmean(self.found[seed].seconds)
+            own
+            / self._samples_alone
+            * fmean(self.alone[seed].seconds)
+            / fmean(self.found[seed].seconds)
             for seed in self.found.keys() & self.alone.keys()
         ]
         return interval(pairs) if pairs else None
@@ -66,13 +63,18 @@ class Row:
         if not self.alone:
             return None
         compute = self.cell.trained.compute
-        samples = samples_of(
-            self.scaling, 1, study=self.cell.study, mini_batch=self.cell.trained.mini_batch
-        )
-        gradient = (compute.overhead + compute.sample * samples) * compute.factor.expectation
+        gradient = (
+            compute.overhead + compute.sample * self._samples_alone
+        ) * compute.factor.expectation
         alone = fmean(fmean(found.seconds) for found in self.alone.values())
         model_bytes = sum(next(iter(self.found.values())).shards)
         return self.cell.predicted(model_bytes=model_bytes, update=max(0.0, alone - gradient))
+
+    @property
+    def _samples_alone(self) -> int:
+        """Of one worker in this scaling."""
+        mini_batch = self.cell.trained.mini_batch
+        return samples_of(self.scaling, 1, study=self.cell.study, mini_batch=mini_batch)
 
     @property
     def words(self) -> dict[str, str]:

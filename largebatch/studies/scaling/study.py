@@ -19,15 +19,15 @@ from largebatch.planner.model import Load, Machine, step_seconds
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Batch, NonNegative, Positive, Section, Updates
+from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
 from largebatch.runs.options import Options
-from largebatch.studies.files import base_recipe, read_study
+from largebatch.studies.files import Timed, base_recipe, read_study
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.namespaces import payload_bandwidth
 from largebatch.studies.hosts.starts import Start
 from largebatch.studies.hosts.worker import Job
-from largebatch.studies.study import Configuration, Name
+from largebatch.studies.study import Name
 
 SUITE = files("largebatch") / "studies" / "scaling" / "presets"
 """The studies that are installed."""
@@ -38,7 +38,7 @@ Scaling = Literal["weak", "strong"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 
 
-class Trained(Configuration):
+class Trained(Timed):
     """A recipe, and what a worker of it does in an update."""
 
     mini_batch: Batch
@@ -51,10 +51,6 @@ class Trained(Configuration):
     computed: Batch
     """Of how many of the samples of `mini_batch` gradients are really computed, so that workers
     that share a core do not slow each other."""
-
-    warm_up: Updates = 2
-    updates: Updates = 10
-    """Those that are timed in each start, after so many that are not."""
 
 
 class Inside(Section):
@@ -221,10 +217,5 @@ def _recipe(base: Recipe, trained: Trained, *, workers: int, samples: int) -> Re
             f"{own} samples that are really computed make {plan.accumulation} micro-batches, and "
             "a gradient is slept for once; give a smaller `computed`"
         )
-    needed = trained.warm_up + trained.updates + 2
-    if plan.steps <= needed:
-        raise RecipeError(
-            f"the recipe ends after {plan.steps} updates, and {needed} are measured; give it a "
-            "longer duration, or less to measure"
-        )
+    trained.require_length(plan.steps)
     return recipe

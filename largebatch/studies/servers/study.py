@@ -19,15 +19,15 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.protocols import Centralised
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Batch, Section, Updates
+from largebatch.recipe.sections import Batch, Section
 from largebatch.runs.options import Options
-from largebatch.studies.files import base_recipe, read_study
+from largebatch.studies.files import Timed, base_recipe, read_study
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.starts import Found, Start
 from largebatch.studies.hosts.worker import Job
 from largebatch.studies.servers.traffic import Traffic, beside, central, ring
-from largebatch.studies.study import Configuration, Name
+from largebatch.studies.study import Name
 
 SUITE = files("largebatch") / "studies" / "servers" / "presets"
 """The studies that are installed."""
@@ -39,7 +39,7 @@ Megabits = Annotated[float, Field(ge=1, le=1e6)]
 Layout = Literal["decentralised", "torch", "horovod"] | Centralised
 
 
-class Trained(Configuration):
+class Trained(Timed):
     """A recipe, and what a worker of it does in an update."""
 
     size: Literal["small", "large"]
@@ -62,10 +62,6 @@ class Trained(Configuration):
     computed: Batch | None = None
     """With compute: of how many samples gradients are really computed, so that workers that share
     a core do not slow each other."""
-
-    warm_up: Updates = 2
-    updates: Updates = 10
-    """Those that are timed in each start, after so many that are not."""
 
     @model_validator(mode="after")
     def _computed_belongs_to_compute(self) -> Self:
@@ -214,10 +210,5 @@ def _recipe(base: Recipe, trained: Trained, where: Layout, *, workers: int) -> R
         tree["protocol"] = {"kind": "hardsync", "learners": workers, "servers": servers}
     recipe = validate_tree(Recipe, tree, source=base.name)
     steps = make_plan(recipe, workers=recipe.protocol.workers if recipe.protocol else workers).steps
-    needed = trained.warm_up + trained.updates + 2
-    if steps <= needed:
-        raise RecipeError(
-            f"the recipe ends after {steps} updates, and {needed} are measured; give it a longer "
-            "duration, or less to measure"
-        )
+    trained.require_length(steps)
     return recipe
