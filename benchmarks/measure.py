@@ -4,8 +4,9 @@
 
 Needs LARGEBATCH_DATA, the folder of Fashion-MNIST and CIFAR-10, and optuna. Writes
 benchmarks/results/recipes_<machine>_<date>.json after every run. Started again it goes on where it
-was stopped: every run continues from its last checkpoint, and what the newest such file has is not
-done again. Each of a few processes has one thread.
+was stopped: every run continues from its last checkpoint, and what the newest such file has, trials
+of the search too, is not done again, not even on another machine. Each of a few processes has one
+thread.
 
 Arms of a set, all with its model, images, BatchNorm span and number of epochs:
 - small: SGD with Nesterov momentum at the small batch;
@@ -233,7 +234,8 @@ def _cost(summary: Summary) -> dict[str, Any]:
 class Search:
     """The trials of one arm's peak rate, kept by Optuna."""
 
-    def __init__(self, arm: Arm, work: Path) -> None:
+    def __init__(self, arm: Arm, work: Path, known: dict[str, float]) -> None:
+        """Go on with the search of a folder; one that has none begins with what is known."""
         self.arm, self.work = arm, work
         self.start = load_recipe(arm.recipe, arm.changes).schedule.peak_lr
         backend = JournalFileBackend(str(work / "search.journal"))
@@ -247,9 +249,21 @@ class Search:
         for trial in self.study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
             self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
             self.study.enqueue_trial(trial.params, skip_if_exists=False)
-        if not self.study.trials:
-            for factor in FACTORS:
-                self.study.enqueue_trial({"rate": factor * self.start})
+        if self.study.trials:
+            return
+        for rate, top1 in known.items():
+            self.study.add_trial(
+                optuna.trial.create_trial(
+                    params={"rate": float(rate)}, distributions={"rate": self.range}, value=top1
+                )
+            )
+        for factor in FACTORS:
+            self.study.enqueue_trial({"rate": factor * self.start}, skip_if_exists=True)
+
+    @property
+    def range(self) -> optuna.distributions.FloatDistribution:
+        """Where rates are looked for."""
+        return optuna.distributions.FloatDistribution(self.start / 16, self.start * 16, log=True)
 
     @property
     def done(self) -> dict[float, float]:
@@ -263,8 +277,8 @@ class Search:
         under_way = len(self.study.get_trials(states=[states.RUNNING]))
         if len(self.done) + under_way >= TRIALS:
             return None
-        trial = self.study.ask()
-        rate = trial.suggest_float("rate", self.start / 16, self.start * 16, log=True)
+        trial = self.study.ask({"rate": self.range})
+        rate = trial.params["rate"]
         job = Job(
             arm=self.arm, seed=SEARCH_SEED, rate=float(f"{rate:.4g}"), work=self.work,
             searching=True,
@@ -285,10 +299,14 @@ class Measurement:
     def __init__(self, path: Path, work: Path, only: list[str]) -> None:
         self.path, self.work = path, work
         self.arms = [arm for arm in ARMS if all(word in arm.key for word in only)]
-        self.results: dict[str, Any] = {}
-        if path.exists():
-            self.results = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        self.searches = {arm.key: Search(arm, work) for arm in self.arms if arm.rate_of is None}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.results: dict[str, Any] = found.get("runs", {})
+        self.known: dict[str, dict[str, float]] = found.get("search", {})
+        self.searches = {
+            arm.key: Search(arm, work, self.known.get(arm.key, {}))
+            for arm in self.arms
+            if arm.rate_of is None
+        }
         self.begun: set[str] = set()
 
     def next(self) -> tuple[optuna.Trial | None, Job] | None:
@@ -331,7 +349,7 @@ class Measurement:
         """Replace the file of results."""
         content = {
             **_now(),
-            "search": {key: search.done for key, search in self.searches.items()},
+            "search": self.known | {key: search.done for key, search in self.searches.items()},
             "runs": self.results,
         }
         partial = self.path.with_suffix(".partial")
