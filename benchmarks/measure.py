@@ -234,7 +234,7 @@ def _cost(summary: Summary) -> dict[str, Any]:
 class Search:
     """The trials of one arm's peak rate, kept by Optuna."""
 
-    def __init__(self, arm: Arm, work: Path, known: dict[str, float]) -> None:
+    def __init__(self, arm: Arm, work: Path, known: dict[str, float] | None = None) -> None:
         """Go on with the search of a folder; one that has none begins with what is known."""
         self.arm, self.work = arm, work
         self.start = load_recipe(arm.recipe, arm.changes).schedule.peak_lr
@@ -251,7 +251,7 @@ class Search:
             self.study.enqueue_trial(trial.params, skip_if_exists=False)
         if self.study.trials:
             return
-        for rate, top1 in known.items():
+        for rate, top1 in (known or {}).items():
             self.study.add_trial(
                 optuna.trial.create_trial(
                     params={"rate": float(rate)}, distributions={"rate": self.range}, value=top1
@@ -303,7 +303,7 @@ class Measurement:
         self.results: dict[str, Any] = found.get("runs", {})
         self.known: dict[str, dict[str, float]] = found.get("search", {})
         self.searches = {
-            arm.key: Search(arm, work, self.known.get(arm.key, {}))
+            arm.key: Search(arm, work, self.known.get(arm.key))
             for arm in self.arms
             if arm.rate_of is None
         }

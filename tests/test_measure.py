@@ -84,6 +84,24 @@ def test_a_trial_that_was_under_way_is_run_again_at_its_rate(tmp_path: Path) -> 
     assert again.study.best_value == 0.5
 
 
+def test_a_machine_without_trials_goes_on_from_the_results(tmp_path: Path) -> None:
+    path, (first, second) = tmp_path / "results.json", (tmp_path / "a", tmp_path / "b")
+    first.mkdir()
+    second.mkdir()
+    work = Measurement(path, first, ["cifar10"])
+    rates = [reach(work, 0.5).rate for _ in range(3 * TRIALS - 4)]
+    other = Measurement(path, second, ["cifar10"])
+    assert [other.searches[key].done for key in work.searches] == [
+        pytest.approx(search.done) for search in work.searches.values()
+    ]
+    rates += [reach(other, 0.5).rate for _ in range(4)]
+    assert len(rates) == len(set(rates)) == 3 * TRIALS
+    assert not reach(other, 0.9).searching
+    partly = Measurement(path, second, ["cifar10", "small"])
+    reach(partly, 0.9)
+    assert json.loads(path.read_text())["search"].keys() == work.searches.keys()
+
+
 def fake(arm: Arm, seed: int, top1: float) -> dict[str, Any]:
     ends = {"control": top1}
     if arm.longer == 1:

@@ -1,0 +1,271 @@
+"""The policies of LRBench, each at a rate of its own: three sets, two batches, SGD and LARS.
+
+    python benchmarks/learning_rates.py [--only WORDS ...] [--processes N]
+
+Needs LARGEBATCH_DATA, the folder of Fashion-MNIST and CIFAR-10 (the digits are embedded), and
+optuna. Carries out a study of `largebatch lr bench` for every configuration (a set, a batch, an
+optimizer) and writes what its database has to
+benchmarks/results/learning_rates_<machine>_<date>.json. Started again it goes on where it was
+stopped; a configuration that the newest such file has whole is not done again.
+
+The shapes are those of LRBench's tables (arXiv:1908.06477), stretched over the run: a cycle is two
+fifths of it, low_lr a sixth of peak_lr. Besides: `composite`, three pieces of ever lower rates, and
+warm-ups of a fifth of the run before a constant rate, a cosine, and the polynomial of the recipes
+for large batches.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import RESULTS, circumstances, hardware, newest, today
+from polishing_data import prepare
+
+from largebatch.cli.arguments import INTERRUPTED
+from largebatch.studies.database import open_existing
+from largebatch.studies.results import CellResults, Result, read_results
+from largebatch.studies.study import RATE
+
+NAME = "learning_rates"
+SEEDS = 5
+TRIALS = 6
+TRIAL_PART = 0.5
+"""Length of a trial over that of a run."""
+
+SGD = {"kind": "sgd", "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+LARS = {"kind": "lars", "convention": "reference", "momentum": 0.9, "weight_decay": 5e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """What is trained on, and for how long."""
+
+    recipe: str
+    """Whose images, model and all else that `changes` leaves."""
+
+    images: int
+    held_out: int
+    epochs: int
+    evaluations: int
+    """In an epoch."""
+
+    changes: dict[str, Any]
+    batches: dict[str, int]
+    rates: dict[str, float]
+    """Where the search begins, by batch and optimizer."""
+
+    robustness_seeds: int = 0
+
+
+LENET = {
+    "model": {"name": "lenet5", "arguments": {}},
+    "batch.bn_span": None,
+    "polish": None,
+    "loss.label_smoothing": 0.0,
+    "execution.cache": "memory",
+}
+SETS = {
+    "digits": DataSet(
+        recipe="digits_96", images=1437, held_out=300, epochs=20, evaluations=1,
+        changes=LENET | {"monitor": ["generalization_gap"]}, batches={"small": 48, "large": 480},
+        rates={"small, sgd": 0.02, "large, sgd": 0.1, "small, lars": 0.25, "large, lars": 1.0},
+        robustness_seeds=2,
+    ),
+    "fashion_mnist": DataSet(
+        recipe="fashion_mnist_resnet9_128", images=60_000, held_out=5_000, epochs=2, evaluations=4,
+        changes=LENET | {"data.crop_area": None, "data.flip": False},
+        batches={"small": 64, "large": 1_500},
+        rates={"small, sgd": 0.02, "large, sgd": 0.1, "small, lars": 0.25, "large, lars": 1.0},
+    ),
+    "cifar10": DataSet(
+        recipe="cifar10_resnet8_128", images=10_000, held_out=2_000, epochs=8, evaluations=1,
+        changes={"batch.bn_span": 50, "execution.memory_format": "channels_last"},
+        batches={"small": 50, "large": 1_000},
+        rates={"small, sgd": 0.05, "large, sgd": 0.4, "small, lars": 0.25, "large, lars": 1.0},
+    ),
+}  # fmt: skip
+ETA = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A set, a batch and an optimizer: the policies are compared within it."""
+
+    data: str
+    batch: str
+    optimizer: str
+
+    @property
+    def key(self) -> str:
+        """Its name among the results."""
+        return f"{self.data}, {self.batch}, {self.optimizer}"
+
+    @property
+    def name(self) -> str:
+        """Of its study and its folder."""
+        return self.key.replace(", ", "-").replace("_", "-")
+
+    def study(self) -> dict[str, Any]:
+        """Return the content of its study file."""
+        of = SETS[self.data]
+        batch = of.batches[self.batch]
+        peak = of.rates[f"{self.batch}, {self.optimizer}"]
+        changes = of.changes | {
+            "duration": {"epochs": of.epochs},
+            "data.train_samples": of.images,
+            "batch.global_batch": batch,
+            "optimizer": SGD if self.optimizer == "sgd" else LARS | {"eta": ETA},
+            "schedule": {"peak_lr": peak, "warmup": None, "decay": {"kind": "constant"}},
+            "evaluation": {"every_epochs": 1 / of.evaluations},
+        }
+        return {
+            "name": self.name,
+            "recipes": {self.optimizer: {"recipe": of.recipe, "set": changes}},
+            "policies": policies(peak=peak, epochs=of.epochs, steps=of.epochs * of.images / batch),
+            "search": {"trials": TRIALS, "held_out": of.held_out, "part": TRIAL_PART},
+            "seeds": SEEDS,
+            "robustness_seeds": of.robustness_seeds,
+        }
+
+    def images(self, work: Path) -> Path | None:
+        """Return the folder of images, None for the digits."""
+        if self.data == "digits":
+            return None
+        return prepare(work / "data", self.data, train=SETS[self.data].images)
+
+
+CONFIGURATIONS = [
+    Configuration(data, batch, optimizer)
+    for data in SETS
+    for batch in ("small", "large")
+    for optimizer in ("sgd", "lars")
+]
+
+
+def policies(*, peak: float, epochs: float, steps: float) -> dict[str, dict[str, Any]]:
+    """Return LRBench's shapes over a run of so many epochs and updates, and those beside them.
+
+    >>> list(policies(peak=0.1, epochs=10, steps=100))[:4]
+    ['fix', 'nstep', 'step', 'exp']
+    """
+
+    def part(share: float) -> dict[str, float]:
+        return {"epochs": share * epochs}
+
+    warmup = part(0.2)
+    falling = 0.55 ** (1 / steps)  # 0.99994 in each of 10,000 updates, as in the tables
+    low = {"low_lr": peak / 6}
+    half = low | {"half_cycle": part(0.2)}
+    decays: dict[str, dict[str, Any]] = {
+        "fix": {"kind": "fix"},
+        "nstep": {"kind": "nstep", "at": [part(share) for share in (0.5, 0.75)]},
+        "step": {"kind": "step", "every": part(0.1), "gamma": 0.85},
+        "exp": {"kind": "exp", "gamma": falling},
+        "inv": {"kind": "inv", "gamma": 1 / steps, "power": 0.75},
+        "poly": {"kind": "poly", "power": 1.2},
+        "tri": {"kind": "tri", **half},
+        "tri2": {"kind": "tri2", **half},
+        "triexp": {"kind": "triexp", **half, "gamma": falling},
+        "sin": {"kind": "sin", **half},
+        "sin2": {"kind": "sin2", **half},
+        "sinexp": {"kind": "sinexp", **half, "gamma": falling},
+        "cos": {"kind": "cos", **low, "cycle": part(0.4)},
+        "composite": {"kind": "piecewise", "pieces": [
+            _triangle(peak, part(0.6), part(0.2)),
+            _triangle(peak / 10, part(0.3), part(0.1)),
+            {"length": None, "peak_lr": peak / 100, "decay": {"kind": "fix"}},
+        ]},
+    }  # fmt: skip
+    later = {
+        "warmup-fix": {"kind": "fix"},
+        "warmup-poly": {"kind": "poly", "power": 2.0},
+        "warmup-cosine": {"kind": "cosine"},
+    }
+    return {name: {"warmup": None, "decay": decay} for name, decay in decays.items()} | {
+        name: {"warmup": warmup, "decay": decay} for name, decay in later.items()
+    }
+
+
+def _triangle(peak: float, length: dict[str, float], half: dict[str, float]) -> dict[str, Any]:
+    decay = {"kind": "tri", "low_lr": peak / 6, "half_cycle": half}
+    return {"length": length, "peak_lr": peak, "decay": decay}
+
+
+def carry_out(configuration: Configuration, work: Path, *, processes: int) -> dict[str, Any]:
+    """Carry out the study of a configuration and return what its database has."""
+    out, file = work / configuration.name, work / f"{configuration.name}.yaml"
+    file.write_text(json.dumps(configuration.study(), indent=1), encoding="utf-8")  # YAML as well
+    command = ["lr", "bench", str(file), "--out", str(out), "--processes", str(processes)]
+    if images := configuration.images(work):
+        command += ["--data", str(images)]
+    code = subprocess.run([sys.executable, "-m", "largebatch", *command], check=False).returncode
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise SystemExit(f"{configuration.key}: lr bench ended with {code}")
+    with open_existing(f"sqlite:///{out / 'study.db'}") as storage:
+        return {cell.policy: _record(cell) for cell in read_results(storage)}
+
+
+def _record(cell: CellResults) -> dict[str, Any]:
+    scales = sorted({one.scale for one in cell.scaled})
+    return {
+        "rate": cell.values[RATE],
+        "edge": cell.edges.get(RATE),
+        "trials": [[one.values[RATE], one.top1, one.pruned_after] for one in cell.search],
+        "seeds": {one.seed: _seed(one) for one in cell.seeds},
+        "scaled": {f"{s:g}": [one.top1 for one in cell.scaled if one.scale == s] for s in scales},
+    }
+
+
+def _seed(one: Result) -> dict[str, Any]:
+    found = {
+        "top1": one.top1,
+        "top5": one.top5,
+        "average_confidence": one.average_confidence,
+        "confidence_deviation": one.confidence_deviation,
+        "class_confidence_deviation": one.class_confidence_deviation,
+        "loss_difference": one.loss_difference,
+        "seconds": one.seconds,
+    }
+    return {
+        **{key: None if math.isnan(value) else round(value, 5) for key, value in found.items()},
+        "diverged": one.diverged is not None,
+        "curve": [[at.step, at.top1] for at in one.evaluations],
+    }
+
+
+def main() -> None:
+    """Carry out what the newest results do not have."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", default=[], metavar="WORDS", help="configurations with all of these")
+    add("--processes", type=int, default=2, metavar="N", help="runs at a time, of one thread each")
+    add("--work", type=Path, default=Path("runs") / NAME, metavar="DIR", help="for the studies")
+    add("--results", type=Path, default=RESULTS, metavar="DIR")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    done: dict[str, Any] = content.get("configurations", {})
+    for one in CONFIGURATIONS:
+        if one.key in done or not all(word in one.key for word in args.only):
+            continue
+        done[one.key] = carry_out(one, args.work, processes=args.processes)
+        result = {**circumstances("python benchmarks/learning_rates.py"), "configurations": done}
+        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print(f"{one.key}: {path}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on from here")
