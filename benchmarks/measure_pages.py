@@ -1,4 +1,4 @@
-"""The results of measure.py -> one page for each recipe in docs/recipes, with a curve and a table.
+"""The results of measure.py -> one page for each recipe in docs/recipes, and the answers of all.
 
     python benchmarks/measure_pages.py
 
@@ -35,6 +35,42 @@ ENDS = {
 }
 UNKNOWN = "not measured yet"
 
+Ended = tuple[str, str]
+"""An arm of a set, and how it ended."""
+
+REACHED: dict[Ended, str] = {
+    ("small", "control"): "Top-1, %: small batch, SGD",
+    ("large", "control"): "Large batch, LARS",
+    ("large", "clean + statistics"): "Large batch, LARS, polished",
+    ("large, Nesterov", "control"): "Large batch, Nesterov SGD",
+}
+LONGER = "large, 1.25 times as long"
+QUESTIONS: dict[str, tuple[Ended, Ended]] = {
+    "What does the large batch cost? LARS, against SGD at the small one": (
+        ("large", "control"), ("small", "control")),
+    "Clean epochs, small batch": (("small", "clean"), ("small", "control")),
+    "Clean epochs, large batch": (("large", "clean"), ("large", "control")),
+    "The statistics pass alone, small batch": (("small", "statistics"), ("small", "control")),
+    "The statistics pass alone, large batch": (("large", "statistics"), ("large", "control")),
+    "The statistics pass after clean epochs, large batch": (
+        ("large", "clean + statistics"), ("large", "clean")),
+    "The moving average of weights, large batch": (("large", "ema"), ("large", "control")),
+    "The same with statistics": (("large", "ema + statistics"), ("large", "control")),
+    "What polishing leaves of the cost: large, polished, against small": (
+        ("large", "clean + statistics"), ("small", "control")),
+    "Large against small, both polished": (
+        ("large", "clean + statistics"), ("small", "clean + statistics")),
+    "A quarter more epochs instead of polishing, against none of both": (
+        (LONGER, "control"), ("large", "control")),
+    "Polished, against a quarter more epochs": (
+        ("large", "clean + statistics"), (LONGER, "control")),
+    "Nesterov SGD against LARS, large batch": (
+        ("large, Nesterov", "control"), ("large", "control")),
+    "Nesterov SGD against LARS, both polished": (
+        ("large, Nesterov", "clean + statistics"), ("large", "clean + statistics")),
+}  # fmt: skip
+"""What the runs answer, each as top-1 of one end minus that of another one of the same seeds."""
+
 Groups = dict[str, dict[str, dict[int, float]]]
 
 
@@ -49,6 +85,9 @@ def main() -> None:
         {key: {**run, "group": f"{run['data']}, {run['arm']}"} for key, run in runs.items()}
     )
     PAGES.mkdir(exist_ok=True)
+    text = "\n".join(answers(groups, source=path.name))
+    (PAGES / "pairs.md").write_text(text + "\n", encoding="utf-8")
+    print(PAGES / "pairs.md")
     for arm in ARMS:
         if arm.name in {"small", "large"} and arm.key in groups:
             draw = partial(_draw, arm=arm, runs=list(runs.values()), groups=groups)
@@ -56,6 +95,29 @@ def main() -> None:
             text = page(arm, groups, runs, content, source=path.name)
             (PAGES / f"{arm.recipe}.md").write_text(text, encoding="utf-8")
             print(PAGES / f"{arm.recipe}.md")
+
+
+def answers(groups: Groups, *, source: str) -> list[str]:
+    """Return the page that has every question, with the answer of each set."""
+    sets = [data for data in TITLES if f"{data}, small" in groups]
+    lines = [
+        *("# What the pairs of recipes answer", ""),
+        "Top-1 at the end of one arm minus that of another, in points: means over the seeds with",
+        "their 95 % intervals, paired by seed. The rates of all arms were searched with the same",
+        "budget.",
+        *("", f"| | {' | '.join(TITLES[data] for data in sets)} |", f"|---|{'---|' * len(sets)}"),
+    ]
+    for (arm, end), name in REACHED.items():
+        found = [groups.get(f"{data}, {arm}", {}).get(end, {}) for data in sets]
+        cells = [_interval(list(one.values()), ".2f") or UNKNOWN for one in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for question, (ours, theirs) in QUESTIONS.items():
+        cells = [
+            _points(*(groups.get(f"{data}, {arm}", {}).get(end, {}) for arm, end in (ours, theirs)))
+            for data in sets
+        ]
+        lines.append(f"| {question} | {' | '.join(cells)} |")
+    return [*lines, "", f"Made by `make measure`: [results](../../benchmarks/results/{source})."]
 
 
 def page(
@@ -66,14 +128,14 @@ def page(
     plan = make_plan(recipe, workers=1)
     own = [run for run in runs.values() if run["data"] == arm.data and run["arm"] == arm.name]
     rate = own[0]["rate"]
-    seconds = sum(run["seconds"] for run in own) / len(own) if "seconds" in own[0] else math.nan
+    seconds = min(run.get("seconds", math.nan) for run in own)
     facts = (
         f"{TITLES[arm.data]}, {recipe.model.name}, batch {plan.global_batch:,}, "
         f"{recipe.duration.epochs:g} epochs of {plan.steps_per_epoch:.1f} updates, "
         f"{recipe.optimizer.kind}. Peak rate {rate:g}, the best of {TRIALS} by a search in which "
         f"every arm had as many trials of {SEARCH_PART:.0%} of the epochs, judged on 5,000 "
-        f"training images. {len(own)} of {SEEDS} seeds; {seconds / 60:.0f} minutes a seed on one "
-        "core, beside another run."
+        f"training images. {len(own)} of {SEEDS} seeds; {seconds / 60:.0f} minutes for the "
+        "quickest one to the end of its schedule, on one core beside another run."
     )
     results = (
         f"Results, command, versions: [benchmarks/results/{source}](../../benchmarks/results/"
@@ -83,7 +145,12 @@ def page(
     lines = [
         *(f"# `{arm.recipe}`", "", facts, ""),
         *(f"![Top-1 by epoch, and how each way to end differs]({arm.recipe}.png)", ""),
-        *(*_table(arm, groups), "", *_findings(arm, groups), "```console"),
+        *(*_table(arm, groups), ""),
+        *(
+            "What that says of batches, polishing and optimizers: [pairs](pairs.md).",
+            "",
+            "```console",
+        ),
         f"$ largebatch train {arm.recipe} --data DIR --set schedule.peak_lr={rate:g}",
         *("```", "", results, ""),
     ]
@@ -103,27 +170,8 @@ def _table(arm: Arm, groups: Groups) -> list[str]:
     return rows
 
 
-def _findings(arm: Arm, groups: Groups) -> list[str]:
-    """Return what the other arms of the set say about this one."""
-    if arm.name != "large":
-        return []
-    small = groups.get(f"{arm.data}, small", {}).get("control", {})
-    ours = groups[arm.key]
-    nesterov = groups.get(f"{arm.data}, large, Nesterov", {}).get("control", {})
-    polished = ours.get("clean + statistics", {})
-    cost = f"{_points(ours['control'], small)}; polished: {_points(polished, small)}"
-    lines = [
-        f"- The large batch costs, against the small one: {cost}.",
-        f"- Nesterov SGD with a tuned rate, against LARS: {_points(nesterov, ours['control'])}.",
-    ]
-    longer = groups.get(f"{arm.data}, large, 1.25 times as long", {}).get("control", {})
-    what = "Trained 1.25 times as long without polishing, against polished at the usual length"
-    return [*lines, f"- {what}: {_points(longer, polished)}.", ""]
-
-
 def _points(ours: dict[int, float], theirs: dict[int, float]) -> str:
-    differences = paired(ours, theirs)
-    return f"{_interval(differences, '+.2f')} points" if differences else UNKNOWN
+    return _interval(paired(ours, theirs), "+.2f") or UNKNOWN
 
 
 def _interval(values: list[float], form: str) -> str:

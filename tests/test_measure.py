@@ -126,10 +126,12 @@ def test_a_page_has_the_differences_and_says_what_is_missing(
     monkeypatch.setattr(measure_pages, "PAGES", tmp_path / "pages")
     measure_pages.main()
     names = {path.name for path in (tmp_path / "pages").iterdir()}
-    assert names == {f"cifar10_resnet9_{n}.{end}" for n in (128, 1600) for end in ("md", "png")}
+    pages = {f"cifar10_resnet9_{n}.{end}" for n in (128, 1600) for end in ("md", "png")}
+    assert names == pages | {"pairs.md"}
     text = (tmp_path / "pages" / "cifar10_resnet9_1600.md").read_text()
-    assert "the small one: -3.00 (-3.00 to -3.00, n = 3) points; polished: -1.80 (" in text
     assert "| 90.20 (89.95 to 90.45, n = 3) | +1.20 (+0.95 to +1.45, n = 3) |" in text
-    assert "Trained 1.25 times as long without polishing" in text
-    assert "length: +0.70 (" in text
-    assert "Nesterov SGD with a tuned rate, against LARS: not measured yet." in text
+    text = (tmp_path / "pages" / "pairs.md").read_text()
+    assert "at the small one | -3.00 (-3.00 to -3.00, n = 3) |" in text
+    assert "polished, against small | -1.80 (" in text
+    assert "Polished, against a quarter more epochs | -0.70 (" in text
+    assert "Nesterov SGD against LARS, large batch | not measured yet |" in text
