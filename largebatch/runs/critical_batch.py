@@ -27,7 +27,7 @@ from largebatch.report.run import FloatArray, Run, read_run
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options
 from largebatch.runs.run import run
-from largebatch.tracking.events import LOG, write_json
+from largebatch.tracking.events import LOG, Step, write_json
 from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale
 
 LEAST_BATCHES = 4
@@ -46,6 +46,9 @@ MOST_SAMPLES = 4.0
 WINDOW = 0.1
 """The part of the smallest batch's samples that losses are averaged over, if that is more than the
 largest batch."""
+
+FAR = 1000.0
+"""A fit that has B_noise so many times beyond the batches says only on which side it lies."""
 
 RESULT = "critical_batch.json"
 
@@ -104,6 +107,10 @@ class _Study:
 
     trials: list[Trial] = field(default_factory=list)
 
+    def updates(self, batch: int, epochs: float) -> int:
+        """Return how many updates so many epochs are."""
+        return max(2, round(epochs * self.recipe.train_samples / batch))
+
     def window(self, batch: int) -> int:
         """Return how many updates of a batch losses are averaged over."""
         samples = max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
@@ -147,8 +154,7 @@ class _Study:
         """Train for so many epochs, or go on to there; one that diverges ends before."""
         rate = self.rate(batch, factor)
         folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
-        per_epoch = self.recipe.train_samples / batch
-        steps = max(2, round(epochs * per_epoch))
+        steps = self.updates(batch, epochs)
         found = folder / LOG
         record = read_run(folder) if found.exists() else None
         recipe = self.at(batch, rate)
@@ -173,10 +179,10 @@ class _Study:
                 raise InterruptedStudyError(f"saved in {self.options.out}")
         return read_run(folder)
 
-    def losses(self, record: Run, batch: int) -> FloatArray:
+    def losses(self, updates: Sequence[Step], batch: int) -> FloatArray:
         """Return the mean loss over a window at each step, as long as there are so many."""
         number = self.window(batch)
-        losses = np.array([step.loss for step in record.steps])
+        losses = np.array([step.loss for step in updates])
         if len(losses) < number:
             return np.empty(0)
         sums = np.cumsum(np.insert(losses, 0, 0.0))
@@ -188,7 +194,7 @@ class _Study:
         epochs = self.epochs
         while True:
             record = self.train(batch, factor, epochs)
-            losses = self.losses(record, batch)
+            losses = self.losses(record.steps, batch)
             below = np.flatnonzero(losses <= target)
             if below.size or epochs >= MOST_SAMPLES * self.epochs or record.diverged:
                 break
@@ -249,9 +255,19 @@ def measure_critical(
             raise LargebatchError(f"--measure {batch}: {reason}") from None
         except PlanError as error:
             raise LargebatchError(f"--measure {batch}: {error}") from None
+    first = study.updates(sizes[0], epochs)
+    if study.window(sizes[0]) > first:
+        raise LargebatchError(
+            f"--measure {sizes[-1]}: losses are averaged over the samples of one update or more, "
+            f"and {epochs:g} epochs have only {first * sizes[0]:,}; give smaller batches or more "
+            "--epochs"
+        )
     records = [study.train(sizes[0], factor, epochs) for factor in FACTORS]
-    ends = [study.losses(record, sizes[0])[-1:].tolist() or [math.inf] for record in records]
-    target, reference = min(zip((end[0] for end in ends), records, strict=True), key=lambda p: p[0])
+    # A run that went on for the target of an earlier call counts as far as it first went.
+    ends = [study.losses(record.steps[:first], sizes[0])[-1:] for record in records]
+    target, reference = min(
+        ((end.item() if end.size else math.inf), place) for place, end in enumerate(ends)
+    )
     if not math.isfinite(target):
         raise LargebatchError(
             f"batch {sizes[0]} diverges at every rate tried, down to "
@@ -259,7 +275,7 @@ def measure_critical(
         )
     for batch in sizes:
         yield from study.reach_at_each_rate(batch, target)
-    noise = over(reference, list(reference.steps))
+    noise = over(records[reference], list(records[reference].steps[:first]))
     result = _fit(study, target, noise)
     write_json(options.out / RESULT, asdict(result) | {"predicted": result.predicted})
     yield result
@@ -296,11 +312,17 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
         return steps
 
     guess = (math.log(steps[-1] / 2), math.log(batches[-1]))
-    (least, scale), covariance = curve_fit(law, batches, np.log(steps), p0=guess, maxfev=10_000)
-    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(best) - 2)) * math.sqrt(covariance[1][1])
-    measured, low, high = (
-        MORE_STEPS * math.exp(min(scale + side * reach, 700)) for side in (0, -1, 1)
+    edges = math.log(batches[0] / FAR), math.log(batches[-1] * FAR)
+    (least, scale), covariance = curve_fit(
+        law, batches, np.log(steps), p0=guess, bounds=([-np.inf, edges[0]], [np.inf, edges[1]])
     )
+    if not edges[0] + 0.01 < scale < edges[1] - 0.01:
+        raise LargebatchError(_undetermined(best, is_above=scale > guess[1]))
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(best) - 2)) * math.sqrt(covariance[1][1])
+    with np.errstate(over="ignore"):
+        measured, low, high = (
+            MORE_STEPS * np.exp([scale, scale - reach, scale + reach])
+        ).tolist()  # fmt: skip
     return Critical(
         target=target,
         trials=tuple(study.trials),
@@ -310,4 +332,17 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
         low=low,
         high=high,
         noise=noise,
+    )
+
+
+def _undetermined(best: Sequence[Trial], *, is_above: bool) -> str:
+    counts = ", ".join(f"{trial.batch:,}: {trial.steps:,.0f}" for trial in best)
+    how, where, give = (
+        ("fall as fast as the batch grows", "above", "larger")
+        if is_above
+        else ("hardly fall", "below", "smaller")
+    )
+    return (
+        f"the steps of these batches ({counts}) {how}: the critical batch lies far {where} them; "
+        f"give {give} ones besides"
     )

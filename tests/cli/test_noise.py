@@ -113,6 +113,7 @@ def lawful(
     The loss falls in a straight line, faster at the best rate than at others.
     """
     made: list[tuple[int, float]] = []
+    longest: dict[tuple[int, float], int] = {}
 
     def train(
         study: Any,  # noqa: ANN401 -- a class of the module's own
@@ -122,7 +123,9 @@ def lawful(
     ) -> Any:  # noqa: ANN401 -- a Run, as far as it is read
         made.append((batch, factor))
         speed = 1 / (1 + math.log2(factor / best) ** 2)
-        number = round(epochs * study.recipe.train_samples / batch)
+        # A run that is there and longer stays as long.
+        number = max(study.updates(batch, epochs), longest.get((batch, factor), 0))
+        longest[batch, factor] = number
         steps = least * (1 + noise / batch) / speed
         losses = 2 - np.arange(1, number + 1) / steps
         updates = [SimpleNamespace(loss=loss) for loss in losses.tolist()]
@@ -156,6 +159,37 @@ def test_runs_that_follow_the_law_have_its_critical_batch(
     assert len(rates) == 5  # 1/2, 1, 2, and on to 4 and 8, beyond the best
     saved = json.loads((tmp_path / "out" / critical_batch.RESULT).read_text())
     assert saved["measured"] == result.measured
+
+
+def test_the_same_command_again_has_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lawful(monkeypatch, least=40, noise=300, best=4.0)
+    first, again = (list(measured(tmp_path, [16, 32, 64, 128, 256, 512])) for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("least", "noise", "words"),
+    [
+        (1e-4, 1e8, "fall as fast as the batch grows: the critical batch lies far above them"),
+        (400, 1e-4, "hardly fall: the critical batch lies far below them"),
+    ],
+)
+def test_batches_on_one_side_of_the_critical_one_have_no_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, noise: float, words: str
+) -> None:
+    lawful(monkeypatch, least=least, noise=noise)
+    with pytest.raises(LargebatchError, match=words):
+        list(measured(tmp_path, [16, 18, 20, 24]))
+
+
+def test_a_batch_larger_than_the_run_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    recipe = a_recipe(changes=LENET)
+    found = measure_critical(recipe, Options(out=tmp_path / "out"), [16, 64, 256, 1024], epochs=0.5)
+    with pytest.raises(LargebatchError, match=r"^--measure 1024: losses are averaged .* only 720;"):
+        list(found)
+    assert not (tmp_path / "out").exists()
 
 
 def test_runs_of_another_recipe_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
