@@ -5,6 +5,7 @@ learners come to rest: no mini-batch is handed out beyond that update, all gradi
 every worker has the same weights after the same number of updates.
 """
 
+import copy
 import json
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, DivergedError
 from largebatch.recipe.plan import converter
 from largebatch.recipe.protocols import LocalSteps, mini_batch
 from largebatch.storage import write_whole
@@ -107,21 +108,24 @@ class _Stretch:
             record = self._run_locally(updates) if local else self._run_by_gradients(rule, updates)
             left = self._exchange.learners
             average_statistics(trainer.state.model, trainer.backend, learners=left)
-        if trainer.backend.rank == 0:
-            self._write(record)
-        self._count(record)
-        trainer.step_log.exchange_requests()
-        for step in self._steps(record, rule, begun=updates.start):
-            trainer.step_log.add_made(step)
+            if trainer.backend.rank == 0:
+                self._write(record)
+            self._count(record)
+            trainer.step_log.exchange_requests()
+            diverged = self._add(record, rule, begun=updates.start)
+        if diverged is not None:
+            raise diverged
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
-        """Return to the last rest where the updates fail, for what lies between is no state.
+        """Return to the last rest where the updates, or their record, fail.
 
-        A learner has read weights of another clock than its momentum, and what is pushed and not
-        applied is lost with the servers.
+        What lies between is no state: a learner has read weights of another clock than its
+        momentum, what is pushed and not applied is lost with the servers, and a checkpoint's step
+        is that of the record.
         """
-        model, weights = self._trainer.state.model, self._gradients.weights
+        state, weights = self._trainer.state, self._gradients.weights
+        model, protocol, progress = state.model, state.protocol, copy.deepcopy(state.progress)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         momentum = _momentum(self._optimizer, weights).clone()
         had = bool(self._optimizer.state)
@@ -129,11 +133,21 @@ class _Stretch:
             yield
         except BaseException:
             model.load_state_dict(before)
+            state.protocol, state.progress = protocol, progress
             if had:
                 _load_momentum(self._optimizer, weights, momentum)
             else:
                 self._optimizer.state.clear()
             raise
+
+    def _add(self, record: Record, rule: Rule, *, begun: int) -> DivergedError | None:
+        """Count and emit the updates; return what was wrong where a loss is no number."""
+        try:
+            for step in self._steps(record, rule, begun=begun):
+                self._trainer.step_log.add_made(step)
+        except DivergedError as error:
+            return error
+        return None
 
     def _run_by_gradients(self, rule: Rule, updates: range) -> Record:
         return self._exchange.run(

@@ -13,10 +13,14 @@ from short_runs import DIGITS, content, log, weights
 
 from largebatch import load_recipe, run
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
+from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.build import build_model, require_tensors
+from largebatch.tracking.events import Step
+from largebatch.training.protocols.exchange import Record
+from largebatch.training.protocols.stage import _Stretch
+from largebatch.training.step_log import StepLog
 
 STEPS = 7
 HARDSYNC = "{kind: hardsync, learners: 2, servers: {centralised: 1}}"
@@ -138,6 +142,45 @@ def test_one_learner_is_plain_training(tmp_path: Path) -> None:
         run(recipe(protocol, *short), out=tmp_path / name)
     ours, core = weights(tmp_path / "single"), weights(tmp_path / "core")
     torch.testing.assert_close(ours, core, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fails", ["arrivals.jsonl", "log.jsonl"])
+def test_updates_that_cannot_be_recorded_are_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """What is saved then is the last rest, so that going on has the weights of a whole run."""
+    single = "{kind: asynchronous, learners: 1, modulation: staleness}"
+    short = ("duration={steps: 4}", "polish=null", "evaluation={}")
+    short += ("execution.checkpoints.every_steps=2",)
+    run(recipe(single, *short), out=tmp_path / "whole")
+    cannot = CheckpointError(f"{fails}: cannot be written: No space left on device")
+    with monkeypatch.context() as patch:
+        if fails == "log.jsonl":
+            add_made = StepLog.add_made
+
+            def adding(log: StepLog, step: Step) -> None:
+                add_made(log, step)
+                if step.step == 2:
+                    raise cannot
+
+            patch.setattr(StepLog, "add_made", adding)
+        else:
+            write = _Stretch._write
+
+            def writing(stretch: _Stretch, record: Record) -> None:
+                if record.end == 4:
+                    raise cannot
+                write(stretch, record)
+
+            patch.setattr(_Stretch, "_write", writing)
+        with pytest.raises(CheckpointError, match="No space left"):
+            run(recipe(single, *short), out=tmp_path / "run")
+    assert content(tmp_path / "run")["progress"]["step"] == 2
+    run(recipe(single, *short), out=tmp_path / "run", resume=True)
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert [each["step"] for each in log(tmp_path / "run", "step")][-2:] == [2, 3]
+    assert [one["update"] for one in arrivals(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def test_more_servers_than_tensors_are_refused() -> None:
