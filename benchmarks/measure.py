@@ -16,7 +16,7 @@ Arms of a set, all with its model, images, BatchNorm span and number of epochs:
 
 First the peak rate of each arm is searched: as many trials for every arm, the schedule shortened to
 SEARCH_PART of its epochs, judged on 5,000 training images that these runs do not train on, with a
-seed that no result has. The first trials are the recipe's own rate and FACTORS of it, the others
+seed that no result has. The first trials are FACTORS of the arm's `start`, the others
 Optuna's, by a Gaussian process. The longer arm takes the rate of large.
 
 Then every arm is trained with each seed. Runs of a seed that end in different ways share the
@@ -75,6 +75,9 @@ class Arm:
     data: str
     name: str
     recipe: str
+    start: float
+    """The rate that its search begins at."""
+
     changes: tuple[str, ...] = ()
     longer: float = 1.0
     rate_of: str | None = None
@@ -89,12 +92,11 @@ class Arm:
 def arms_of(data: str, small: str, large: str) -> list[Arm]:
     """Return the arms of a set."""
     return [
-        Arm(data, "small", small),
-        Arm(data, "large", large),
-        Arm(data, "large, Nesterov", large, (NESTEROV, f"schedule.peak_lr={NESTEROV_RATE}",
-                                             "schedule.decay.power=1.0")),
-        Arm(data, "large, 1.25 times as long", large, longer=1.25, rate_of="large"),
-    ]  # fmt: skip
+        Arm(data, "small", small, 0.2),
+        Arm(data, "large", large, 4.0),
+        Arm(data, "large, Nesterov", large, NESTEROV_RATE, (NESTEROV, "schedule.decay.power=1.0")),
+        Arm(data, "large, 1.25 times as long", large, 4.0, longer=1.25, rate_of="large"),
+    ]
 
 
 ARMS = [
@@ -237,7 +239,7 @@ class Search:
     def __init__(self, arm: Arm, work: Path, known: dict[str, float] | None = None) -> None:
         """Go on with the search of a folder; one that has none begins with what is known."""
         self.arm, self.work = arm, work
-        self.start = load_recipe(arm.recipe, arm.changes).schedule.peak_lr
+        self.start = arm.start
         backend = JournalFileBackend(str(work / "search.journal"))
         self.study = optuna.create_study(
             study_name=arm.key,

@@ -137,6 +137,7 @@ def page(
         f"training images. {len(own)} of {SEEDS} seeds; {seconds / 60:.0f} minutes for the "
         "quickest one to the end of its schedule, on one core beside another run."
     )
+    own_rate = "" if rate == recipe.schedule.peak_lr else f" --set schedule.peak_lr={rate:g}"
     results = (
         f"Results, command, versions: [benchmarks/results/{source}](../../benchmarks/results/"
         f"{source}), made by `make measure` on {content['machine']}. Intervals are Student's over "
@@ -151,7 +152,7 @@ def page(
             "",
             "```console",
         ),
-        f"$ largebatch train {arm.recipe} --data DIR --set schedule.peak_lr={rate:g}",
+        f"$ largebatch train {arm.recipe} --data DIR{own_rate}",
         *("```", "", results, ""),
     ]
     return "\n".join(lines)
@@ -192,6 +193,8 @@ def _draw(figure: "Figure", *, arm: Arm, runs: list[dict[str, Any]], groups: Gro
                 epochs, top1 = zip(*run["curve"], strict=True)
                 left.plot(epochs, [100 * value for value in top1], color=colour, lw=1)
         left.plot([], [], color=colour, label=f"{name} batch")
+    last = [run["curve"][-1][1] for run in runs if run["data"] == arm.data and run.get("curve")]
+    left.set_ylim(bottom=100 * min(last) - 12)  # where the ends can be told apart
     left.legend(frameon=False)
     left.set_xlabel("Epoch")
     left.set_title(f"{TITLES[arm.data]}: top-1, %")
