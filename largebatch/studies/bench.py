@@ -5,6 +5,7 @@ next run that is free until none is left. Nothing else is shared, so each may be
 moment and started again.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from largebatch.studies.phases import FIRST_FACTORS, Bench, Phase, Progress, rou
 from largebatch.studies.study import ConfigurationStudy
 from largebatch.studies.trial import Machine, Result, train
 
+_LOG = logging.getLogger(__name__)
+
 JOB = TypeAdapter(tuple[Bench, str])
 """What local processes are given, as JSON: the study and the URL of its storage."""
 
@@ -38,6 +41,8 @@ _POLL_SECONDS = 1.0
 
 def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -> bool:
     """Do what is free until nothing is left; return False where this process was asked to stop."""
+    from optuna.exceptions import UpdateFinishedTrialError
+
     owners = owners or Owners()
     with open_storage(url) as storage:
         progress = Progress(bench, storage)
@@ -47,8 +52,16 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
                     taken = _take(progress, owners)
                     if taken is None:
                         time.sleep(_POLL_SECONDS)
+                        continue
+                    try:
+                        result = _carry_out(bench, *taken, owners)
+                    except UpdateFinishedTrialError:
+                        _LOG.warning(
+                            "%s: another process took this one for gone, and goes on with the run",
+                            taken[1].slot,
+                        )
                     else:
-                        report(progress, *taken, _carry_out(bench, *taken, owners))
+                        report(progress, *taken, result)
         except (InterruptedStudyError, KeyboardInterrupt):
             return False
     return True

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ class Owners:
 
     def own(self, *, beat: int) -> dict[str, object]:
         """Return what this process writes into its trial."""
-        return {"host": platform.node(), "process": os.getpid(), "beat": beat}
+        return {
+            "host": platform.node(), "numbers": _numbers(), "process": os.getpid(), "beat": beat,
+        }  # fmt: skip
 
     def is_gone(self, trial: Hashable, attributes: Mapping[str, Any]) -> bool:
         """Return whether a running trial has lost its process.
@@ -45,7 +49,8 @@ class Owners:
         This process itself has none when it asks.
         """
         owner = attributes.get("owner", {})
-        if owner.get("host") == platform.node() and not _lives_elsewhere(owner["process"]):
+        here = owner.get("host") == platform.node() and owner.get("numbers") == _numbers()
+        if here and not _lives_elsewhere(owner["process"]):
             return True
         now, beat = self._clock(), tuple(owner.values())
         seen, since = self._seen.get(trial, (None, now))
@@ -53,6 +58,19 @@ class Owners:
             self._seen[trial] = beat, now
             return False
         return now - since > GRACE_SECONDS
+
+
+@cache
+def _numbers() -> str:
+    """Return whose process numbers are those of this process, as far as the system tells.
+
+    Containers may share the name of their host, and machines one name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
 
 
 def _lives_elsewhere(process: int) -> bool:

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
+from optuna.trial import TrialState
 from short_studies import a_record, write_study
 
 from largebatch.errors import DivergedError
@@ -145,6 +147,31 @@ def test_a_study_that_is_stopped_goes_on_and_makes_no_run_twice(
     more, _ = a_bench(tmp_path, policies=ONE, seeds=3)
     assert work(more, url, ignore)
     assert len(world.made) == bench.num_runs + 1
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_a_process_that_another_took_for_gone_drops_its_result_and_goes_on(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, prune: bool
+) -> None:
+    search = {"trials": 4, "held_out": 300, "prune": prune}
+    bench, url = a_bench(tmp_path, policies=ONE, search=search)
+
+    def slow(recipe: Recipe, folder: Path, *args: Any, **options: Any) -> Result:  # noqa: ANN401
+        if len(world.made) in {1, 5}:  # a trial, and a seed
+            with open_storage(url) as storage:
+                for name in optuna.get_all_study_names(storage):
+                    study = optuna.load_study(study_name=name, storage=storage)
+                    for trial in study.get_trials(states=[TrialState.RUNNING]):
+                        study.tell(trial.number, state=TrialState.FAIL)
+        return world.train(recipe, folder, *args, **options)
+
+    monkeypatch.setattr(bench_module, "train", slow)
+    assert work(bench, url, ignore)
+    with open_storage(url) as storage:
+        (cell,) = read_results(storage)
+    assert cell.finished
+    assert (len(cell.search), len(cell.seeds)) == (4, 2)
+    assert len(world.made) == bench.num_runs + 2
 
 
 def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, world: World) -> None:

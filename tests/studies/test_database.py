@@ -121,6 +121,14 @@ def test_a_process_elsewhere_is_gone_when_its_beat_has_been_the_same_for_long() 
     assert owners.is_gone("a trial", trial)
 
 
+def test_numbers_of_processes_are_compared_in_one_container_alone() -> None:
+    owners, nobody = Owners(), 1 << 30
+    own = owners.own(beat=0) | {"process": nobody}
+    assert owners.is_gone("a trial", {"owner": own})
+    elsewhere = own | {"numbers": "another boot 4026531836"}
+    assert not owners.is_gone("a trial", {"owner": elsewhere})
+
+
 def test_a_run_beats_and_stops_where_the_process_that_started_it_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
