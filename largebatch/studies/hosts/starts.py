@@ -169,6 +169,6 @@ def put_together(workers: Sequence[dict[str, Any]], placement: Placement, *, upd
         received=received,
         shards=workers[0]["shards"],
         late=sum(one["late"] for one in workers) / gradients if gradients else 0.0,
-        rates=[one["rates"] for one in workers if one["rates"]],
+        rates=[one["rates"] for one in workers if one["rates"] or one["gradients"]],
         device_batch=workers[0]["device_batch"],
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from largebatch.studies.hosts.starts import Found, Start, read_by_cell
-from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.metrics import Interval, interval, ratio
 from largebatch.studies.scaling.study import SCALINGS, Cell, Scaling, ScalingStudy, samples_of
 
 
@@ -23,28 +23,24 @@ class Row:
     def throughput(self) -> Interval:
         """Samples a second of all workers."""
         samples = self.cell.workers * self.cell.samples
-        return interval(samples / fmean(found.seconds) for found in self.found.values())
+        return interval(self._throughputs(self.found, samples).values())
 
     @property
     def ideal(self) -> float | None:
         """Samples a second: as many times one worker as there are workers; None without one."""
         if not self.alone:
             return None
-        alone = fmean(self._samples_alone / fmean(found.seconds) for found in self.alone.values())
-        return self.cell.workers * alone
+        return self.cell.workers * fmean(
+            self._throughputs(self.alone, self._samples_alone).values()
+        )
 
     @property
     def speed_up(self) -> Interval | None:
         """How many times the throughput of one worker alone, over the pairs of a seed."""
-        own = self.cell.workers * self.cell.samples
-        pairs = [
-            own
-            / self._samples_alone
-            * fmean(self.alone[seed].seconds)
-            / fmean(self.found[seed].seconds)
-            for seed in self.found.keys() & self.alone.keys()
-        ]
-        return interval(pairs) if pairs else None
+        alone = self._throughputs(self.alone, self._samples_alone)
+        return ratio(
+            self._throughputs(self.found, self.cell.workers * self.cell.samples), alone
+        ).interval
 
     @property
     def efficiency(self) -> float | None:
@@ -69,6 +65,10 @@ class Row:
         alone = fmean(fmean(found.seconds) for found in self.alone.values())
         model_bytes = sum(next(iter(self.found.values())).shards)
         return self.cell.predicted(model_bytes=model_bytes, update=max(0.0, alone - gradient))
+
+    @staticmethod
+    def _throughputs(starts: Mapping[int, Found], samples: int) -> dict[int, float]:
+        return {seed: samples / fmean(found.seconds) for seed, found in starts.items()}
 
     @property
     def _samples_alone(self) -> int:
@@ -140,14 +140,19 @@ def findings(rows: Sequence[Row]) -> Iterator[str]:
         for seed, found in row.found.items()
         if (words := unequal_rates(found))
     }
-    updates = {(row.cell.name, seed): found for row in rows for seed, found in row.found.items()}
+    updates = {
+        (row.cell.name, seed): found
+        for row in rows
+        for seed, found in row.found.items()
+        if len(found.rates) > 1
+    }
     made = sum(len(found.rates[0]) for found in updates.values())
     if unequal:
         yield from (f"RATES DIFFER: {name}: {words}." for name, words in unequal.items())
     elif made:
         yield (
             f"Every worker applied the same learning rate, bit for bit, in each of {made:,} "
-            f"updates of {len(updates)} starts."
+            f"updates of {len(updates)} starts of several workers."
         )
     ratios = [
         row.predicted / row.seconds.mean for row in rows if row.cell.workers > 1 and row.predicted

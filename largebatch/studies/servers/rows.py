@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from largebatch.studies.hosts.starts import Found, Start, read_by_cell
-from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.metrics import Interval, interval, ratio
 from largebatch.studies.servers.study import ALONE, Cell
 from largebatch.studies.servers.traffic import Traffic
 
@@ -30,15 +30,11 @@ class Row:
     def speed_up(self) -> Interval | None:
         """How many times that of one worker alone, over the pairs of a seed; None without one."""
         base = {seed: 1 / fmean(one.seconds) for seed, one in self.alone.items()}
-        own = self._throughputs()
-        pairs = [own[seed] / base[seed] for seed in own.keys() & base.keys()]
-        return interval(pairs) if pairs else None
+        return ratio(self._throughputs(), base).interval
 
     def times(self, other: "Row") -> Interval | None:
         """Return how many times as fast as another layout, over the pairs of a seed."""
-        own, others = self._throughputs(), other._throughputs()
-        pairs = [own[seed] / others[seed] for seed in own.keys() & others.keys()]
-        return interval(pairs) if pairs else None
+        return ratio(self._throughputs(), other._throughputs()).interval
 
     @property
     def busiest(self) -> int:
@@ -165,14 +161,11 @@ def _compared(central: Row, beside: Row) -> str:
         measured = "" if times is None else f" {times.mean:.2f} times as fast,"
         return f"{head}:{measured} too few starts to judge."
     shown = f"{head}: {times.mean:.2f} times as fast ({times.low:.2f} to {times.high:.2f})"
-    faster, equal = times.low > 1, times.low <= 1 <= times.high
-    if size == "small":
-        return f"{shown}; the paper has faster for small models: {_verdict(faster, 'confirmed')}."
-    return f"{shown}; the paper has no difference for large ones: {_verdict(equal, 'not refuted')}."
-
-
-def _verdict(holds: bool, if_so: str) -> str:  # noqa: FBT001 -- reads as a sentence
-    return if_so if holds else "refuted"
+    if size == "large":
+        verdict = "not refuted" if times.low <= 1 <= times.high else "refuted"
+        return f"{shown}; the paper has no difference for large ones: {verdict}."
+    verdict = "confirmed" if times.low > 1 else "refuted" if times.high < 1 else "not decided"
+    return f"{shown}; the paper has faster for small models: {verdict}."
 
 
 def describe(found: Interval) -> str:

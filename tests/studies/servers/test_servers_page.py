@@ -41,7 +41,13 @@ def found(cell: Cell, seconds: float, *, excess: float) -> Found:
     )
 
 
-def made(folder: Path, *, size: str = "small", excess: float = 1.01) -> list[Row]:
+def made(
+    folder: Path,
+    *,
+    size: str = "small",
+    excess: float = 1.01,
+    beside: Sequence[float] = SECONDS["beside"],
+) -> list[Row]:
     path = write_study(folder, recipes=with_recipe(size=size), repeats=3)
     cells = {cell.layout: cell for cell in cells_of(load_study(str(path)), folder)}
     starts = {
@@ -49,15 +55,16 @@ def made(folder: Path, *, size: str = "small", excess: float = 1.01) -> list[Row
             seed: found(cells[name], seconds, excess=excess)
             for seed, seconds in enumerate(times, start=1)
         }
-        for name, times in SECONDS.items()
+        for name, times in (SECONDS | {"beside": beside}).items()
     }
     return [Row(cells[name], starts[name], starts["alone"]) for name in SECONDS]
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    ratios = np.array(other) / np.array(one)
-    reach = 4.302652729911275 * ratios.std(ddof=1) / np.sqrt(3)
-    return ratios.mean(), ratios.mean() - reach, ratios.mean() + reach
+    logs = np.log(np.array(other) / np.array(one))
+    reach = 4.302652729911275 * logs.std(ddof=1) / np.sqrt(3)
+    mean, low, high = np.exp([logs.mean(), logs.mean() - reach, logs.mean() + reach])
+    return mean, low, high
 
 
 def test_speed_up_and_efficiency_are_over_pairs_of_starts(tmp_path: Path) -> None:
@@ -77,6 +84,10 @@ def test_the_statement_of_the_paper_is_judged_by_the_interval(tmp_path: Path) ->
     assert f"{mean:.2f} times as fast ({low:.2f} to {high:.2f})" in small
     assert small.endswith("faster for small models: confirmed.")
     assert links == "The counters of all links are within 5% of the formulas: at most 1.0% off."
+    undecided, _ = findings(made(tmp_path, beside=(0.19, 0.15, 0.12)))
+    assert undecided.endswith("faster for small models: not decided.")
+    slower, _ = findings(made(tmp_path, beside=(0.30, 0.32, 0.30)))
+    assert slower.endswith("faster for small models: refuted.")
     large, links = findings(made(tmp_path, size="large", excess=1.06))
     assert large.endswith("no difference for large ones: refuted.")
     assert "NOT within 5% of the formulas: at most 6.0% off" in links

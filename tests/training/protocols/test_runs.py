@@ -150,8 +150,8 @@ def test_updates_that_cannot_be_recorded_are_undone(
 ) -> None:
     """What is saved then is the last rest, so that going on has the weights of a whole run."""
     single = "{kind: asynchronous, learners: 1, modulation: staleness}"
-    short = ("duration={steps: 4}", "polish=null", "evaluation={}")
-    short += ("execution.checkpoints.every_steps=2",)
+    every = "execution.checkpoints.every_steps=2"
+    short = ("duration={steps: 4}", "polish=null", "evaluation={}", every)
     run(recipe(single, *short), out=tmp_path / "whole")
     cannot = CheckpointError(f"{fails}: cannot be written: No space left on device")
     with monkeypatch.context() as patch:
