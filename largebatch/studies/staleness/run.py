@@ -7,14 +7,19 @@ loses what was under way.
 import json
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import StudyError
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering
 from largebatch.runs.options import Options
 from largebatch.storage import write_whole
 from largebatch.studies.metrics import Interval, interval
@@ -68,29 +73,53 @@ def carry_out(
 ) -> None:
     """Train what has no record yet, so many at a time; `report` is called after each.
 
-    Raises StudyError for records of another study before anything is trained.
+    Raises StudyError for records of another study before anything is trained, and
+    InterruptedStudyError after a request to stop.
     """
     left = [run for run in runs if run.read() is None]
     if processes == 1:
         for run in left:
             report(run, _train(run, options))
         return
-    for run, found in _side_by_side(left, options, processes=processes):
-        report(run, found)
-
-
-def _side_by_side(
-    runs: Sequence[Run], options: Options, *, processes: int
-) -> Iterator[tuple[Run, Result]]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+    with _pool(processes) as pool:
+        begun = {pool.submit(_train, run, options): run for run in left}
+        for each in as_completed(begun):
+            report(begun[each], each.result())
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that end with this one, and at once where this one is asked to stop."""
+    others = {*multiprocessing.active_children()}
     spawning = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-    with ProcessPoolExecutor(processes, mp_context=spawning) as pool:
-        begun = {pool.submit(_train, run, options): run for run in runs}
-        try:
-            for each in as_completed(begun):
-                yield begun[each], each.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(
+        processes, mp_context=spawning, initializer=_end_with, initargs=(os.getpid(),)
+    )
+    try:
+        with answering(signal.default_int_handler, *STOPS):
+            yield pool
+    except BaseException as error:
+        for process in {*multiprocessing.active_children()} - others:
+            process.kill()  # runs are recorded whole or not at all
+        if isinstance(error, KeyboardInterrupt):
+            raise InterruptedStudyError from None
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_with(parent: int) -> None:
+    """Leave requests to stop to the parent, and end where it is gone."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _train(run: Run, options: Options) -> Result:

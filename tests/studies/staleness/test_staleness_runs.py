@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -161,6 +164,28 @@ def test_a_study_that_is_asked_to_stop_leaves_no_record_and_can_go_on(
     assert main(["study", "staleness", study, "--out", str(out)]) == INTERRUPTED
     assert "0 of 2 runs are done; to go on: the same command" in capsys.readouterr().out
     assert not list(out.rglob("*.json"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_processes_side_by_side_end_with_the_command(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    study, out = str(write_study(tmp_path, seeds=200)), tmp_path / "out"
+    words = ["study", "staleness", study, "--out", str(out), "--processes", "2"]
+    command = [sys.executable, "-m", "largebatch", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert "seed 1: top-1" in parent.stdout.readline()
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        parent.send_signal(number)
+        printed = parent.stdout.read()
+        assert parent.wait() == (INTERRUPTED if number != signal.SIGKILL else -number)
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    assert ("runs are done; to go on: the same command" in printed) == (number != signal.SIGKILL)
+    assert len(list(out.rglob("*.json"))) < 100
 
 
 @pytest.mark.long
