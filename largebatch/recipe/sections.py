@@ -355,7 +355,11 @@ class Checkpoints(Section):
 
 
 class Execution(Section):
-    """The machine: what changes no number of a run. A resumed run may change it."""
+    """The machine: what changes no number of a run. A resumed run may change it.
+
+    With the protocols softsync and asynchronous `checkpoints` does change something: gradients are
+    less late after each.
+    """
 
     device_batch: Batch | None = None
     """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides

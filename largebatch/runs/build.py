@@ -263,7 +263,8 @@ def build_trainer(
     emit = partial(record, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
     heard = backend.rank == 0 and LAUNCHER not in os.environ  # else the launcher answers
-    with stop_requests(heard=heard, limit=options.time_limit, begun=begun) as wants_stop:
+    limit = time_limit(here, options, rank=backend.rank)
+    with stop_requests(heard=heard, limit=limit, begun=begun) as wants_stop:
         try:
             yield Trainer(
                 recipe=recipe,
@@ -285,6 +286,17 @@ def build_trainer(
             )
         finally:
             state.updater.reducer.close()
+
+
+def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
+    """Return how long this worker may take until it asks to stop, in seconds; None: it never does.
+
+    A server without a learner looks at the clock only when the learners come to rest, and would
+    take the time between for what a stop needs. The learners look after every gradient.
+    """
+    section = recipe.protocol
+    serves = section is not None and rank >= section.learners
+    return None if serves else options.time_limit
 
 
 def _retention(recipe: Recipe) -> Retention:
