@@ -202,10 +202,11 @@ class Interval(NamedTuple):
     """How many values."""
 
 
-def interval(values: Iterable[float]) -> Interval:
+def interval(values: Iterable[float], *, together: int = 1) -> Interval:
     """Return the mean of values that were drawn independently, such as those of seeds.
 
-    Raises ValueError without a value.
+    So many intervals `together` hold the true means with CONFIDENCE (Bonferroni). Raises ValueError
+    without a value.
     """
     found = list(values)
     if not found:
@@ -215,17 +216,20 @@ def interval(values: Iterable[float]) -> Interval:
         return Interval(mean, -math.inf, math.inf, 1)
     from scipy.stats import t  # half a second, which a command without it need not wait
 
-    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1))
+    reach = float(t.ppf(1 - (1 - CONFIDENCE) / 2 / together, len(found) - 1))
     reach *= statistics.stdev(found) / math.sqrt(len(found))
     return Interval(mean, mean - reach, mean + reach, len(found))
 
 
-def difference(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+def difference(
+    one: Mapping[int, float], other: Mapping[int, float], *, together: int = 1
+) -> Interval:
     """Return the mean of `one` minus `other`, both by seed, over the pairs of one seed.
 
-    Raises ValueError where no seed is in both.
+    `together` as in interval. Raises ValueError where no seed is in both.
     """
-    return interval(one[seed] - other[seed] for seed in one.keys() & other.keys())
+    pairs = (one[seed] - other[seed] for seed in one.keys() & other.keys())
+    return interval(pairs, together=together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,17 +248,19 @@ class Ratio:
     where fewer reached it than were run the interval favours what reaches it more rarely."""
 
 
-def ratio(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Ratio:
+def ratio(
+    one: Mapping[int, float | None], other: Mapping[int, float | None], *, together: int = 1
+) -> Ratio:
     """Compare costs by seed; None is a run that never reached the target.
 
-    Raises ValueError for a cost that is not above 0.
+    `together` as in interval. Raises ValueError for a cost that is not above 0.
     """
     seeds = sorted(one.keys() & other.keys())
     pairs = [(one[seed], other[seed]) for seed in seeds]
     logs = [math.log(a) - math.log(b) for a, b in pairs if a is not None and b is not None]
     found = None
     if logs:
-        mean, low, high, number = interval(logs)
+        mean, low, high, number = interval(logs, together=together)
         found = Interval(math.exp(mean), math.exp(low), _exp(high), number)
     return Ratio(
         interval=found,

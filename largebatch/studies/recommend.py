@@ -114,7 +114,8 @@ def recommend(
         raise ValueError("the cost is that of a target: give one")
     ranked = sorted((_standing(cell, by, target) for cell in group.cells), key=_rank(by))
     first = ranked[0]
-    compared = [first, *(_compared(one, first, by) for one in ranked[1:])]
+    others = len(ranked) - 1
+    compared = [first, *(_compared(one, first, by, together=others) for one in ranked[1:])]
     standings = tuple(replace(one, avoid=tuple(_reasons(one, first))) for one in compared)
     found = Recommendation(group=group, by=by, target=target, standings=standings)
     return replace(found, gaps=tuple(_gaps(found)), doubts=tuple(_doubts(found, batch)))
@@ -177,12 +178,15 @@ def _rank(by: Criterion) -> Callable[[Standing], tuple[float, float, float]]:
     return key
 
 
-def _compared(one: Standing, first: Standing, by: Criterion) -> Standing:
-    """Compare a policy with the first one, over the seeds that both have."""
+def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -> Standing:
+    """Compare a policy with the first one, over the seeds that both have.
+
+    It is one of so many `together`, whose intervals hold with 95 % for all of them.
+    """
     if not _scored(one) or not one.scores.keys() & first.scores.keys():
         return one
     if by == "cost":
-        costlier = ratio(one.scores, first.scores)
+        costlier = ratio(one.scores, first.scores, together=together)
         found = costlier.interval
         as_often = costlier.reached == costlier.reached_other
         is_level = as_often and found is not None and found.low <= 1 <= found.high
@@ -191,7 +195,7 @@ def _compared(one: Standing, first: Standing, by: Criterion) -> Standing:
         {seed: score for seed, score in each.scores.items() if score is not None}
         for each in (first, one)
     )
-    below = difference(*scores)
+    below = difference(*scores, together=together)
     return replace(one, against=below, is_level=below.low <= 0 <= below.high)
 
 

@@ -29,7 +29,7 @@ def sentences(found: Recommendation) -> Iterator[str]:
     policies = f"{len(group.cells)} {'policy' if len(group.cells) == 1 else 'policies'}"
     yield (
         f"{group.described}: {policies} x {seeds} seed{'s' * (seeds != 1)}{_by(found)}; "
-        f"intervals are at {CONFIDENCE:.0%}"
+        f"intervals are at {CONFIDENCE:.0%}, those of comparisons together"
     )
     for missing in found.too_little:
         yield f"knows too little: {missing}"

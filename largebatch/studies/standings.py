@@ -247,7 +247,7 @@ def _leads(ranked: Sequence[Standing]) -> str:
     lead = f"{best.found.policy} has the highest top-1, {describe_interval(best.top1)}"
     if not others:
         return f"{lead}; it is the only policy with seeds."
-    apart = {one.found.policy: _behind(best, one) for one in others}
+    apart = {one.found.policy: _behind(best, one, together=len(others)) for one in others}
     close = [name for name, gap in apart.items() if gap is None or gap.low <= 0]
     if close:
         named = shorten(close, most=_NAMED)
@@ -260,10 +260,14 @@ def _leads(ranked: Sequence[Standing]) -> str:
     )
 
 
-def _behind(best: Standing, one: Standing) -> Interval | None:
-    """Return how far a cell is behind over the seeds of both; None where they share none."""
+def _behind(best: Standing, one: Standing, *, together: int) -> Interval | None:
+    """Return how far a cell is behind over the seeds of both; None where they share none.
+
+    `together` as in metrics.interval.
+    """
     top1 = [{each.seed: each.top1 for each in cell.found.seeds} for cell in (best, one)]
-    return difference(*top1) if top1[0].keys() & top1[1].keys() else None
+    shared = top1[0].keys() & top1[1].keys()
+    return difference(*top1, together=together) if shared else None
 
 
 def _cheapest(ranked: Sequence[Standing], target: float | None) -> Iterator[str]:

@@ -30,7 +30,8 @@ class Transfer(NamedTuple):
 
     gap: Interval | None
     """`value` minus `own` by seed; of costs how many times as much. None where seeds are missing,
-    and for a cost of 0."""
+    and for a cost of 0. Its interval holds for the own best one against all other settings
+    together, for it was chosen among them."""
 
     @property
     def share(self) -> float:
@@ -85,18 +86,20 @@ def _transfer(
         setting=setting,
         value=interval(value.values()) if value else None,
         own=interval(own.values()) if own else None,
-        gap=_gap(value, own, higher=higher),
+        gap=_gap(value, own, higher=higher, together=max(1, len(values[used_on]) - 1)),
     )
 
 
-def _gap(value: Mapping[int, float], own: Mapping[int, float], *, higher: bool) -> Interval | None:
+def _gap(
+    value: Mapping[int, float], own: Mapping[int, float], *, higher: bool, together: int
+) -> Interval | None:
     if not own or value.keys() != own.keys():
         return None
     if higher:
-        return difference(value, own)
+        return difference(value, own, together=together)
     if min(*value.values(), *own.values()) <= 0:
         return None
-    return ratio(value, own).interval
+    return ratio(value, own, together=together).interval
 
 
 def lost(matrix: Sequence[Sequence[Transfer]], *, higher: bool) -> list[Transfer]:

@@ -59,7 +59,7 @@ def test_the_sentences_have_the_spread_and_what_does_not_transfer(findings: Find
     )
     assert "a spread of 14.83 points" in cifar
     gaps = 100 * (np.array(TOP1["cifar", "threads"]) - np.array(TOP1["cifar", "own"]))
-    reach = 4.302652729911275 * gaps.std(ddof=1) / np.sqrt(3)
+    reach = 6.205346816570634 * gaps.std(ddof=1) / np.sqrt(3)  # one of two other settings
     assert top1 == (
         "The highest top-1: own on mnist, threads on cifar. On cifar, that of mnist (own) is "
         f"{gaps.mean():.2f} points ({gaps.mean() - reach:.2f} to {gaps.mean() + reach:.2f}) below "
