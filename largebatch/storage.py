@@ -85,6 +85,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     It is on the disk before it has its name, and its name before this returns, so after a loss of
     power too it is whole or what was there before.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:
@@ -187,6 +189,8 @@ def user_cache() -> Path:
 
 def require_new(out: Path) -> None:
     """Raise DataError if there is something already where a folder is to be made."""
+    if not out.name or out.resolve() == Path.cwd():
+        raise DataError(f"{out}: what is made becomes a folder of its own; name one")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"{out}: there is something already; remove it or choose another place")
 

@@ -24,8 +24,9 @@ OPTIONS=(--resume auto)
 read -ra python <<<"${PYTHON:-python3}" # or: apptainer exec --nv largebatch.sif python3
 
 (($#)) || set -- train "$RECIPE" --out "$OUT" "${OPTIONS[@]}"
+# torch.distributed connects them, so that they are told nothing of an MPI, which would too.
 # The workers end each other when one fails, and worker 0 may be saving when the others have ended.
-command=(srun --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}"
+command=(srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-8}"
     "${python[@]}" -m largebatch "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 [[ ${DRY_RUN:-} != 1 ]] || exit 0

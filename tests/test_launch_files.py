@@ -33,7 +33,7 @@ COMMANDS = {
     "mpirun.sh": f"mpirun -np 16 -H n1:8,n2:8 --bind-to none --map-by slot -x PATH python3 {TRAIN}",
     "torchrun.sh": "python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 8 --node-rank 1 "
     f"--master-addr n1 --master-port 29500 {TRAIN}",
-    "slurm.sh": f"srun --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
+    "slurm.sh": f"srun --mpi=none --kill-on-bad-exit=0 --cpus-per-task 8 python3 {TRAIN}",
     "slurm_horovod.sh": f"horovodrun --gloo -np 16 -H n1:8,n2:8 python3 {TRAIN}",
     "pbs.sh": "mpirun -np 3 --hostfile {nodefile} --bind-to none --map-by slot -x PATH python3 "
     "-m largebatch train digits_96 --out runs/digits_96 --time-limit 470m --resume auto",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.errors import DataError
-from largebatch.storage import new_folder, remove_leftovers, whole_file
+from largebatch.errors import DataError, LargebatchError
+from largebatch.storage import new_folder, remove_leftovers, whole_file, write_html
 
 
 def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -19,6 +19,19 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", [".", "/", "empty/.."])
+def test_the_working_directory_is_no_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    (tmp_path / "here" / "empty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    refused = pytest.raises(DataError, match=f"^{out}: what is made becomes a folder of its own")
+    with refused, new_folder(Path(out)):
+        pass
+    with pytest.raises(LargebatchError, match=r"^\.: the page cannot be written: Is a directory"):
+        write_html(Path("."), "a page")  # noqa: PTH201 -- what a command line has
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:

@@ -71,16 +71,16 @@ def _noise(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         folder, status = _train(args)
         if status == "interrupted":
-            return _interrupted(f"largebatch train {args.recipe} --set {_MONITOR} --resume", folder)
+            return _interrupted(folder)
     if own_rank() == 0:
         _show(folder)
     return 0
 
 
-def _interrupted(command: str, out: Path) -> int:
+def _interrupted(out: Path) -> int:
     """Print how to go on; return the exit code of what was saved."""
     if own_rank() == 0:
-        print(printable(f"to go on: {command} --out {out}"))
+        print(printable(f"to go on: the same command with --out {out}"))
     return INTERRUPTED
 
 
@@ -96,6 +96,7 @@ def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
         workers=args.workers,
         out=folder,
         **machine_of(args),
+        resume="auto",
         max_steps=args.max_steps,
     )
     return folder, summary.status
@@ -145,7 +146,7 @@ def _measure(args: argparse.Namespace) -> int:
             else:
                 _show_trial(each)
     except InterruptedStudyError:
-        return _interrupted("the same command with", options.out)
+        return _interrupted(options.out)
     return 0
 
 

@@ -96,6 +96,8 @@ class Compared:
         stage = self.run.last_stage
         samples = stage.after.samples if stage else self.run.plan.val_samples
         words = [f"{samples:,} validation {'words' if self.run.of_words else 'images'}"]
+        if "data.held_out.samples" in known:
+            words[0] = f"{samples:,} held-out training images, seed {known['data.held_out.seed']}"
         if "data.classes" in known:
             words.insert(0, f"{known['data.classes']} classes")
         if "data.source" in known:
@@ -357,7 +359,7 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
 
 
 def _seeds(group: Group) -> Iterator[str]:
-    """Yield the means over runs that differ in nothing but the seed, the highest two."""
+    """Yield the means over the seeds of runs that differ in nothing else, the highest two."""
     alike: dict[frozenset[tuple[str, str]], list[Compared]] = {}
     for one in group.runs:
         if one.settings is not None and one.status == "finished":
@@ -365,12 +367,17 @@ def _seeds(group: Group) -> Iterator[str]:
             alike.setdefault(frozenset(same), []).append(one)
     means = []
     for runs in alike.values():
-        if len({one.settings["seed"] for one in runs if one.settings}) < 2:
+        by_seed: dict[str, list[float]] = {}  # one seed on several machines is one seed
+        for one in runs:
+            assert one.settings is not None
+            by_seed.setdefault(one.settings["seed"], []).append(100 * _top1(one))
+        if len(by_seed) < 2:
             continue
-        tops = [100 * _top1(one) for one in runs]
+        tops = [statistics.fmean(each) for each in by_seed.values()]
         mean, deviation = statistics.fmean(tops), statistics.stdev(tops)
         words = (
-            f"{mean:.2f} ± {deviation:.2f} % in the {len(runs)} finished runs like {runs[0].label}"
+            f"{mean:.2f} ± {deviation:.2f} % over {len(tops)} seeds in finished runs like "
+            f"{runs[0].label}"
         )
         means.append((mean, words))
     ranked = [words for _, words in sorted(means, reverse=True)[:2]]

@@ -132,7 +132,7 @@ def horovods_server(
     with RendezvousHTTPServer((address, 0), RendezvousHandler, 0) as server:
         server.init(get_host_assignments(parse_hosts(hosts), workers))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield {
+        own = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
             "HOROVOD_CONTROLLER": "gloo",
@@ -141,7 +141,10 @@ def horovods_server(
             "HOROVOD_HOSTNAME": "localhost",
             "NCCL_SOCKET_IFNAME": interface,
         }
-        server.shutdown()
+        try:
+            yield own
+        finally:
+            server.shutdown()  # else its thread goes on with the socket that is closed
 
 
 class _Workers(SubprocessContext):

@@ -178,6 +178,23 @@ def test_runs_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
     assert comparison.groups[0].points_to_best(comparison.runs[1]) == 0
 
 
+def test_held_out_images_are_other_ones_than_the_validation_images(tmp_path: Path) -> None:
+    held_out = "data.held_out={samples: 360, seed: %d}"
+    folders = [
+        give_recipe(ended_at(tmp_path / name, 0.9), *changes)
+        for name, changes in {
+            "a": (),
+            "b": (held_out % 0, "polish=null"),
+            "c": (held_out % 7, "polish=null"),
+        }.items()
+    ]
+    assert sentences(*folders)[0].startswith(
+        "These runs were measured on 3 sets of validation images, so their accuracies cannot be "
+        "compared: digits, 10 classes, 360 validation images (a); digits, 10 classes, 360 held-out "
+        "training images, seed 0 (b); "
+    )
+
+
 def test_class_names_tell_data_sets_of_one_size_apart(tmp_path: Path) -> None:
     for name, classes in (("a", "0123456789"), ("b", "ABCDEFGHIJ")):
         run = FakeRun(tmp_path / name, clean_steps=0)
@@ -245,9 +262,12 @@ def test_recipes_run_with_several_seeds_have_means_and_deviations(tmp_path: Path
         for values in tops.values()
     )
     assert sentences(*folders)[-1] == (
-        f"By recipe, as mean and standard deviation over its seeds, top-1 ends at {fast} in the 2 "
-        f"finished runs like fast-0 and at {slow} in the 3 finished runs like slow-1."
+        f"By recipe, as mean and standard deviation over its seeds, top-1 ends at {fast} over 2 "
+        f"seeds in finished runs like fast-0 and at {slow} over 3 seeds in finished runs like "
+        "slow-1."
     )
+    again = give_recipe(ended_at(tmp_path / "on 4 workers", 0.95), "seed=0", "schedule.peak_lr=2")
+    assert f"{fast} over 2 seeds" in sentences(*folders, again)[-1]
     assert "±" not in " ".join(sentences(folders[0], folders[3]))
 
 

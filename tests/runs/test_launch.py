@@ -28,7 +28,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.runs.interrupts import stop_requests
-from largebatch.runs.launch import start_workers
+from largebatch.runs.launch import horovods_server, start_workers
 
 pytestmark = pytest.mark.usefixtures("ends")
 
@@ -284,3 +284,13 @@ def test_the_torch_backend_says_how_it_is_started(monkeypatch: pytest.MonkeyPatc
         BackendError, match="needs RANK, WORLD_SIZE, .* --workers N or with torchrun"
     ):
         TorchDistributed()
+
+
+def test_horovods_server_ends_where_the_start_failed() -> None:
+    pytest.importorskip("horovod.torch", reason="horovod is not installed")
+    before = set(threading.enumerate())
+    with pytest.raises(KeyError), horovods_server("localhost:2", workers=2):
+        raise KeyError
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
