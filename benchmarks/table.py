@@ -140,7 +140,8 @@ Written by `python benchmarks/table.py` from the files in `results/`, which hold
 machine, versions, commit, n and spread. Ratios are of times, ours first, paired round by round:
 median (95 % bootstrap interval, n). What Final Polishing does to accuracy is in
 [docs/final-polishing.md](../docs/final-polishing.md#when-it-helps-and-when-not), from
-`make study`.
+`make study`; what recipes reach when they are trained to their end, in
+[docs/recipes/pairs.md](../docs/recipes/pairs.md), from `make measure`.
 
 """
 
