@@ -155,7 +155,7 @@ def test_the_table_has_the_means_of_what_was_used(page: Page) -> None:
 
 def test_the_matrix_is_of_the_measure_that_is_chosen(page: Page) -> None:
     assert matrix(page) == [
-        ["98.20 %", "71.00 %\n−4.83 (−5.55 to −4.12)"],
+        ["98.20 %", "71.00 %\n−4.83 (−5.87 to −3.80)"],
         ["98.20 %\n+0.00 (+0.00 to +0.00)", "75.83 %"],
     ]
     page.locator("#transfer").get_by_text("Training time", exact=True).click()

@@ -47,9 +47,10 @@ print(open("/proc/net/dev").read(), socket.gethostname())
 MARK = "LARGEBATCH_TEST_MARK"
 
 STARTS_AND_WAITS = """
-import sys
+import signal, sys
 from pathlib import Path
 from largebatch.studies.hosts.namespaces import Command, addresses, run_on_hosts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script has put aside
 folder = Path(sys.argv[1])
 words = ["sh", "-c", f"echo up > {folder}/up-$(hostname); sleep 600"]
 commands = [Command(host, words, {}, folder / host) for host in addresses(2)]
