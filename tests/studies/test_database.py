@@ -63,16 +63,16 @@ def test_processes_that_begin_at_once_make_every_run_once(tmp_path: Path, file: 
 
 
 def test_the_run_of_a_process_that_was_killed_is_made_by_another_one(tmp_path: Path) -> None:
-    """The two begin at once, on a database that is not there yet."""
     url = f"sqlite:///{tmp_path}/study.db"
-    with claiming(url, "hang") as hanging, claiming(url) as other:
+    with claiming(url, "hang") as hanging:
         assert hanging.stdout is not None
-        held = hanging.stdout.readline().strip()
-        with a_queue(url) as queue:
-            assert queue.trials()[held.split()[0]].state.name == "RUNNING"
-        hanging.send_signal(signal.SIGKILL)
-        hanging.wait()
-        found = claimed([other])
+        held = hanging.stdout.readline().strip()  # else the other one may have taken all
+        with claiming(url) as other:
+            with a_queue(url) as queue:
+                assert queue.trials()[held.split()[0]].state.name == "RUNNING"
+            hanging.send_signal(signal.SIGKILL)
+            hanging.wait()
+            found = claimed([other])
     assert held in found
     assert Counter(found) == Counter(f"run-{k} {k + 1.0}" for k in range(NUMBER))
     with a_queue(url) as queue:
