@@ -17,17 +17,14 @@ for large batches.
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import RESULTS, circumstances, hardware, newest, today
+from measuring import RESULTS, circumstances, hardware, newest, run_largebatch, today
 from polishing_data import prepare
 
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.studies.database import open_existing
 from largebatch.studies.results import CellResults, Result, read_results
 from largebatch.studies.study import RATE
@@ -204,11 +201,7 @@ def carry_out(configuration: Configuration, work: Path, *, processes: int) -> di
     command = ["lr", "bench", str(file), "--out", str(out), "--processes", str(processes)]
     if images := configuration.images(work):
         command += ["--data", str(images)]
-    code = subprocess.run([sys.executable, "-m", "largebatch", *command], check=False).returncode
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if code:
-        raise SystemExit(f"{configuration.key}: lr bench ended with {code}")
+    run_largebatch(command)
     with open_existing(f"sqlite:///{out / 'study.db'}") as storage:
         return {cell.policy: _record(cell) for cell in read_results(storage)}
 
@@ -251,7 +244,6 @@ def main() -> None:
     add("--results", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    os.environ["OMP_NUM_THREADS"] = "1"
     path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     done: dict[str, Any] = content.get("configurations", {})

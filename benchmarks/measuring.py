@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from largebatch.cli.arguments import INTERRUPTED
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
@@ -153,6 +155,20 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
 def newest(name: str, folder: Path) -> Path | None:
     """Return the newest file of results of this name on a machine like this one."""
     return max(folder.glob(f"{name}_{hardware()}_*.json"), default=None)
+
+
+def run_largebatch(words: list[str]) -> None:
+    """Run a command of largebatch in processes of one thread each.
+
+    Raises KeyboardInterrupt where it was asked to stop, SystemExit where it failed.
+    """
+    command = [sys.executable, "-m", "largebatch", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    code = subprocess.run(command, check=False, env=environment).returncode
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise SystemExit(f"{' '.join(words)}: ended with {code}")
 
 
 @contextmanager

@@ -11,17 +11,14 @@ on where they were stopped.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from measuring import write
+from measuring import run_largebatch, write
 from polishing_data import prepare
 
-from largebatch.cli.arguments import INTERRUPTED
 from largebatch.studies.metrics import Interval, difference, ratio
 from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
@@ -43,18 +40,12 @@ def main() -> None:
     data = prepare(args.work / "data", "cifar10", train=IMAGES)
     command, study = (["lr", "bench"], RATES) if args.rates else (["study", "staleness"], STUDY)
     out = args.work / study.stem
-    _run([*command, str(study), "--data", str(data), "--out", str(out)], args.processes)
+    run_largebatch([
+        *command, str(study), "--data", str(data), "--out", str(out),
+        "--processes", str(args.processes),
+    ])  # fmt: skip
     if not args.rates:
         print(_write(out))
-
-
-def _run(command: list[str], processes: int) -> None:
-    whole = [sys.executable, "-m", "largebatch", *command, "--processes", str(processes)]
-    code = subprocess.run(whole, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if code:
-        raise SystemExit(f"{' '.join(command)}: ended with {code}")
 
 
 def _write(out: Path) -> Path:

@@ -30,7 +30,7 @@ def test_every_configuration_can_be_planned(one: Configuration) -> None:
         assert max(rates(step) for step in range(plan.steps)) <= cell.recipe.schedule.peak_lr
 
 
-def fake(top1: float, *, sooner: int, policy_rate: float = 0.1) -> dict[str, Any]:
+def fake(top1: float, *, sooner: int) -> dict[str, Any]:
     seeds = {
         str(seed): {
             "top1": top1 + 0.001 * seed,
@@ -40,7 +40,7 @@ def fake(top1: float, *, sooner: int, policy_rate: float = 0.1) -> dict[str, Any
     }
     scaled = {scale: [top1 - 0.1, top1 - 0.1] for scale in ("0.1", "0.5", "5", "10")}
     trials = [[0.1, 0.5, None], [0.2, 0.6, 40]]
-    return {"rate": policy_rate, "edge": None, "trials": trials, "seeds": seeds, "scaled": scaled}
+    return {"rate": 0.1, "edge": None, "trials": trials, "seeds": seeds, "scaled": scaled}
 
 
 def test_tables_have_every_claim_with_its_interval(
