@@ -89,19 +89,19 @@ class Arm:
         return f"{self.data}, {self.name}"
 
 
-def arms_of(data: str, small: str, large: str) -> list[Arm]:
-    """Return the arms of a set."""
+def arms_of(data: str, small: str, large: str, *, lars: float) -> list[Arm]:
+    """Return the arms of a set; `lars` is the rate that the search of LARS begins at."""
     return [
         Arm(data, "small", small, 0.2),
-        Arm(data, "large", large, 4.0),
+        Arm(data, "large", large, lars),
         Arm(data, "large, Nesterov", large, NESTEROV_RATE, (NESTEROV, "schedule.decay.power=1.0")),
-        Arm(data, "large, 1.25 times as long", large, 4.0, longer=1.25, rate_of="large"),
+        Arm(data, "large, 1.25 times as long", large, lars, longer=1.25, rate_of="large"),
     ]
 
 
 ARMS = [
-    *arms_of("fashion_mnist", "fashion_mnist_resnet9_128", "fashion_mnist_resnet9_1920"),
-    *arms_of("cifar10", "cifar10_resnet9_128", "cifar10_resnet9_1600"),
+    *arms_of("fashion_mnist", "fashion_mnist_resnet9_128", "fashion_mnist_resnet9_1920", lars=4.0),
+    *arms_of("cifar10", "cifar10_resnet9_128", "cifar10_resnet9_1600", lars=16.0),
 ]
 IMAGES = {"fashion_mnist": 60_000, "cifar10": 50_000}
 
