@@ -51,7 +51,8 @@ class ParameterServer:
     `optimizer` may hold more weights than those: what has no gradient it leaves alone. `schedule`
     gives the rate of an update by its number, and `clock` is how many were made before.
 
-    The mean over an update's gradients has each times its factor (arXiv:1511.05950). LARS divides
+    The mean over an update's gradients has each times its factor (arXiv:1511.05950), and the weight
+    decay that is added to it their mean factor, for the rate is the decay's as well. LARS divides
     by the length of the gradient, so that a factor common to all of them would be lost: there the
     rate is multiplied by their mean factor, and what is left of them weighs the gradients.
     """
@@ -113,18 +114,22 @@ class ParameterServer:
         if self.rule.waits:  # then the sum does not depend on who was first
             taken.sort(key=lambda one: one[0].learner)
         factors = [self.rule.factor(arrival.staleness) for arrival, _ in taken]
-        share = 1.0
-        if isinstance(self.optimizer, LARS):
-            share = sum(factors) / len(factors)
+        share = sum(factors) / len(factors)
+        of_rate, of_decay = (share, 1.0) if isinstance(self.optimizer, LARS) else (1.0, share)
         lr = self._schedule(self.clock) * self.rule.rate
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * share
+        groups = self.optimizer.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        for group in groups:
+            group["lr"] = lr * of_rate
+            group["weight_decay"] *= of_decay
         for place, weight in enumerate(self.weights):
             mean = torch.zeros_like(weight)
             for factor, (_, gradient) in zip(factors, taken, strict=True):
-                mean.add_(gradient[place], alpha=factor / share / len(taken))
+                mean.add_(gradient[place], alpha=factor / of_rate / len(taken))
             weight.grad = mean
         self.optimizer.step()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
         for weight in self.weights:
             weight.grad = None
         self.clock += 1

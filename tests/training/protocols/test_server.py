@@ -133,6 +133,27 @@ def test_every_gradient_has_the_rate_over_its_own_staleness_inside_the_mean() ->
     assert taus == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("kind", [SGD, LARS])
+def test_where_all_are_as_late_the_rate_over_staleness_is_the_rate_over_n(
+    kind: Callable[..., Optimizer],
+) -> None:
+    """The weight decay too: it would else be tau times what it is beside the gradient."""
+    late = 3
+    ends = []
+    for rule in (
+        Rule(learners=late, gradients=1, waits=False, by_staleness=True),
+        Rule(learners=late, gradients=1, waits=False, rate=1 / late),
+    ):
+        server = serve(kind, rule, clock=late, weight_decay=0.2)
+        for mini_batch in range(4):
+            found = gradient(start(), mini_batch)
+            server.push(0, server.clock - late, found)
+        ends.append(server.weights)
+        assert [group["weight_decay"] for group in server.optimizer.param_groups] == [0.2]
+    assert_same(*ends)
+    assert not torch.equal(ends[0][0], start()[0])
+
+
 def test_lars_takes_the_mean_factor_into_its_rate() -> None:
     """The trust ratio divides by |g|: in the mean alone, a late gradient would count in full."""
     rule = Rule(learners=2, gradients=1, waits=False, by_staleness=True)
