@@ -23,7 +23,7 @@ from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, a
 from largebatch.studies.cells import Cell, Values, rungs
 from largebatch.studies.database import Claim, open_storage
 from largebatch.studies.owners import Owners, beating
-from largebatch.studies.phases import FIRST_FACTORS, Bench, Phase, Progress, rounded
+from largebatch.studies.phases import Bench, Phase, Progress, rounded
 from largebatch.studies.study import ConfigurationStudy
 from largebatch.studies.trial import Machine, Result, train
 
@@ -34,6 +34,9 @@ JOB = TypeAdapter(tuple[Bench, str])
 
 Report = Callable[[Progress, Phase, Claim, Result], None]
 """Called after every run."""
+
+_COMPARED = 3
+"""Trials that a later one is held against, at the least, before it can be stopped early."""
 
 _POLL_SECONDS = 1.0
 """Between looks at the storage while all runs that are left are under way elsewhere."""
@@ -124,9 +127,12 @@ def _stopping() -> Iterator[None]:
 
 
 def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
-    """Return a run that is free: searches first, and of the cell with the fewest results."""
+    """Return a run that is free: searches first, and of the cell with the fewest runs begun.
+
+    Two trials of a search at a time would know nothing of each other.
+    """
     phases = progress.phases()
-    for phase in sorted(phases, key=lambda one: (not one.is_search, len(one.queue.done()))):
+    for phase in sorted(phases, key=lambda one: (not one.is_search, one.queue.num_begun)):
         claim = phase.queue.claim(owners)
         if claim is not None:
             return phase, claim
@@ -172,9 +178,8 @@ def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Val
 
     cell, trial, search = phase.cell, claim.trial, bench.study.search
     assert search is not None
-    first = len(FIRST_FACTORS)
     phase.queue.study.pruner = optuna.pruners.MedianPruner(
-        n_startup_trials=first, n_min_trials=first
+        n_startup_trials=_COMPARED, n_min_trials=_COMPARED
     )
     values = {
         key: rounded(trial.suggest_float(key, low, high, log=True))

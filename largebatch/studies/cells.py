@@ -101,10 +101,12 @@ class Cell:
         """Return the recipe of a trial, which is judged on training images held out."""
         search = self.search
         assert search is not None
-        tree = shortened(self.at(values), search.part).model_dump(mode="json")
+        left = self.recipe.train_samples - search.held_out
+        in_epochs = self.recipe.duration.epochs is not None  # which have fewer updates then
+        steps = search.part * (left / self.recipe.train_samples if in_epochs else 1)
+        tree = shortened(self.at(values), search.part, steps=steps).model_dump(mode="json")
         tree["seed"] = search.seed
         tree["data"]["held_out"] = {"samples": search.held_out}
-        left = self.recipe.train_samples - search.held_out
         for section, key in ((tree["polish"], "statistics"), (tree, "optimizer")):
             _bound_samples(section and section[key], left)
         recipe = validate_tree(Recipe, tree, source=self.name)

@@ -242,6 +242,13 @@ class Queue:
         """Whether every slot has its result."""
         return len(self.done()) == len(self.slots)
 
+    @property
+    def num_begun(self) -> int:
+        """How many slots have a result or are under way."""
+        if self.is_done:
+            return len(self.slots)
+        return sum(one.state.name != "WAITING" for one in self.trials().values())
+
     def claim(self, owners: Owners) -> Claim | None:
         """Return a slot for this process to work on; None if none is free."""
         if self.is_done:

@@ -9,7 +9,7 @@ the same weights at the start and the same order of samples whatever the policy.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -268,6 +268,44 @@ def ratio(
         reached_other=sum(b is not None for _, b in pairs),
         seeds=len(seeds),
     )
+
+
+def ratio_of_updates(
+    one: Mapping[int, Cost | None], other: Mapping[int, Cost | None], *, together: int = 1
+) -> Ratio:
+    """Compare updates to a target by seed, as ratio does.
+
+    A target was reached between two evaluations. So the interval is as wide as the seeds make it,
+    and besides as the evaluations do: its lower end is that of `one` reached right after the
+    evaluation before and `other` right at its own, the upper one the other way round.
+    """
+    found = ratio(_at(one), _at(other), together=together)
+    if found.interval is None:
+        return found
+    earliest = _ends(_before(one), _at(other), together=together)
+    latest = _ends(_at(one), _before(other), together=together)
+    wider = found.interval._replace(low=earliest.low, high=latest.high)
+    return replace(found, interval=wider)
+
+
+_Updates = dict[int, float | None]
+
+
+def _at(found: Mapping[int, Cost | None]) -> _Updates:
+    return {seed: None if cost is None else cost.updates for seed, cost in found.items()}
+
+
+def _before(found: Mapping[int, Cost | None]) -> _Updates:
+    return {seed: None if cost is None else cost.updates_before for seed, cost in found.items()}
+
+
+def _ends(one: _Updates, other: _Updates, *, together: int) -> Interval:
+    """Return the interval of a ratio; from 0 to infinity where the first evaluation was enough."""
+    if 0 in (*one.values(), *other.values()):
+        return Interval(math.nan, 0.0, math.inf, 0)
+    found = ratio(one, other, together=together).interval
+    assert found is not None
+    return found
 
 
 def _exp(value: float) -> float:

@@ -13,6 +13,7 @@ from typing import Literal, assert_never
 from largebatch.studies.groups import Group
 from largebatch.studies.metrics import (
     CONFIDENCE,
+    Cost,
     Costs,
     Interval,
     Ratio,
@@ -21,7 +22,7 @@ from largebatch.studies.metrics import (
     costs,
     difference,
     interval,
-    ratio,
+    ratio_of_updates,
     robustness,
 )
 from largebatch.studies.results import CellResults
@@ -46,8 +47,8 @@ class Standing:
     top1: Interval | None
     """Over the seeds; None before one is done."""
 
-    costs: Costs | None
-    """To the target; None without one."""
+    reached: Mapping[int, Cost | None]
+    """What each seed took to the target, None where it was not reached; empty without a target."""
 
     robustness: Robustness | None
     """None without runs at other rates."""
@@ -63,6 +64,11 @@ class Standing:
 
     avoid: tuple[str, ...] = ()
     """Why it is to be avoided, if it is."""
+
+    @property
+    def costs(self) -> Costs | None:
+        """Those of the seeds together; None without a target."""
+        return costs(list(self.reached.values())) if self.reached else None
 
     @property
     def diverged(self) -> int:
@@ -139,7 +145,7 @@ def _standing(cell: CellResults, by: Criterion, target: float | None) -> Standin
     return Standing(
         cell=cell,
         top1=interval(top1) if top1 else None,
-        costs=None if target is None else costs(list(each.values())),
+        reached=each,
         robustness=_over_rates(cell),
         scores=scores,
     )
@@ -186,7 +192,7 @@ def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -
     if not _scored(one) or not one.scores.keys() & first.scores.keys():
         return one
     if by == "cost":
-        costlier = ratio(one.scores, first.scores, together=together)
+        costlier = ratio_of_updates(one.reached, first.reached, together=together)
         found = costlier.interval
         as_often = costlier.reached == costlier.reached_other
         is_level = as_often and found is not None and found.low <= 1 <= found.high

@@ -63,8 +63,8 @@ class Search(Section):
 
     part: Fraction = 1.0
     """Length of a trial over that of the run. Every length of the schedule shrinks alike, and
-    decays by the step are as much steeper; a rate found in a short run need not be that of a long
-    one."""
+    decays by the step are as much steeper, also as epochs without the images held out have fewer
+    updates; a rate found in a short run need not be that of a long one."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 100
     """Of every trial, and of what Optuna draws; none of the seeds that are measured."""

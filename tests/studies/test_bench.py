@@ -104,14 +104,14 @@ def table(bench: Bench, url: str) -> list[str]:
 
 
 def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world: World) -> None:
-    search = {"trials": 5, "held_out": 300, "prune": False}
+    search = {"trials": 6, "held_out": 300, "prune": False}
     bench, url = a_bench(tmp_path, search=search, targets=[0.999, 0.5])
     assert work(bench, url, ignore)
-    assert len(world.made) == bench.num_runs == 2 * (5 + 2)
+    assert len(world.made) == bench.num_runs == 2 * (6 + 2)
     for policy in BEST:
         trials = world.of(policy, "search")
-        assert len(trials) == 5
-        assert [one.schedule.peak_lr for one in trials[:3]] == [0.5, 0.2, 1.25]
+        assert len(trials) == 6
+        assert [one.schedule.peak_lr for one in trials[:5]] == [0.5, 0.2, 1.25, 0.08, 3.125]
         assert {one.seed for one in trials} == {100}
         assert all(one.data.held_out and one.data.held_out.samples == 300 for one in trials)
         best = max(trials, key=lambda one: accuracy(policy, one.schedule.peak_lr))

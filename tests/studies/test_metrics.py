@@ -32,6 +32,7 @@ from largebatch.studies.metrics import (
     measurements,
     outcome,
     ratio,
+    ratio_of_updates,
     robustness,
 )
 from largebatch.studies.study import SCALES
@@ -222,6 +223,24 @@ def test_a_ratio_of_costs_by_hand() -> None:
     assert found.interval.low == pytest.approx(2**-4.302653, rel=1e-6)
     nothing = ratio({1: None, 2: 5.0}, {1: 5.0, 2: None})
     assert nothing == Ratio(interval=None, reached=1, reached_other=1, seeds=2)
+
+
+def test_a_ratio_of_updates_is_no_surer_than_the_evaluations_are() -> None:
+    """All seeds alike, 800 updates against 700: with one evaluation in 100 they may be equal."""
+
+    def found(updates: int, before: int) -> Cost:
+        return Cost(updates=updates, updates_before=before, images=9, seconds=9.0)
+
+    slow = dict.fromkeys((1, 2, 3), found(800, 700))
+    quick = dict.fromkeys((1, 2, 3), found(700, 600))
+    against = ratio_of_updates(slow, {**quick, 4: None}).interval
+    assert against is not None
+    assert against == pytest.approx((8 / 7, 1.0, 8 / 6, 3))
+    at_once = dict.fromkeys((1, 2, 3), found(100, 0))
+    against = ratio_of_updates(slow, at_once).interval
+    assert against is not None
+    assert against == pytest.approx((8.0, 7.0, math.inf, 3))
+    assert ratio_of_updates({1: None}, {1: found(9, 0)}).interval is None
 
 
 def test_one_pair_of_costs_has_no_upper_end() -> None:

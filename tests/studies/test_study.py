@@ -1,6 +1,7 @@
 """The study file and its cells: what is refused, and which recipes the runs of a cell have."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from largebatch import load_recipe
 from largebatch.errors import RecipeError
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Duration
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.cells import Cell, cells_of, rungs
 from largebatch.studies.phases import first_values
@@ -162,6 +164,18 @@ def test_a_shorter_trial_follows_the_same_shape(tmp_path: Path) -> None:
         assert short == pytest.approx(whole[::2], rel=1e-6)
 
 
+def test_a_trial_of_epochs_that_lack_the_images_held_out_ends_at_the_same_rate(
+    tmp_path: Path,
+) -> None:
+    """1,437 images make 75 updates in 5 epochs, 1,137 make 60 of them."""
+    cell = a_cell(tmp_path, warmup=None, decay={"kind": "exp", "gamma": 0.98})
+    recipe = cell.recipe.model_copy(update={"duration": Duration(epochs=5)})
+    whole = rates(recipe)
+    trial = rates(replace(cell, recipe=recipe).trial_recipe({}))
+    assert (len(whole), len(trial)) == (75, 60)
+    assert trial[-1] == pytest.approx(whole[-1], rel=0.02)
+
+
 def test_a_trial_is_compared_on_the_way_and_not_within_its_warm_up(tmp_path: Path) -> None:
     long_warmup = a_cell(tmp_path, warmup={"steps": 5}).trial_recipe({})
     plan = make_plan(long_warmup, workers=1)
@@ -182,7 +196,8 @@ def test_all_searches_have_the_same_budget_and_begin_at_the_same_factors(tmp_pat
         assert first == [
             {RATE: 0.5, "loss.label_smoothing": 0.1},
             {RATE: 1.25, "loss.label_smoothing": 0.1},  # 0.4 times the rate is out of the range
-            *({}, {}, {}),
+            {RATE: 3.125, "loss.label_smoothing": 0.1},
+            *({}, {}),
         ]
 
 
