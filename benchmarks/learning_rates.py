@@ -8,10 +8,16 @@ optimizer) and writes what its database has to
 benchmarks/results/learning_rates_<machine>_<date>.json. Started again it goes on where it was
 stopped; a configuration that the newest such file has whole is not done again.
 
-The shapes are those of LRBench's tables (arXiv:1908.06477), stretched over the run: a cycle is two
-fifths of it, low_lr a sixth of peak_lr. Besides: `composite`, three pieces of ever lower rates, and
-warm-ups of a fifth of the run before a constant rate, a cosine, and the polynomial of the recipes
-for large batches.
+The shapes are those of LRBench (arXiv:1908.06477), stretched over the run, low_lr a sixth of
+peak_lr. There are 2 cycles in it, 2.5 of cos, which begins at the peak, so that all end low;
+`tri-tables` has the tables' 2.5 cycles, which end at the peak. nstep falls to a tenth at a half and
+three quarters, as residual networks are trained (arXiv:1512.03385). Besides: `composite`, three
+pieces of ever lower rates, and, without and with a warm-up of a fifth of the run, a constant rate,
+a cosine, and the polynomial of power 2 that recipes for large batches have.
+
+The digits have every policy, the other sets those that the questions need. Two more configurations
+of the digits tell what a search is worth: `one rate` has no search, but one base rate for all
+policies, and `searched again` another seed of the search.
 """
 
 import argparse
@@ -32,8 +38,8 @@ from largebatch.studies.study import RATE
 NAME = "learning_rates"
 SEEDS = 5
 TRIALS = 6
-TRIAL_PART = 0.5
-"""Length of a trial over that of a run."""
+AROUND = (0.16, 6.25)
+"""Factors of the first rate between which rates are searched."""
 
 SGD = {"kind": "sgd", "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
 LARS = {"kind": "lars", "convention": "reference", "momentum": 0.9, "weight_decay": 5e-4}
@@ -49,17 +55,25 @@ class DataSet:
     images: int
     held_out: int
     epochs: int
-    evaluations: int
+    evaluations: float
     """In an epoch."""
+
+    part: float
+    """Length of a trial over that of a run."""
 
     changes: dict[str, Any]
     batches: dict[str, int]
     rates: dict[str, float]
     """Where the search begins, by batch and optimizer."""
 
-    robustness_seeds: int = 0
+    policies: tuple[str, ...] | None = None
+    """None: all."""
 
 
+FACTORIAL = ("fix", "poly2", "cosine", "warmup-fix", "warmup-poly2", "warmup-cosine")
+"""Three decays without and with a warm-up."""
+
+SOME = (*FACTORIAL, "nstep", "tri", "cos", "composite")
 LENET = {
     "model": {"name": "lenet5", "arguments": {}},
     "batch.bn_span": None,
@@ -67,24 +81,27 @@ LENET = {
     "loss.label_smoothing": 0.0,
     "execution.cache": "memory",
 }
+MONITOR = {"monitor": ["generalization_gap"]}
 SETS = {
     "digits": DataSet(
-        recipe="digits_96", images=1437, held_out=300, epochs=20, evaluations=1,
-        changes=LENET | {"monitor": ["generalization_gap"]}, batches={"small": 48, "large": 480},
-        rates={"small, sgd": 0.02, "large, sgd": 0.1, "small, lars": 0.25, "large, lars": 1.0},
-        robustness_seeds=2,
+        recipe="digits_96", images=1437, held_out=300, epochs=20, evaluations=1, part=1.0,
+        changes=LENET | MONITOR, batches={"small": 48, "large": 480},
+        rates={"small, sgd": 0.02, "large, sgd": 0.1, "small, lars": 0.25, "large, lars": 0.5},
     ),
     "fashion_mnist": DataSet(
-        recipe="fashion_mnist_resnet9_128", images=60_000, held_out=5_000, epochs=2, evaluations=4,
-        changes=LENET | {"data.crop_area": None, "data.flip": False},
-        batches={"small": 64, "large": 1_500},
-        rates={"small, sgd": 0.02, "large, sgd": 0.1, "small, lars": 0.25, "large, lars": 1.0},
+        recipe="fashion_mnist_resnet9_128", images=12_000, held_out=2_000, epochs=10,
+        evaluations=1.6, part=0.5,
+        changes=LENET | MONITOR | {"data.crop_area": None, "data.flip": False},
+        batches={"small": 50, "large": 1_000}, rates={"small, sgd": 0.02, "large, sgd": 0.1},
+        policies=(*SOME, "inv", "poly"),
     ),
     "cifar10": DataSet(
-        recipe="cifar10_resnet8_128", images=10_000, held_out=2_000, epochs=8, evaluations=1,
-        changes={"batch.bn_span": 50, "execution.memory_format": "channels_last"},
+        recipe="cifar10_resnet8_128", images=10_000, held_out=2_000, epochs=8, evaluations=1.5,
+        part=0.5, changes=MONITOR | {
+            "batch.bn_span": 50, "execution.memory_format": "channels_last"
+        },
         batches={"small": 50, "large": 1_000},
-        rates={"small, sgd": 0.05, "large, sgd": 0.4, "small, lars": 0.25, "large, lars": 1.0},
+        rates={"small, sgd": 0.05, "large, sgd": 0.4, "large, lars": 1.0}, policies=SOME,
     ),
 }  # fmt: skip
 ETA = 0.02
@@ -97,16 +114,21 @@ class Configuration:
     data: str
     batch: str
     optimizer: str
+    arm: str = ""
+    """What differs from the study of the same name without it: its search."""
+
+    robustness_seeds: int = 0
+    """Those that are run at multiples of the rate."""
 
     @property
     def key(self) -> str:
         """Its name among the results."""
-        return f"{self.data}, {self.batch}, {self.optimizer}"
+        return ", ".join(filter(None, (self.data, self.batch, self.optimizer, self.arm)))
 
     @property
     def name(self) -> str:
         """Of its study and its folder."""
-        return self.key.replace(", ", "-").replace("_", "-")
+        return self.key.replace(", ", "-").replace("_", "-").replace(" ", "-")
 
     def study(self) -> dict[str, Any]:
         """Return the content of its study file."""
@@ -121,13 +143,18 @@ class Configuration:
             "schedule": {"peak_lr": peak, "warmup": None, "decay": {"kind": "constant"}},
             "evaluation": {"every_epochs": 1 / of.evaluations},
         }
+        every = policies(peak=peak, epochs=of.epochs, steps=of.epochs * of.images / batch)
+        search = {
+            "trials": TRIALS, "held_out": of.held_out, "part": of.part, "prune": False,
+            "keys": {"schedule.peak_lr": AROUND},
+        }  # fmt: skip
         return {
             "name": self.name,
             "recipes": {self.optimizer: {"recipe": of.recipe, "set": changes}},
-            "policies": policies(peak=peak, epochs=of.epochs, steps=of.epochs * of.images / batch),
-            "search": {"trials": TRIALS, "held_out": of.held_out, "part": TRIAL_PART},
+            "policies": {name: every[name] for name in of.policies or every},
+            "search": search | ARMS[self.arm],
             "seeds": SEEDS,
-            "robustness_seeds": of.robustness_seeds,
+            "robustness_seeds": self.robustness_seeds,
         }
 
     def images(self, work: Path) -> Path | None:
@@ -137,11 +164,21 @@ class Configuration:
         return prepare(work / "data", self.data, train=SETS[self.data].images)
 
 
+ONE_RATE, AGAIN = "one rate", "searched again"
+ARMS: dict[str, dict[str, Any]] = {"": {}, ONE_RATE: {"trials": 1}, AGAIN: {"seed": 200}}
 CONFIGURATIONS = [
-    Configuration(data, batch, optimizer)
-    for data in SETS
-    for batch in ("small", "large")
-    for optimizer in ("sgd", "lars")
+    Configuration("digits", "small", "sgd", robustness_seeds=3),
+    Configuration("digits", "large", "sgd", robustness_seeds=3),
+    Configuration("digits", "small", "lars"),
+    Configuration("digits", "large", "lars"),
+    Configuration("digits", "small", "sgd", ONE_RATE),
+    Configuration("digits", "large", "sgd", ONE_RATE),
+    Configuration("digits", "small", "sgd", AGAIN),
+    Configuration("fashion_mnist", "small", "sgd"),
+    Configuration("fashion_mnist", "large", "sgd"),
+    Configuration("cifar10", "small", "sgd"),
+    Configuration("cifar10", "large", "sgd"),
+    Configuration("cifar10", "large", "lars"),
 ]
 
 
@@ -158,7 +195,7 @@ def policies(*, peak: float, epochs: float, steps: float) -> dict[str, dict[str,
     warmup = part(0.2)
     falling = 0.55 ** (1 / steps)  # 0.99994 in each of 10,000 updates, as in the tables
     low = {"low_lr": peak / 6}
-    half = low | {"half_cycle": part(0.2)}
+    half = low | {"half_cycle": part(0.25)}
     decays: dict[str, dict[str, Any]] = {
         "fix": {"kind": "fix"},
         "nstep": {"kind": "nstep", "at": [part(share) for share in (0.5, 0.75)]},
@@ -166,7 +203,10 @@ def policies(*, peak: float, epochs: float, steps: float) -> dict[str, dict[str,
         "exp": {"kind": "exp", "gamma": falling},
         "inv": {"kind": "inv", "gamma": 1 / steps, "power": 0.75},
         "poly": {"kind": "poly", "power": 1.2},
+        "poly2": {"kind": "poly", "power": 2.0},
+        "cosine": {"kind": "cosine"},
         "tri": {"kind": "tri", **half},
+        "tri-tables": {"kind": "tri", **low, "half_cycle": part(0.2)},
         "tri2": {"kind": "tri2", **half},
         "triexp": {"kind": "triexp", **half, "gamma": falling},
         "sin": {"kind": "sin", **half},
@@ -181,7 +221,7 @@ def policies(*, peak: float, epochs: float, steps: float) -> dict[str, dict[str,
     }  # fmt: skip
     later = {
         "warmup-fix": {"kind": "fix"},
-        "warmup-poly": {"kind": "poly", "power": 2.0},
+        "warmup-poly2": {"kind": "poly", "power": 2.0},
         "warmup-cosine": {"kind": "cosine"},
     }
     return {name: {"warmup": None, "decay": decay} for name, decay in decays.items()} | {
@@ -197,30 +237,35 @@ def _triangle(peak: float, length: dict[str, float], half: dict[str, float]) -> 
 def carry_out(configuration: Configuration, work: Path, *, processes: int) -> dict[str, Any]:
     """Carry out the study of a configuration and return what its database has."""
     out, file = work / configuration.name, work / f"{configuration.name}.yaml"
-    file.write_text(json.dumps(configuration.study(), indent=1), encoding="utf-8")  # YAML as well
+    study = configuration.study()
+    file.write_text(json.dumps(study, indent=1), encoding="utf-8")  # YAML as well
     command = ["lr", "bench", str(file), "--out", str(out), "--processes", str(processes)]
     if images := configuration.images(work):
         command += ["--data", str(images)]
     run_largebatch(command)
     with open_existing(f"sqlite:///{out / 'study.db'}") as storage:
-        return {cell.policy: _record(cell) for cell in read_results(storage)}
+        cells = {cell.policy: _record(cell) for cell in read_results(storage)}
+    about = circumstances("python benchmarks/learning_rates.py")
+    return {**about, "study": study, "policies": cells}
 
 
 def _record(cell: CellResults) -> dict[str, Any]:
-    scales = sorted({one.scale for one in cell.scaled})
     return {
         "rate": cell.values[RATE],
         "edge": cell.edges.get(RATE),
-        "trials": [[one.values[RATE], one.top1, one.pruned_after] for one in cell.search],
-        "seeds": {one.seed: _seed(one) for one in cell.seeds},
-        "scaled": {f"{s:g}": [one.top1 for one in cell.scaled if one.scale == s] for s in scales},
+        "trials": [_result(one) for one in cell.search],
+        "seeds": [_result(one) for one in cell.seeds],
+        "scaled": [_result(one) for one in cell.scaled],
     }
 
 
-def _seed(one: Result) -> dict[str, Any]:
+def _result(one: Result) -> dict[str, Any]:
+    """Return a run; of evaluations the update, top-1 and loss."""
     found = {
+        "rate": one.values[RATE] * one.scale,
         "top1": one.top1,
         "top5": one.top5,
+        "loss": one.loss,
         "average_confidence": one.average_confidence,
         "confidence_deviation": one.confidence_deviation,
         "class_confidence_deviation": one.class_confidence_deviation,
@@ -228,10 +273,17 @@ def _seed(one: Result) -> dict[str, Any]:
         "seconds": one.seconds,
     }
     return {
-        **{key: None if math.isnan(value) else round(value, 5) for key, value in found.items()},
-        "diverged": one.diverged is not None,
-        "curve": [[at.step, at.top1] for at in one.evaluations],
+        "seed": one.seed,
+        "scale": one.scale,
+        "updates": one.updates,
+        **{key: _rounded(value) for key, value in found.items()},
+        "diverged": one.diverged,
+        "curve": [[at.step, _rounded(at.top1), _rounded(at.loss)] for at in one.evaluations],
     }
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 5) if math.isfinite(value) else None
 
 
 def main() -> None:
@@ -245,14 +297,14 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     path = newest(NAME, args.results) or args.results / f"{NAME}_{hardware()}_{today()}.json"
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    done: dict[str, Any] = content.get("configurations", {})
+    done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for one in CONFIGURATIONS:
         if one.key in done or not all(word in one.key for word in args.only):
             continue
         done[one.key] = carry_out(one, args.work, processes=args.processes)
-        result = {**circumstances("python benchmarks/learning_rates.py"), "configurations": done}
-        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(done) + "\n", encoding="utf-8")
+        partial.replace(path)
         print(f"{one.key}: {path}", flush=True)
 
 

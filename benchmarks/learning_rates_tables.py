@@ -3,31 +3,50 @@
     python benchmarks/learning_rates_tables.py
 
 Reads the newest benchmarks/results/learning_rates_<machine>_<date>.json and trains nothing.
-Intervals are Student's at 95 % over the seeds, differences and ratios are paired by seed; those of
-rank correlations are bootstrapped over the seeds. The target of a configuration is the highest
-whole per cent that every seed of the constant rate reaches.
+Intervals are Student's at 95 % over the seeds, differences and ratios are paired by seed, and those
+of a table hold together (Bonferroni, over its lines within a configuration or over configurations,
+as its title says). Those of rank correlations and spreads are of seeds drawn anew, the same for all
+policies.
+
+A configuration has three targets: the highest whole per cent that the best evaluation of every seed
+of the constant rate reaches, and 95 and 90 % of it.
 """
 
 import json
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from learning_rates import CONFIGURATIONS, NAME, Configuration
+from learning_rates import AGAIN, CONFIGURATIONS, FACTORIAL, NAME, ONE_RATE, Configuration
+from learning_rates_statistics import (
+    BySeed,
+    Policies,
+    areas_of,
+    costs_of,
+    in_points,
+    orders,
+    points,
+    rank_correlation,
+    resampled,
+    sooner,
+    spread_of,
+    target_of,
+    top1_of,
+)
 from measuring import RESULTS, newest
-from scipy.stats import spearmanr
 
-from largebatch.studies.metrics import Interval, difference, interval, ratio, robustness
+from largebatch.studies.metrics import Interval, Ratio, difference, interval
 
-CYCLES = ("tri", "tri2", "triexp", "sin", "sin2", "sinexp", "cos", "composite")
+CYCLES = ("tri", "tri-tables", "tri2", "triexp", "sin", "sin2", "sinexp", "cos", "composite")
 """LRBench's cyclic policies, and the composite one."""
 
-WARM_UPS = {"warmup-fix": "fix", "warmup-poly": "poly"}
-RESAMPLES = 2000
+DEFAULTS = {"digits": "inv", "fashion_mnist": "inv", "cifar10": "nstep"}
+"""What frameworks train such a network with: Caffe's LeNet, and the tenths of residual networks."""
 
-Policies = Mapping[str, Mapping[str, Any]]
-BySeed = dict[int, float]
+LEVELS = (1.0, 0.95, 0.9)
+
+Measured = dict[Configuration, Policies]
 
 
 def main() -> None:
@@ -35,169 +54,194 @@ def main() -> None:
     path = newest(NAME, RESULTS)
     if path is None:
         raise SystemExit("there are no results yet: python benchmarks/learning_rates.py")
-    found: dict[str, Policies] = json.loads(path.read_text(encoding="utf-8"))["configurations"]
-    measured = [one for one in CONFIGURATIONS if one.key in found]
-    for one in measured:
-        print(*_policies(one, found[one.key]), "", sep="\n")
-    print(*_sooner(measured, found), "", sep="\n")
-    print(*_robust(measured, found), "", sep="\n")
-    print(*_ranks(measured, found), "", sep="\n")
-    print(*_spreads(measured, found), sep="\n")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    every = {one: found[one.key]["policies"] for one in CONFIGURATIONS if one.key in found}
+    measured = {one: policies for one, policies in every.items() if not one.arm}
+    for one, policies in measured.items():
+        print(*_policies(one, policies), "", sep="\n")
+    for table in (_sooner, _factorial, _places, _robust, _ranks):
+        print(*table(measured), "", sep="\n")
+    print(*_searches(every), sep="\n")
 
 
 def _policies(one: Configuration, policies: Policies) -> Iterator[str]:
     target = target_of(policies)
-    yield f"### {one.key}: updates to {target:.0%}"
-    yield "| policy | rate | top-1, % | against fix, points | sooner than fix, times | reached |"
-    yield "|---|---|---|---|---|---|"
-    fix = policies["fix"]
+    yield f"### {one.key}: updates to {target:.0%}; against fix, together for all policies"
+    yield "| policy | rate | good rates | top-1, % | points | sooner, times | reached | diverged |"
+    yield "|---|---|---|---|---|---|---|---|"
+    fix, others = policies["fix"], len(policies) - 1
     for name, cell in policies.items():
         edge = f" ({cell['edge']} tried)" if cell["edge"] else ""
         top1 = interval(100 * value for value in top1_of(cell).values())
-        against = "" if name == "fix" else _words(points(cell, fix), "+.2f")
-        times = "" if name == "fix" else _words(sooner(cell, fix, target), ".2f")
-        reached = sum(value is not None for value in costs_of(cell, target).values())
+        against = "" if name == "fix" else _words(points(cell, fix, together=others), "+.2f")
+        times = "" if name == "fix" else _words(sooner(cell, fix, target, together=others), ".2f")
+        costs = costs_of(cell, target).values()
+        diverged = sum(run["diverged"] is not None for run in cell["seeds"])
         yield (
-            f"| {name} | {cell['rate']:.3g}{edge} | {_words(top1, '.2f')} | {against} | {times} | "
-            f"{reached} of {len(cell['seeds'])} |"
+            f"| {name} | {cell['rate']:.3g}{edge} | {_good_rates(cell)} | {_words(top1, '.2f')} | "
+            f"{against} | {times} | {sum(cost is not None for cost in costs)} of {len(costs)} | "
+            f"{diverged} |"
         )
 
 
-def _sooner(measured: list[Configuration], found: Mapping[str, Policies]) -> Iterator[str]:
-    yield "### Cyclic and composite policies against the constant rate: times sooner at the target"
-    yield "| | slowest | median | fastest | surely sooner | surely later | not reached by all |"
-    yield "|---|---|---|---|---|---|---|"
-    for one in measured:
-        policies = found[one.key]
-        target = target_of(policies)
-        ratios = {name: sooner(policies[name], policies["fix"], target) for name in CYCLES}
-        whole = {
-            name: times
-            for name, times in ratios.items()
-            if times is not None and times.number == len(policies[name]["seeds"])
-        }
-        order = sorted(whole, key=lambda name: whole[name].mean)
-        places = (0, len(order) // 2, -1)
-        named = [f"{order[at]} {_words(whole[order[at]], '.2f')}" if order else "" for at in places]
-        surely = sum(times.low > 1 for times in whole.values())
-        later = sum(times.high < 1 for times in whole.values())
-        rest = ", ".join(name for name in CYCLES if name not in whole) or "none"
-        yield f"| {one.key} | {' | '.join(named)} | {surely} | {later} | {rest} |"
+def _good_rates(cell: Mapping[str, Any]) -> str:
+    """Return the rates whose trial is within a point of the best trial."""
+    best = max(one["top1"] for one in cell["trials"])
+    good = [one["rate"] for one in cell["trials"] if one["top1"] >= best - 0.01]
+    return f"{min(good):.3g} to {max(good):.3g}" if len(good) > 1 else f"{good[0]:.3g}"
 
 
-def _robust(measured: list[Configuration], found: Mapping[str, Policies]) -> Iterator[str]:
-    yield "### Warm-up: top-1 with it minus without, points; and accuracy at wrong rates"
-    yield "| | " + " | ".join(WARM_UPS) + " | mean top-1 at a tenth to ten times the rate, best 3 |"
-    yield "|---|" + "---|" * (len(WARM_UPS) + 1)
-    for one in measured:
-        policies = found[one.key]
-        gains = [_words(points(policies[w], policies[o]), "+.2f") for w, o in WARM_UPS.items()]
-        areas = {name: area for name, cell in policies.items() if (area := area_of(cell))}
-        best = sorted(areas, key=lambda name: -areas[name])
-        named = ", ".join(f"{name} {areas[name]:.1%}" for name in best[:3]) or "not measured"
-        if "fix" in areas:
-            named += f"; fix {areas['fix']:.1%}; last {best[-1]} {areas[best[-1]]:.1%}"
-        yield f"| {one.key} | {' | '.join(gains)} | {named} |"
+def _sooner(measured: Measured) -> Iterator[str]:
+    yield "### Cyclic and composite policies: times sooner at the target, together for the policies"
+    yield "| | against | target | slowest | fastest | surely sooner | later | not all seeds |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for one, policies in measured.items():
+        for base in dict.fromkeys(("fix", DEFAULTS[one.data])):
+            for level in LEVELS:
+                yield f"| {one.key} | {base} | {_against(policies, base, level)} |"
 
 
-def _ranks(measured: list[Configuration], found: Mapping[str, Policies]) -> Iterator[str]:
-    yield "### Rank correlation of the policies' top-1"
-    yield "| between | and | Spearman's rho |"
-    yield "|---|---|---|"
-    for at, one in enumerate(measured):
-        for other in measured[at + 1 :]:
-            differ = sum(
-                getattr(one, key) != getattr(other, key) for key in ("data", "batch", "optimizer")
+def _against(policies: Policies, base: str, level: float) -> str:
+    names = [name for name in CYCLES if name in policies]
+    target = target_of(policies, level)
+    ratios = {}
+    for name in names:
+        found = sooner(policies[name], policies[base], target, together=len(names))
+        if found.interval is not None and found.interval.number == found.seeds:
+            ratios[name] = found.interval
+    order = sorted(ratios, key=lambda name: ratios[name].mean) or [""]
+    ends = (f"{name} {_words(ratios.get(name), '.2f')}" for name in (order[0], order[-1]))
+    surely = (
+        sum(times.low > 1 for times in ratios.values()),
+        sum(times.high < 1 for times in ratios.values()),
+    )
+    counts = (f"{number} of {len(names)}" for number in surely)
+    rest = ", ".join(name for name in names if name not in ratios) or "none"
+    return " | ".join([f"{target:.0%}", *ends, *counts, rest])
+
+
+def _factorial(measured: Measured) -> Iterator[str]:
+    yield "### Decay and warm-up: points of top-1 at the end, together for the configurations"
+    yield (
+        "| | decay poly2, not fix | decay cosine, not fix | warm-up, not none | "
+        "warm-up with fix minus with decays |"
+    )
+    yield "|---|---|---|---|---|"
+    for one, policies in measured.items():
+        fix, poly, cosine, w_fix, w_poly, w_cosine = (top1_of(policies[name]) for name in FACTORIAL)
+        effects = (
+            [(w_poly, w_fix), (poly, fix)],
+            [(w_cosine, w_fix), (cosine, fix)],
+            [(w_fix, fix), (w_poly, poly), (w_cosine, cosine)],
+        )
+        means = [_mean_of(pairs) for pairs in effects]
+        alone, with_decay = _mean_of(effects[2][:1]), _mean_of(effects[2][1:])
+        means.append({seed: alone[seed] - with_decay[seed] for seed in alone})
+        shown = [
+            _words(
+                interval((100 * value for value in values.values()), together=len(measured)), "+.2f"
             )
-            if differ == 1:
-                rho = rank_correlation(found[one.key], found[other.key])
-                yield f"| {one.key} | {other.key} | {_words(rho, '.2f')} |"
+            for values in means
+        ]
+        yield f"| {one.key} | {' | '.join(shown)} |"
 
 
-def _spreads(measured: list[Configuration], found: Mapping[str, Policies]) -> Iterator[str]:
-    yield "### From the best to the worst policy, points of top-1"
-    yield "| | at one base rate (half the run, images held out) | each at its own | on all images |"
-    yield "|---|---|---|---|"
-    for one in measured:
-        cells = found[one.key].values()
-        common = [cell["trials"][0][1] for cell in cells]
-        own = [max(trial[1] for trial in cell["trials"]) for cell in cells]
-        means = [interval(top1_of(cell).values()).mean for cell in cells]
-        spans = [f"{100 * (max(values) - min(values)):.1f}" for values in (common, own, means)]
-        yield f"| {one.key} | {' | '.join(spans)} |"
-
-
-def target_of(policies: Policies) -> float:
-    """Return the highest whole per cent that every seed of the constant rate reaches.
-
-    >>> run = {"curve": [[10, 0.815], [20, 0.808]]}
-    >>> target_of({"fix": {"seeds": {"1": run, "2": {"curve": [[10, 0.83]]}}}})
-    0.81
-    """
-    seeds = policies["fix"]["seeds"].values()
-    lowest: float = min(max(top1 for _, top1 in one["curve"]) for one in seeds)
-    return math.floor(100 * lowest) / 100
-
-
-def top1_of(cell: Mapping[str, Any]) -> BySeed:
-    """Return the accuracy at the end by seed."""
-    return {int(seed): one["top1"] for seed, one in cell["seeds"].items()}
-
-
-def costs_of(cell: Mapping[str, Any], target: float) -> dict[int, float | None]:
-    """Return the updates at the first evaluation at or above a target, by seed."""
+def _mean_of(pairs: Sequence[tuple[BySeed, BySeed]]) -> BySeed:
+    """Return the mean over pairs of the first minus the second one, by seed."""
+    seeds = set.intersection(*({*found} for pair in pairs for found in pair))
     return {
-        int(seed): next((step for step, top1 in one["curve"] if top1 >= target), None)
-        for seed, one in cell["seeds"].items()
+        seed: statistics.fmean(one[seed] - other[seed] for one, other in pairs) for seed in seeds
     }
 
 
-def sooner(cell: Mapping[str, Any], fix: Mapping[str, Any], target: float) -> Interval | None:
-    """Return how many times the updates of the constant rate are those of a policy."""
-    return ratio(costs_of(fix, target), costs_of(cell, target)).interval
+def _places(measured: Measured) -> Iterator[str]:
+    yield "### Points below the best policy; in brackets: surely so, together for the policies"
+    yield f"| | {' | '.join(one.key for one in measured)} |"
+    yield "|---" * (len(measured) + 1) + "|"
+    for name in dict.fromkeys(name for policies in measured.values() for name in policies):
+        cells = [_below(policies, name) for policies in measured.values()]
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
-def points(cell: Mapping[str, Any], other: Mapping[str, Any]) -> Interval:
-    """Return how much higher top-1 is, in points."""
-    mean, low, high, number = difference(top1_of(cell), top1_of(other))
-    return Interval(100 * mean, 100 * low, 100 * high, number)
+def _below(policies: Policies, name: str) -> str:
+    if name not in policies:
+        return ""
+    best = max(policies, key=lambda other: statistics.fmean(top1_of(policies[other]).values()))
+    if name == best:
+        return "**best**"
+    found = points(policies[best], policies[name], together=len(policies) - 1)
+    return f"({found.mean:.2f})" if found.low > 0 else f"{found.mean:.2f}"
 
 
-def area_of(cell: Mapping[str, Any]) -> float | None:
-    """Return the mean top-1 over rates from a tenth to ten times that found; None: not measured."""
-    if not cell["scaled"]:
-        return None
-    number = len(next(iter(cell["scaled"].values())))
-    own = list(top1_of(cell).values())[:number]
-    return robustness({1.0: own} | {float(s): found for s, found in cell["scaled"].items()}).area
+def _robust(measured: Measured) -> Iterator[str]:
+    yield "### Mean top-1 at a tenth to ten times the rate found, %, and each policy minus fix"
+    yield "| | policy | mean | minus fix, together | at the rate found |"
+    yield "|---|---|---|---|---|"
+    for one, policies in measured.items():
+        areas = {name: found for name, cell in policies.items() if (found := areas_of(cell))}
+        order = sorted(areas, key=lambda name: -statistics.fmean(areas[name].values()))
+        for name in order:
+            against = difference(areas[name], areas["fix"], together=len(areas) - 1)
+            yield (
+                f"| {one.key} | {name} | {100 * statistics.fmean(areas[name].values()):.1f} | "
+                f"{'' if name == 'fix' else _words(in_points(against), '+.1f')} | "
+                f"{100 * statistics.fmean(top1_of(policies[name]).values()):.1f} |"
+            )
 
 
-def rank_correlation(one: Policies, other: Policies) -> Interval:
-    """Return Spearman's rho of the mean top-1, with its interval by seeds drawn anew."""
-    draw = random.Random(0)
-    values = sorted(_rho(one, other, _drawn(draw)) for _ in range(RESAMPLES))
-    low, high = (values[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975))
-    return Interval(_rho(one, other, lambda found: found), low, high, len(one["fix"]["seeds"]))
+def _ranks(measured: Measured) -> Iterator[str]:
+    yield "### Rank correlation of the policies' top-1; two rankings that are the same: the ceiling"
+    yield "| between | and | Spearman's rho | ceiling | surely reversed pairs | surely kept pairs |"
+    yield "|---|---|---|---|---|---|"
+    for at, (one, policies) in enumerate(measured.items()):
+        for other, others in [*measured.items()][at + 1 :]:
+            same = [
+                getattr(one, key) == getattr(other, key) for key in ("data", "batch", "optimizer")
+            ]
+            if sum(same) == 2:
+                rho = rank_correlation(policies, others)
+                reversed_pairs, kept, pairs = orders(policies, others)
+                ceiling = math.sqrt(spread_of(policies)[1] * spread_of(others)[1])
+                yield (
+                    f"| {one.key} | {other.key} | {_words(rho, '.2f')} | {ceiling:.2f} | "
+                    f"{reversed_pairs} of {pairs} | {kept} of {pairs} |"
+                )
 
 
-def _drawn(draw: random.Random) -> Callable[[list[float]], list[float]]:
-    return lambda found: draw.choices(found, k=len(found))
+def _searches(every: Measured) -> Iterator[str]:
+    yield "### What the search of each policy's own rate is worth, points"
+    yield "| | of | policies' standard deviation | range | own rates gain: mean, lowest, highest |"
+    yield "|---|---|---|---|---|"
+    for one, policies in every.items():
+        gain = ""
+        if one.arm:
+            main = every[Configuration(one.data, one.batch, one.optimizer, robustness_seeds=3)]
+            gains = [points(main[name], cell).mean for name, cell in policies.items()]
+            gain = (
+                f"{statistics.fmean(gains):+.2f} on average, {min(gains):+.2f} to {max(gains):+.2f}"
+            )
+        what = {ONE_RATE: "policies at one rate", AGAIN: "another search"}.get(one.arm, "own rates")
+        deviation, ends = resampled(policies, lambda found: 100 * spread_of(found)[0])
+        span, span_ends = resampled(policies, _range)
+        yield (
+            f"| {one.key} | {what} | {deviation:.2f} ({ends[0]:.2f} to {ends[1]:.2f}) | "
+            f"{span:.2f} ({span_ends[0]:.2f} to {span_ends[1]:.2f}) | {gain} |"
+        )
 
 
-def _rho(one: Policies, other: Policies, chosen: Callable[[list[float]], list[float]]) -> float:
-    means = [
-        [sum(chosen(list(top1_of(cell).values()))) for cell in policies.values()]
-        for policies in (one, {name: other[name] for name in one})
-    ]
-    return float(spearmanr(*means).statistic)
+def _range(policies: Policies) -> float:
+    means = [statistics.fmean(top1_of(cell).values()) for cell in policies.values()]
+    return 100 * (max(means) - min(means))
 
 
-def _words(found: Interval | None, form: str) -> str:
+def _words(found: Interval | Ratio | None, form: str) -> str:
     """Return a mean with its ends.
 
     >>> _words(Interval(1.0, 0.5, 1.5, 5), "+.1f")
     '+1.0 (+0.5 to +1.5)'
     """
+    if isinstance(found, Ratio):
+        found = found.interval
     if found is None:
         return "never"
     if found.number == 1:

@@ -1,0 +1,178 @@
+"""What learning_rates_tables.py computes of policies: costs, spreads, and whether orders agree.
+
+Policies are the records of one configuration by name, each with the runs of its seeds.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from scipy.stats import spearmanr
+
+from largebatch.studies.metrics import (
+    Cost,
+    Interval,
+    Ratio,
+    difference,
+    ratio_of_updates,
+    robustness,
+)
+from largebatch.studies.study import SCALES
+
+RESAMPLES = 2000
+
+Policies = Mapping[str, Mapping[str, Any]]
+BySeed = dict[int, float]
+
+
+def target_of(policies: Policies, level: float = 1.0) -> float:
+    """Return `level` times the best evaluation of the constant rate's worst seed, a whole per cent.
+
+    >>> runs = [{"curve": [[10, 0.815, 1.0], [20, 0.808, 1.0]]}, {"curve": [[10, 0.83, 1.0]]}]
+    >>> target_of({"fix": {"seeds": runs}}), target_of({"fix": {"seeds": runs}}, 0.9)
+    (0.81, 0.73)
+    """
+    runs = policies["fix"]["seeds"]
+    best = (max((top1 for _, top1, _ in one["curve"]), default=0) for one in runs)
+    return math.floor(100 * level * min(best)) / 100
+
+
+def top1_of(cell: Mapping[str, Any]) -> BySeed:
+    """Return the accuracy at the end by seed."""
+    return {one["seed"]: one["top1"] for one in cell["seeds"]}
+
+
+def costs_of(cell: Mapping[str, Any], target: float) -> dict[int, Cost | None]:
+    """Return the updates at the first evaluation at or above a target, by seed."""
+    found: dict[int, Cost | None] = {}
+    for one in cell["seeds"]:
+        steps = [0, *(step for step, _, _ in one["curve"])]
+        reached = [at for at, (_, top1, _) in enumerate(one["curve"], start=1) if top1 >= target]
+        found[one["seed"]] = None
+        if reached:
+            step, before = steps[reached[0]], steps[reached[0] - 1]
+            found[one["seed"]] = Cost(
+                updates=step, updates_before=before, images=0, seconds=math.nan
+            )
+    return found
+
+
+def sooner(
+    cell: Mapping[str, Any], other: Mapping[str, Any], target: float, *, together: int = 1
+) -> Ratio:
+    """Return how many times the updates of another policy are those of one."""
+    return ratio_of_updates(costs_of(other, target), costs_of(cell, target), together=together)
+
+
+def points(cell: Mapping[str, Any], other: Mapping[str, Any], *, together: int = 1) -> Interval:
+    """Return how much higher top-1 is, in points."""
+    return in_points(difference(top1_of(cell), top1_of(other), together=together))
+
+
+def areas_of(cell: Mapping[str, Any]) -> BySeed:
+    """Return the mean top-1 over rates from a tenth to ten times that found, by seed."""
+    found: dict[int, dict[float, list[float]]] = {}
+    for one in (*cell["seeds"], *cell["scaled"]):
+        found.setdefault(one["seed"], {})[one["scale"]] = [one["top1"]]
+    return {
+        seed: robustness(scales).area
+        for seed, scales in found.items()
+        if scales.keys() >= set(SCALES)
+    }
+
+
+def spread_of(policies: Policies) -> tuple[float, float]:
+    """Return how far policies' means lie apart, and what part of that is not the noise of seeds.
+
+    The standard deviation of the means without that of their errors, and the reliability of the
+    means (Spearman 1904), from the analysis of variance of policies and seeds.
+    """
+    rows = [list(top1_of(cell).values()) for cell in policies.values()]
+    means = [statistics.fmean(row) for row in rows]
+    by_seed = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    whole = statistics.fmean(means)
+    rest = math.fsum(
+        (value - mean - seed + whole) ** 2
+        for row, mean in zip(rows, means, strict=True)
+        for value, seed in zip(row, by_seed, strict=True)
+    )
+    number = len(by_seed)
+    error = rest / (len(rows) - 1) / max(1, number - 1) / number
+    variance = statistics.variance(means)
+    true = max(0.0, variance - error)
+    return math.sqrt(true), true / variance if variance else 0.0
+
+
+def rank_correlation(one: Policies, other: Policies) -> Interval:
+    """Return Spearman's rho of the mean top-1 of policies that both have, with its interval."""
+    names = [name for name in one if name in other]
+    draw = random.Random(0)
+
+    def rho(chosen: Sequence[Sequence[int] | None]) -> float:
+        means = [
+            [_mean_at(found[name], places) for name in names]
+            for found, places in zip((one, other), chosen, strict=True)
+        ]
+        return float(spearmanr(*means).statistic)
+
+    values = sorted(rho([_draw(found, draw) for found in (one, other)]) for _ in range(RESAMPLES))
+    low, high = _ends(values)
+    return Interval(rho([None, None]), low, high, len(one["fix"]["seeds"]))
+
+
+def resampled(
+    policies: Policies, value: Callable[[Policies], float]
+) -> tuple[float, tuple[float, float]]:
+    """Return a value of the policies, and its ends over seeds drawn anew."""
+    draw = random.Random(0)
+    values = []
+    for _ in range(RESAMPLES):
+        places = _draw(policies, draw)
+        values.append(value({name: _taken(cell, places) for name, cell in policies.items()}))
+    return value(policies), _ends(sorted(values))
+
+
+def orders(one: Policies, other: Policies) -> tuple[int, int, int]:
+    """Return of how many pairs of policies the order is surely another one, surely the same.
+
+    And how many pairs there are. Surely: together for all pairs of both.
+    """
+    names = [name for name in one if name in other]
+    pairs = [(a, b) for at, a in enumerate(names) for b in names[at + 1 :]]
+    signs = [
+        [_sign(points(found[a], found[b], together=2 * len(pairs))) for a, b in pairs]
+        for found in (one, other)
+    ]
+    products = [a * b for a, b in zip(*signs, strict=True)]
+    return products.count(-1), products.count(1), len(pairs)
+
+
+def _sign(found: Interval) -> int:
+    return (found.low > 0) - (found.high < 0)
+
+
+def _draw(policies: Policies, draw: random.Random) -> list[int]:
+    number = len(policies["fix"]["seeds"])
+    return draw.choices(range(number), k=number)
+
+
+def _taken(cell: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    runs = [cell["seeds"][place] for place in places]
+    return {"seeds": [{**run, "seed": at} for at, run in enumerate(runs)]}
+
+
+def _mean_at(cell: Mapping[str, Any], places: Sequence[int] | None) -> float:
+    values = [run["top1"] for run in cell["seeds"]]
+    return statistics.fmean(values if places is None else [values[place] for place in places])
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    low, high = (values[round(share * (len(values) - 1))] for share in (0.025, 0.975))
+    return low, high
+
+
+def in_points(found: Interval) -> Interval:
+    """Return an interval of parts of 1 in points."""
+    return Interval(100 * found.mean, 100 * found.low, 100 * found.high, found.number)
