@@ -45,13 +45,16 @@ def test_whole_cycles_end_low_and_those_of_the_tables_at_the_peak() -> None:
 
 def a_policy(*top1: float, reached: int = 100) -> dict[str, Any]:
     """Seeds 1, 2 ... that end at these, and have it from an update on."""
-    seeds = [
+    seeds: list[dict[str, Any]] = [
         {
-            "seed": seed, "scale": 1.0, "top1": value, "diverged": None,
+            "seed": seed,
+            "scale": 1.0,
+            "top1": value,
+            "diverged": None,
             "curve": [[reached - 10, 0.1, 2.0], [reached, value, 0.5], [200, value, 0.5]],
         }
         for seed, value in enumerate(top1, start=1)
-    ]  # fmt: skip
+    ]
     scaled = [
         {**run, "scale": scale, "top1": run["top1"] - 0.1}
         for run in seeds
