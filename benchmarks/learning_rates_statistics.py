@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from measuring import in_points
 from scipy.stats import spearmanr
 
 from largebatch.studies.metrics import (
@@ -171,8 +172,3 @@ def _mean_at(cell: Mapping[str, Any], places: Sequence[int] | None) -> float:
 def _ends(values: Sequence[float]) -> tuple[float, float]:
     low, high = (values[round(share * (len(values) - 1))] for share in (0.025, 0.975))
     return low, high
-
-
-def in_points(found: Interval) -> Interval:
-    """Return an interval of parts of 1 in points."""
-    return Interval(100 * found.mean, 100 * found.low, 100 * found.high, found.number)

@@ -24,7 +24,6 @@ from learning_rates_statistics import (
     Policies,
     areas_of,
     costs_of,
-    in_points,
     orders,
     points,
     rank_correlation,
@@ -34,7 +33,7 @@ from learning_rates_statistics import (
     target_of,
     top1_of,
 )
-from measuring import RESULTS, newest
+from measuring import RESULTS, in_points, newest
 
 from largebatch.studies.metrics import Interval, Ratio, difference, interval
 

@@ -31,6 +31,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
 from largebatch.runs.launch import start_workers
+from largebatch.studies.metrics import Interval
 from largebatch.tracking.environment import source_commit, versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,6 +102,11 @@ def spread(values: list[float]) -> dict[str, float]:
         "min": min(values),
         "max": max(values),
     }
+
+
+def in_points(found: Interval) -> Interval:
+    """Return an interval of parts of 1 in points."""
+    return Interval(100 * found.mean, 100 * found.low, 100 * found.high, found.number)
 
 
 def machine() -> str:

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from measuring import run_largebatch, write
+from measuring import in_points, run_largebatch, write
 from polishing_data import prepare
 
-from largebatch.studies.metrics import Interval, difference, ratio
+from largebatch.studies.metrics import difference, ratio
 from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
 
@@ -92,7 +92,7 @@ def _differences(rows: Mapping[str, Row]) -> Iterator[tuple[str, dict[str, float
     for one, other in pairs:
         if one in rows and other in rows:
             found = difference(_top1(rows[one]), _top1(rows[other]))
-            yield f"{one} - {other}", _points(found)
+            yield f"{one} - {other}", in_points(found)._asdict()
 
 
 def _ratios(rows: Mapping[str, Row]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -112,11 +112,6 @@ def _top1(row: Row) -> dict[int, float]:
 
 def _seconds(row: Row) -> dict[int, float | None]:
     return {one["seed"]: one["simulated_seconds"] for one in row.found}
-
-
-def _points(found: Interval) -> dict[str, float]:
-    mean, low, high, number = found
-    return {"mean": 100 * mean, "low": 100 * low, "high": 100 * high, "n": number}
 
 
 if __name__ == "__main__":
