@@ -56,6 +56,9 @@ from largebatch.tracking.events import RECIPE, StageResult, Summary
 NAME = "recipes"
 TRIALS = 5
 FACTORS = (1.0, 0.4, 2.5)
+RANGE = (0.16, 6.25)
+"""Factors that rates lie between; wider, two trials of five were spent at the ends."""
+
 SEARCH_PART = 0.3
 SEARCH_SEED = 100
 TUNING_IMAGES = 5_000
@@ -265,7 +268,8 @@ class Search:
     @property
     def range(self) -> optuna.distributions.FloatDistribution:
         """Where rates are looked for."""
-        return optuna.distributions.FloatDistribution(self.start / 16, self.start * 16, log=True)
+        low, high = (factor * self.start for factor in RANGE)
+        return optuna.distributions.FloatDistribution(low, high, log=True)
 
     @property
     def done(self) -> dict[float, float]:

@@ -5,7 +5,6 @@ hides it; filters choose the recipe with its times, and the samples of an update
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from largebatch.report.interactive import (
     series,
 )
 from largebatch.storage import write_html
-from largebatch.studies.staleness.pictures import panels
+from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def _table(drawn: Sequence[_Drawn]) -> "Table":
             column("±", lambda row: 100 * (row.error.high - row.error.mean), "0.00"),
             column("Seconds", lambda row: row.seconds, "0,0.00"),
             column("Mean tau", lambda row: row.tau, "0.00"),
-            column("tau > 2 sigma, %", lambda row: 100 * row.late, "0.0000"),
+            column("tau > 2 sigma, %", lambda row: 100 * row.late / sum(row.counts), "0.0000"),
             column("Highest tau", lambda row: len(row.staleness) - 1, "0,0"),
             column("Updates", lambda row: row.found[0]["updates"], "0,0"),
             column("Seeds", lambda row: len(row.found), "0"),
@@ -192,11 +191,9 @@ def _draw_trade_off(drawn: Sequence[_Drawn]) -> "Chart":
     Rudra's rule (arXiv:1509.04210) is that such a line is level.
     """
     chart = new_chart(x=AXES["seconds"], y="Error, %", height=460, log="x")
-    lines: dict[tuple[Series, int], list[Row]] = defaultdict(list)
     marks = []
     for one in drawn:
         row, error = one.row, one.row.error
-        lines[one.look, one.product].append(row)
         at = {
             "seconds": row.seconds,
             "product": one.product,
@@ -211,7 +208,7 @@ def _draw_trade_off(drawn: Sequence[_Drawn]) -> "Chart":
         data |= {"error": [100 * error.mean], "size": [10], "cell": [one.name]}
         data |= {"text": [_accuracy(row)], "tau": [f"{row.tau:.2f}"]}
         marks.append(add_points(chart, one.look, new_source(data), "seconds", "error", moves=True))
-    for (look, _), joined in lines.items():
+    for look, joined in _lines(drawn):
         ordered = sorted((row.seconds, 100 * row.error.mean) for row in joined)
         ends = {
             "seconds": [place for place, _ in ordered],
@@ -223,6 +220,15 @@ def _draw_trade_off(drawn: Sequence[_Drawn]) -> "Chart":
     rows = [("cell", "@cell"), ("top-1", "@text"), ("seconds", "@seconds{0,0.00}")]
     add_hover(chart, marks, [*rows, ("mean tau", "@tau")])
     return chart
+
+
+def _lines(drawn: Sequence[_Drawn]) -> Iterator[tuple[Series, list[Row]]]:
+    """Yield the cells that a line joins, and how it looks."""
+    looks = {one.row.cell.protocol: one.look for one in drawn}
+    tags = {one.row.cell.name: one.look.tags for one in drawn}
+    for inside in panels([one.row for one in drawn]).values():
+        for (protocol, _), joined in diagonals(inside).items():
+            yield replace(looks[protocol], tags=tags[joined[0].cell.name]), joined
 
 
 def _draw_staleness(drawn: Sequence[_Drawn]) -> "Chart":

@@ -50,10 +50,8 @@ def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
     colours = dict(zip(protocols, [*COLOURS.values(), INK] * len(protocols), strict=False))
-    diagonals: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         cell = row.cell
-        diagonals[cell.protocol, cell.mu * cell.learners].append(row)
         axes.errorbar(
             row.seconds, row.error.mean, yerr=_reach(row), color=colours[cell.protocol],
             marker="o", ms=6, lw=0, elinewidth=1,
@@ -62,7 +60,7 @@ def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
             f"{cell.mu} x {cell.learners}", (row.seconds, row.error.mean), (5, 4),
             textcoords="offset points", color=MUTED, size=8,
         )  # fmt: skip
-    for (protocol, _), joined in diagonals.items():
+    for (protocol, _), joined in diagonals(rows).items():
         line = sorted((row.seconds, row.error.mean) for row in joined)
         axes.plot(*zip(*line, strict=True), color=colours[protocol], lw=0.8)
     for protocol in protocols:
@@ -89,6 +87,21 @@ def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[f"{row.cell.configuration}, {row.cell.times}"].append(row)
+    return found
+
+
+def diagonals(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    """Return the cells of a panel by protocol and mu x lambda.
+
+    One learner that waits for nobody is asynchronous and every softsync at once.
+    """
+    free = dict.fromkeys(row.cell.protocol for row in rows if row.cell.sigma)
+    found: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        cell = row.cell
+        is_all = cell.sigma and cell.learners == 1
+        for protocol in free if is_all else (cell.protocol,):
+            found[protocol, cell.mu * cell.learners].append(row)
     return found
 
 

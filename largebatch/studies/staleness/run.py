@@ -148,10 +148,13 @@ class Row:
     @property
     def staleness(self) -> list[float]:
         """The share of all gradients that was 0, 1, 2 ... updates late."""
-        counts = [
-            sum(late) for late in zip_longest(*(one["tau"] for one in self.found), fillvalue=0)
-        ]
-        return [count / sum(counts) for count in counts]
+        return [count / sum(self.counts) for count in self.counts]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many gradients were 0, 1, 2 ... updates late, over the seeds."""
+        late = zip_longest(*(one["tau"] for one in self.found), fillvalue=0)
+        return [sum(numbers) for numbers in late]
 
     @property
     def tau(self) -> float:
@@ -159,9 +162,9 @@ class Row:
         return _mean(self.found, "tau_mean")
 
     @property
-    def late(self) -> float:
-        """The share of all gradients that was more than 2 sigma updates late."""
-        return sum(self.staleness[2 * self.cell.sigma + 1 :])
+    def late(self) -> int:
+        """How many gradients were more than 2 sigma updates late."""
+        return sum(self.counts[2 * self.cell.sigma + 1 :])
 
     @property
     def diverged(self) -> int:
@@ -179,7 +182,7 @@ class Row:
             "top-1": f"{1 - error.mean:.2%}{reach}",
             "diverged": f"{self.diverged} of {len(self.found)}",
             "mean tau": f"{self.tau:.2f}",
-            "tau > 2 sigma": f"{self.late:.1e}",
+            "tau > 2 sigma": f"{self.late:,} of {sum(self.counts):,}",
             "highest tau": str(len(self.staleness) - 1),
             "updates": f"{first['updates']:,}",
             "simulated time": f"{self.seconds:,.4g} s",

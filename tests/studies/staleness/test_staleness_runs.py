@@ -24,6 +24,7 @@ from largebatch.studies.staleness.page import PAGE
 from largebatch.studies.staleness.pictures import (
     HISTOGRAMS,
     TRADE_OFF,
+    diagonals,
     draw_histograms,
     draw_trade_off,
 )
@@ -121,7 +122,26 @@ def test_the_pictures_show_error_by_time_and_the_share_of_every_staleness(tmp_pa
     draw_histograms(figure, rows)
     bars = [bar.get_height() for bar in figure.axes[0].patches if isinstance(bar, Rectangle)]
     assert bars == pytest.approx([2 / 8, 4 / 8, 1 / 8, 1 / 8])
-    assert rows[0].words["tau > 2 sigma"] == "1.2e-01"
+    assert rows[0].words["tau > 2 sigma"] == "1 of 8"
+
+
+def test_one_learner_that_waits_for_nobody_is_on_the_line_of_every_softsync(tmp_path: Path) -> None:
+    grid = {
+        "recipes": ["plain"], "times": ["usual"], "sigma": [0, 1, "lambda"], "mu": [8],
+        "learners": [4], "modulation": ["n"],
+    }  # fmt: skip
+    alone = {**grid, "sigma": [0, 1], "mu": [32], "learners": [1]}
+    study = load_study(str(write_study(tmp_path, grids=[grid, alone])))
+    found = diagonals([Row(cell, ()) for cell in cells_of(study, tmp_path)])
+    assert {
+        protocol: [(row.cell.mu, row.cell.learners) for row in rows]
+        for (protocol, _), rows in found.items()
+    } == {
+        "hardsync": [(8, 4), (32, 1)],
+        "1-softsync, modulation n": [(8, 4), (32, 1)],
+        "asynchronous, modulation n": [(8, 4), (32, 1)],
+    }
+    assert {product for _, product in found} == {32}
 
 
 def test_what_is_left_is_listed_and_records_of_another_study_are_refused(

@@ -1,0 +1,121 @@
+"""The studies of staleness.py: a fifth of CIFAR-10's images, 12 epochs of them, three grids.
+
+`main` has 30 learners with mini-batches of 4: waiting or not, the rate over tau or a fixed one, SGD
+and LARS, clean epochs and the statistics pass on images that are cropped otherwise. `thirtieth` and
+`sgd` with one learner are what 30 learners would be without staleness: batches of 4 at a thirtieth
+of the rate, and at the whole rate. `products` has a mu x lambda of 16, 120 and 480 from several
+pairs, at Rudra's rate over n; hardsync has one pair of each, for others are the same training.
+`sensitivity` has a third and three times the rates, which were found without staleness.
+"""
+
+from typing import Any
+
+from largebatch.training.protocols.compute_times import Lognormal, Stragglers
+
+IMAGES = 10_000
+EPOCHS = 12
+BATCH = 120
+"""For which the rates were found; 30 mini-batches of 4."""
+
+RATES = {"sgd": 0.03, "lars": 0.2, "norm": 0.03}
+"""As --rates finds them."""
+
+LARS = {
+    "kind": "lars", "convention": "reference", "momentum": 0.9, "weight_decay": 0.004, "eta": 0.02,
+}  # fmt: skip
+DECAY = {
+    "kind": "steps", "at": [{"epochs": EPOCHS - 2}, {"epochs": EPOCHS - 1}], "gamma": 0.1,
+}  # fmt: skip
+ALL: dict[str, Any] = {
+    "data.train_samples": IMAGES,
+    "duration": {"epochs": EPOCHS},
+    "schedule.decay": DECAY,
+}
+PLAIN = ALL | {"batch.global_batch": BATCH}
+NORM = ALL | {
+    "batch": {"global_batch": BATCH, "bn_span": 4},
+    "model.arguments": {"batch_norm": True},
+    "data.crop_area": [0.35, 1.0],
+}
+STATISTICS = {"statistics": {"samples": IMAGES}}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("sgd", PLAIN),
+    "lars": ("lars", PLAIN | {"optimizer": LARS}),
+    "norm": ("norm", NORM | {"polish": STATISTICS}),
+    "polished": ("norm", NORM | {"polish": {"clean": {"epochs": 2}, **STATISTICS}}),
+}
+"""Whose rate each takes, and what it changes of cifar10_quick_128."""
+
+MACHINES: dict[str, Any] = {
+    "overhead": 0.001,
+    "sample": 0.0006,
+    "link": {"bandwidth": 1.25e9, "latency": 1e-4},
+    "server_link": {"bandwidth": 1.25e10, "latency": 1e-4},  # else it limits 30 learners
+}
+USUAL = Lognormal(kind="lognormal", median=1.0, sigma=0.1)
+STRAGGLERS = Stragglers(kind="stragglers", usual=USUAL, probability=0.02, factor=10.0)
+
+
+def recipe(name: str, *, factor: float = 1.0) -> dict[str, Any]:
+    """Return a recipe of a study at a multiple of the rate found for it."""
+    rate, changes = RECIPES[name]
+    peak = float(f"{RATES[rate] * factor:.4g}")
+    return {"recipe": "cifar10_quick_128", "set": changes | {"schedule.peak_lr": peak}}
+
+
+def rates_study() -> dict[str, Any]:
+    """Return the study of policies that finds the rates, without staleness."""
+    return {
+        "name": "staleness-rates",
+        "recipes": {name: recipe(name) for name in RATES},
+        "policies": {"steps": {"decay": DECAY}},
+        "search": {"trials": 7, "held_out": 2_000, "part": 0.5, "prune": False},
+        "seeds": 1,
+    }
+
+
+def studies() -> dict[str, dict[str, Any]]:
+    """Return the studies by name."""
+    thirtieth = {"thirtieth": recipe("sgd", factor=1 / 30)}
+    factors = {
+        f"{name}-{word}": recipe(name, factor=factor)
+        for name in ("sgd", "lars")
+        for word, factor in (("third", 1 / 3), ("triple", 3.0))
+    }
+    return {
+        "main": _study("main", {name: recipe(name) for name in RECIPES} | thirtieth, [
+            _grid(["sgd", "lars"], sigma=[0, 1, 15, 30]),
+            _grid(["sgd"], sigma=[15, 30], modulation=["none"]),
+            _grid(["lars"], sigma=[30], modulation=["none"]),
+            _grid(["sgd", "thirtieth"], sigma=[1], learners=[1]),
+            _grid(["norm", "polished"], sigma=[0, 30]),
+            _grid(["sgd"], sigma=[30], times=["stragglers"]),
+        ]),
+        "products": _study("products", {"sgd": recipe("sgd")}, [
+            _grid(["sgd"], sigma=[0, 1], mu=[16, 120, 480], learners=[1], modulation=["n"]),
+            _grid(["sgd"], sigma=[1, "lambda"], mu=[4], learners=[4, 30], modulation=["n"]),
+            _grid(["sgd"], sigma=[1, "lambda"], mu=[30, 120], learners=[4], modulation=["n"]),
+            _grid(["sgd"], sigma=[1, "lambda"], mu=[16], modulation=["n"]),
+        ]),
+        "sensitivity": _study("sensitivity", factors, [_grid([*factors], sigma=[30])], seeds=1),
+    }  # fmt: skip
+
+
+def _study(
+    name: str, recipes: dict[str, Any], grids: list[dict[str, Any]], *, seeds: int = 3
+) -> dict[str, Any]:
+    times = {"usual": USUAL, "stragglers": STRAGGLERS}
+    used = {word for grid in grids for word in grid["times"]}
+    return {
+        "name": f"staleness-{name}",
+        "seeds": seeds,
+        "recipes": recipes,
+        "machines": MACHINES,
+        "times": {word: {"factor": times[word].model_dump(mode="json")} for word in sorted(used)},
+        "grids": grids,
+    }
+
+
+def _grid(recipes: list[str], **changes: Any) -> dict[str, Any]:  # noqa: ANN401 -- any JSON
+    usual = {"times": ["usual"], "mu": [4], "learners": [30]}
+    return {"recipes": recipes, **usual, **changes}

@@ -1,0 +1,129 @@
+"""How long learners wait, and how late gradients are, without computing any: 30 simulated learners.
+
+    python benchmarks/staleness_times.py
+
+Needs the extra `studies`. First what a gradient of the study's network takes one core alone, for
+mini-batches of 4 to 120 samples, fitted by the seconds that staleness_studies.MACHINES has. Then
+GRADIENTS gradients under each distribution of their times: how many times as long hardsync takes
+for the same samples, and how late gradients are at sigma 1, 15 and 30. Writes
+benchmarks/results/staleness_times_<machine>_<date>.json. Servers update in no time here.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import write
+from staleness import clopper_pearson
+from staleness_studies import MACHINES, STRAGGLERS, USUAL
+from torch.nn import functional as F
+
+from largebatch.models import build
+from largebatch.training.protocols.cluster import Cluster
+from largebatch.training.protocols.compute_times import (
+    Distribution,
+    Exponential,
+    Lognormal,
+    Recorded,
+    Stragglers,
+)
+from largebatch.training.protocols.rule import Rule
+from largebatch.training.protocols.simulator import simulate
+
+LEARNERS, MU = 30, 4
+GRADIENTS = 300_000
+MINI_BATCHES = (4, 16, 30, 120)
+ROUNDS = 300
+
+
+def main() -> None:
+    """Measure, simulate and write."""
+    torch.set_num_threads(1)
+    model = build("cifar_quick", num_classes=10)
+    measured = {mu: _gradients(model, mu) for mu in MINI_BATCHES}
+    medians = {mu: statistics.median(seconds) for mu, seconds in measured.items()}
+    sample, overhead = np.polyfit(
+        [*medians], [*medians.values()], 1, w=[1 / found for found in medians.values()]
+    )
+    of_4 = [seconds / medians[MU] for seconds in measured[MU]]
+    size = float(sum(weight.nbytes for weight in model.parameters()))
+    found = {
+        "seconds of a gradient": medians,
+        "fitted": {"overhead": float(overhead), "sample": float(sample)},
+        "used": MACHINES,
+        "spread of the logarithm of seconds": float(np.std(np.log(of_4))),
+        "gradients": GRADIENTS,
+        "times": {
+            name: simulated(factor, model_bytes=size)
+            for name, factor in distributions(of_4).items()
+        },
+    }
+    print(write("staleness_times", "python benchmarks/staleness_times.py", found))
+
+
+def _gradients(model: torch.nn.Module, mu: int) -> list[float]:
+    """Return how many seconds each of ROUNDS gradients took."""
+    images, labels = torch.randn(mu, 3, 32, 32), torch.randint(10, (mu,))
+    found = []
+    for _ in range(ROUNDS + 10):
+        begun = time.perf_counter()
+        F.cross_entropy(model(images), labels).backward()
+        found.append(time.perf_counter() - begun)
+        model.zero_grad()
+    return found[10:]
+
+
+def distributions(recorded: list[float]) -> dict[str, Distribution]:
+    """Return what seconds are multiplied by, mild first."""
+
+    def stragglers(probability: float, factor: float) -> Stragglers:
+        return STRAGGLERS.model_copy(update={"probability": probability, "factor": factor})
+
+    return {
+        "usual: lognormal 0.1": USUAL,
+        **{
+            f"lognormal {sigma:g}": Lognormal(kind="lognormal", median=1.0, sigma=sigma)
+            for sigma in (0.2, 0.3, 0.5)
+        },
+        "recorded here": Recorded(kind="recorded", seconds=tuple(recorded)),
+        "1 of 500 takes 10 times as long": stragglers(0.002, 10.0),
+        "1 of 50 takes 2 times as long": stragglers(0.02, 2.0),
+        "1 of 50 takes 3 times as long": stragglers(0.02, 3.0),
+        "1 of 50 takes 10 times as long": STRAGGLERS,
+        "exponential": Exponential(kind="exponential", mean=1.0),
+    }
+
+
+def simulated(
+    factor: Distribution, *, model_bytes: float, gradients: int = GRADIENTS
+) -> dict[str, Any]:
+    """Return what hardsync and softsync take, and how late gradients of softsync are."""
+    seconds = MACHINES["overhead"] + MACHINES["sample"] * MU
+    cluster = Cluster.model_validate({
+        "learners": LEARNERS, "compute": factor, "slow": dict.fromkeys(range(LEARNERS), seconds),
+        "link": MACHINES["link"], "server_link": MACHINES["server_link"],
+        "model_bytes": model_bytes,
+    })  # fmt: skip
+    waits = simulate(
+        Rule.hardsync(LEARNERS), cluster, servers=1, updates=gradients // LEARNERS, seed=1
+    )
+    found = {}
+    for sigma in (1, 15, 30):
+        takes = LEARNERS // sigma
+        rule = Rule(learners=LEARNERS, gradients=takes, waits=False)
+        free = simulate(rule, cluster, servers=1, updates=gradients // takes, seed=1)
+        tau = free.arrivals[0].staleness
+        late = int((tau > 2 * sigma).sum())
+        found[f"sigma {sigma}"] = {
+            "hardsync takes, times": float(waits.ends[-1] / free.ends[-1]),
+            "mean tau": float(tau.mean()),
+            "highest tau": int(tau.max()),
+            "tau > 2 sigma": {"gradients": late, "of": len(tau), **clopper_pearson(late, len(tau))},
+        }
+    return found
+
+
+if __name__ == "__main__":
+    main()
