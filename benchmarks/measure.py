@@ -259,7 +259,9 @@ class Search:
         for rate, top1 in (known or {}).items():
             self.study.add_trial(
                 optuna.trial.create_trial(
-                    params={"rate": float(rate)}, distributions={"rate": self.range}, value=top1
+                    params={"rate": float(rate)},
+                    distributions={"rate": self.range_with(float(rate))},
+                    value=top1,
                 )
             )
         for factor in FACTORS:
@@ -269,6 +271,11 @@ class Search:
     def range(self) -> optuna.distributions.FloatDistribution:
         """Where rates are looked for."""
         low, high = (factor * self.start for factor in RANGE)
+        return optuna.distributions.FloatDistribution(low, high, log=True)
+
+    def range_with(self, rate: float) -> optuna.distributions.FloatDistribution:
+        """Return the range, wider where a trial of an older one lies beyond it."""
+        low, high = min(rate, self.range.low), max(rate, self.range.high)
         return optuna.distributions.FloatDistribution(low, high, log=True)
 
     @property
