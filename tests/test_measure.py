@@ -55,7 +55,7 @@ def test_every_arm_is_searched_with_as_many_trials_before_its_seeds(tmp_path: Pa
         rates = [job.rate for job in searched if job.arm == arm]
         assert len(rates) == TRIALS
         start = work.searches[arm.key].start
-        assert rates[:3] == pytest.approx([start * factor for factor in FACTORS], rel=1e-3)
+        assert rates == pytest.approx([start * factor for factor in FACTORS], rel=1e-3)
     best = {arm.key: work.searches[arm.key].best for arm in (SMALL, LARGE, NESTEROV)}
     trained = [reach(work, 0.9) for _ in range(4)]
     again = Measurement(path, tmp_path, ["cifar10"])  # stopped, and begun anew
@@ -89,17 +89,35 @@ def test_a_machine_without_trials_goes_on_from_the_results(tmp_path: Path) -> No
     first.mkdir()
     second.mkdir()
     work = Measurement(path, first, ["cifar10"])
-    rates = [reach(work, 0.5).rate for _ in range(3 * TRIALS - 4)]
+    trials = [reach(work, 0.5).key for _ in range(3 * TRIALS - 4)]
     other = Measurement(path, second, ["cifar10"])
     assert [other.searches[key].done for key in work.searches] == [
         pytest.approx(search.done) for search in work.searches.values()
     ]
-    rates += [reach(other, 0.5).rate for _ in range(4)]
-    assert len(rates) == len(set(rates)) == 3 * TRIALS
+    trials += [reach(other, 0.5).key for _ in range(4)]
+    assert len(trials) == len(set(trials)) == 3 * TRIALS
     assert not reach(other, 0.9).searching
     partly = Measurement(path, second, ["cifar10", "small"])
     reach(partly, 0.9)
     assert json.loads(path.read_text())["search"].keys() == work.searches.keys()
+
+
+def test_runs_at_another_rate_than_the_search_has_found_are_not_mixed_with_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "results.json"
+    search = {
+        arm.key: {str(rate): 0.5 + 0.01 * rate for rate in (0.3, 0.4, 0.45, 0.48, 0.5)}
+        for arm in (SMALL, LARGE, NESTEROV)
+    }
+    runs = {f"{SMALL.key}, seed 1": fake(SMALL, 1, 0.9)}
+    earlier = {"other crops": {"search": {}}}
+    path.write_text(json.dumps({"search": search, "runs": runs, "earlier": earlier}))
+    work = Measurement(path, tmp_path, ["cifar10"])
+    with pytest.raises(SystemExit, match="was trained at a rate of 0.2, .* has found 0.5"):
+        work.next()
+    work.write()
+    assert json.loads(path.read_text())["earlier"] == earlier
 
 
 def fake(arm: Arm, seed: int, top1: float) -> dict[str, Any]:
