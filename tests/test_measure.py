@@ -111,7 +111,7 @@ def test_runs_at_another_rate_than_the_search_has_found_are_not_mixed_with_other
         for arm in (SMALL, LARGE, NESTEROV)
     }
     runs = {f"{SMALL.key}, seed 1": fake(SMALL, 1, 0.9)}
-    earlier = {"other crops": {"search": {}}}
+    earlier: dict[str, Any] = {"other crops": {"search": {}}}
     path.write_text(json.dumps({"search": search, "runs": runs, "earlier": earlier}))
     work = Measurement(path, tmp_path, ["cifar10"])
     with pytest.raises(SystemExit, match="was trained at a rate of 0.2, .* has found 0.5"):
@@ -149,7 +149,10 @@ def test_a_page_has_the_differences_and_says_what_is_missing(
     text = (tmp_path / "pages" / "cifar10_resnet9_1600.md").read_text()
     assert "| 90.20 (89.95 to 90.45, n = 3) | +1.20 (+0.95 to +1.45, n = 3) |" in text
     text = (tmp_path / "pages" / "pairs.md").read_text()
-    assert "at the small one | -3.00 (-3.00 to -3.00, n = 3) |" in text
+    assert "at the small one | -3.00 (-3.00 to -3.00, n = 3) † |" in text
     assert "polished, against small | -1.80 (" in text
-    assert "Polished, against a quarter more epochs | -0.70 (" in text
+    assert "polished, against a quarter more epochs | -0.70 (-0.95 to -0.45, n = 3) |" in text
+    assert "Polishing gains more at the large batch, LARS, than at the small one | +0.00 (" in text
+    # 1.1 of 1.7, 1.2 of 1.9 and 1.3 of 2.1 times 25 %
+    assert "Epochs that polishing saves, % of the schedule, LARS | 16 (" in text
     assert "Nesterov SGD against LARS, large batch | not measured yet |" in text
