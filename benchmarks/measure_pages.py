@@ -165,7 +165,7 @@ def page(
         f"{recipe.duration.epochs:g} epochs of {plan.steps_per_epoch:.1f} updates, "
         f"{recipe.optimizer.kind}, {recipe.precision}. Peak rate {rate:g}, the best of {TRIALS} "
         f"trials of {SEARCH_PART:.0%} of the epochs, as many for every arm, judged on 5,000 "
-        f"training images held out. {len(own)} of {SEEDS} seeds; {seconds / 60:.0f} minutes for the "
+        f"training images. {len(own)} of {SEEDS} seeds; {seconds / 60:.0f} minutes for the "
         "quickest one to the end of its schedule, on one core beside another run."
     )
     own_rate = "" if rate == recipe.schedule.peak_lr else f" --set schedule.peak_lr={rate:g}"
