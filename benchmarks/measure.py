@@ -11,7 +11,8 @@ thread.
 Arms of a set, all with its model, images, BatchNorm span and number of epochs:
 - small: SGD with Nesterov momentum at the small batch;
 - large: LARS at the large batch;
-- large, Nesterov: SGD with Nesterov momentum at the large batch;
+- large, Nesterov: SGD with Nesterov momentum at the large batch, all else as for LARS; and on
+  Fashion-MNIST the same with a straight decay, as the small batch has it;
 - large, 1.25 times as long: LARS without polishing, to see how many epochs polishing saves.
 
 First the peak rate of each arm is searched: five trials for every arm, the schedule shortened to
@@ -104,8 +105,16 @@ def arms_of(data: str, small: str, large: str, *, lars: float) -> list[Arm]:
     ]
 
 
+STRAIGHT = "schedule.decay.power=1.0"
 ARMS = [
     *arms_of("fashion_mnist", "fashion_mnist_resnet9_128", "fashion_mnist_resnet9_1920", lars=4.0),
+    Arm(
+        "fashion_mnist",
+        "large, Nesterov, straight decay",
+        "fashion_mnist_resnet9_1920",
+        0.8,
+        (NESTEROV, STRAIGHT),
+    ),
     *arms_of("cifar10", "cifar10_resnet9_128", "cifar10_resnet9_1600", lars=16.0),
 ]
 IMAGES = {"fashion_mnist": 60_000, "cifar10": 50_000}

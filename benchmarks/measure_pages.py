@@ -45,8 +45,10 @@ REACHED: dict[Ended, str] = {
     ("large", "control"): "Large batch, LARS",
     ("large", "clean + statistics"): "Large batch, LARS, polished",
     ("large, Nesterov", "control"): "Large batch, Nesterov SGD",
+    ("large, Nesterov, straight decay", "control"): "Large batch, Nesterov SGD, straight decay",
 }
 SMALL, LARGE, NESTEROV = "small", "large", "large, Nesterov"
+STRAIGHT = "large, Nesterov, straight decay"
 LONGER = "large, 1.25 times as long"
 CONTROL, CLEAN, STATISTICS, EMA = "control", "clean", "statistics", "ema"
 POLISHED = "clean + statistics"
@@ -66,6 +68,10 @@ QUESTIONS: dict[str, tuple[tuple[Ended, ...], ...]] = {
     "The same with Nesterov SGD at both": _arms(NESTEROV, SMALL, CONTROL),
     "Nesterov SGD against LARS, large batch": _arms(NESTEROV, LARGE, CONTROL),
     "Nesterov SGD against LARS, both polished": _arms(NESTEROV, LARGE, POLISHED),
+    "Nesterov SGD with a straight decay against LARS, large batch": _arms(
+        STRAIGHT, LARGE, CONTROL),
+    "Nesterov SGD with a straight decay against LARS, both polished": _arms(
+        STRAIGHT, LARGE, POLISHED),
     "Polishing (clean epochs, then statistics), small batch": _ends(SMALL, of=POLISHED),
     "Polishing, large batch, LARS": _ends(LARGE, of=POLISHED),
     "Polishing, large batch, Nesterov SGD": _ends(NESTEROV, of=POLISHED),
@@ -100,10 +106,10 @@ hold together (Bonferroni). None of them has the noise of the search, nor that o
 10,000 of them leave one accuracy open by 0.25 points or so, a difference on the same images by
 less. An interval that holds 0 does not say that there is nothing.
 
-The arms of the large batch have the same schedule and differ in the optimizer; the small batch has
-its own, whose rate falls evenly. The epochs that polishing saves are by a straight line from the
-schedule to that of a quarter more epochs; the statistics pass, which costs about a third of an
-epoch, is not taken off. The moving average has one decay, which was not searched.\
+LARS and Nesterov SGD at the large batch have the same schedule, with a decay of power 2; that of
+the small batch falls evenly, as that of a third arm does. The epochs that polishing saves are by a
+straight line from the schedule to that of a quarter more epochs; the statistics pass, which costs
+about a third of an epoch, is not taken off. The moving average has one decay, not searched.\
 """
 
 Groups = dict[str, dict[str, dict[int, float]]]
