@@ -23,6 +23,8 @@ from largebatch.training.protocols.rule import Rule
 from largebatch.training.protocols.server import Arrival, divide
 from largebatch.training.protocols.simulator import simulate
 
+MOMENTUM, DECAY = SETTINGS["momentum"], SETTINGS["weight_decay"]
+
 
 def record(rule: Rule, *, servers: int | None, updates: int = 40) -> tuple[Arrivals, ...]:
     """Return the arrivals of a simulation in which servers see different orders."""
@@ -36,7 +38,10 @@ def record(rule: Rule, *, servers: int | None, updates: int = 40) -> tuple[Arriv
 
 
 class Plain:
-    """The same by PyTorch's SGD alone: all versions of all weights are kept, none is counted."""
+    """The same by PyTorch's SGD alone: all versions of all weights are kept, none is counted.
+
+    Weight decay is a part of the loss, so that a gradient which counts less has less of it.
+    """
 
     def __init__(self, rule: Rule, records: Sequence[Arrivals]) -> None:
         self.rule, self.records = rule, records
@@ -44,7 +49,7 @@ class Plain:
         start = [weight.detach() for weight in self.model.parameters()]
         self.numbers = divide([weight.nbytes for weight in start], len(records))
         self.own = [[start[n].clone() for n in part] for part in self.numbers]
-        self.optimizers = [SGD(weights, lr=1.0, **SETTINGS) for weights in self.own]
+        self.optimizers = [SGD(weights, lr=1.0, momentum=MOMENTUM) for weights in self.own]
         self.versions = [[[w.clone() for w in weights]] for weights in self.own]
 
     def update_until(self, server: int, clock: int) -> None:
@@ -68,8 +73,10 @@ class Plain:
             tau = made - int(arrivals.clock_read[row])
             late = max(1, tau) if self.rule.by_staleness else 1
             found = self._gradient(int(arrivals.mini_batch[row]))
-            for place, n in enumerate(self.numbers[server]):
-                total[place] += found[n] / late / self.rule.gradients
+            for place, (n, weight) in enumerate(
+                zip(self.numbers[server], self.own[server], strict=True)
+            ):
+                total[place] += (found[n] + DECAY * weight) / late / self.rule.gradients
         self.optimizers[server].param_groups[0]["lr"] = schedule(made)
         for weight, one in zip(self.own[server], total, strict=True):
             weight.grad = one
