@@ -97,13 +97,13 @@ QUESTIONS: dict[str, tuple[tuple[Ended, ...], ...]] = {
 CAVEATS = """\
 Top-1 at the end of one arm minus that of another, in points: means over the seeds with their
 95 % intervals by Student's t, paired by seed. The peak rate of every arm was searched with as many
-trials of a shorter schedule, judged on training images held out; the longer arm has the rate of
-`large`, and polished ends that of their arm.
+trials of a shorter schedule, judged on training images held out; the arm of a quarter more epochs
+has the rate of LARS at the large batch, and polished ends that of their arm.
 
 Three seeds make wide intervals, and a few that are narrow by chance. Each holds for its question
 alone: of so many, one in twenty misses. † marks those that exclude 0 also where all of a column
 hold together (Bonferroni). None of them has the noise of the search, nor that of the test images:
-10,000 of them leave one accuracy open by 0.25 points or so, a difference on the same images by
+10,000 of them leave one accuracy open by 0.5 points or so, a difference on the same images by
 less. An interval that holds 0 does not say that there is nothing.
 
 LARS and Nesterov SGD at the large batch have the same schedule, with a decay of power 2; that of

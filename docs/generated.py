@@ -1,8 +1,9 @@
-"""What of the site is made from the package: every key of a recipe, and docstrings as Markdown."""
+"""What of the site is made from the package: keys of recipes and studies, marked-up docstrings."""
 
 import argparse
 import re
 from collections.abc import Iterator
+from pydoc import locate
 from typing import Any
 
 from docutils import nodes
@@ -12,29 +13,37 @@ from sphinx.util.docutils import SphinxDirective
 from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.kinds import chooser_of, kinds_of
-from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register both with Sphinx."""
-    app.add_directive("recipe-reference", RecipeReference)
+    app.add_directive("keys", Keys)
     app.connect("autodoc-process-docstring", mark_up)
     return {"parallel_read_safe": True}
 
 
-class RecipeReference(SphinxDirective):
-    """Every key of a recipe: values, default and meaning, from the schema and its docstrings."""
+class Keys(SphinxDirective):
+    """Every key of a file: values, default and meaning, from its schema and docstrings.
+
+    The first argument names the section that the file is. The second one, where there is one,
+    stands before the keys in the targets of links, for other files have keys of the same name.
+    """
+
+    required_arguments = 1
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each top-level key; `page#optimizer.eta` leads to a key."""
+        self.root: type[Section] = locate(self.arguments[0])  # type: ignore[assignment]
+        self.before = "".join(f"{word}." for word in self.arguments[1:])
         self.first: dict[type[Section], str] = {}
-        return [self._part(name) for name in Recipe.model_fields]
+        return [self._part(name) for name in self.root.model_fields]
 
     def _part(self, name: str) -> nodes.section:
-        part = nodes.section("", nodes.title(name, name), ids=[name], names=[name])
+        part = nodes.section("", nodes.title(name, name), ids=[self.before + name])
         self._note(name)
-        for meaning in meanings(name):
+        for meaning in meanings(name, self.root):
             part += [nodes.paragraph(text=meaning.values), *self._text(meaning.text)]
         part += self._kinds(name)
         entries = [entry for key in self._keys(name) for entry in self._entry(key)]
@@ -44,7 +53,7 @@ class RecipeReference(SphinxDirective):
 
     def _keys(self, key: str) -> Iterator[str]:
         """Yield the keys below a key, and not again those of a section that stood before."""
-        below = [section for section in sections_below(key) if section not in self.first]
+        below = [section for section in sections_below(key, self.root) if section not in self.first]
         self.first |= dict.fromkeys(below, key)
         for name in dict.fromkeys(name for section in below for name in section.model_fields):
             yield f"{key}.{name}"
@@ -55,8 +64,9 @@ class RecipeReference(SphinxDirective):
         self._note(key)
         if key.endswith(".kind"):  # the list of kinds stands above
             return
-        for place, meaning in enumerate(meanings(key)):
-            term = nodes.term("", "", nodes.literal(text=key), ids=[] if place else [key])
+        target = self.before + key
+        for place, meaning in enumerate(meanings(key, self.root)):
+            term = nodes.term("", "", nodes.literal(text=key), ids=[] if place else [target])
             if meaning.kinds:
                 term += nodes.Text(f" ({meaning.chooser}: {', '.join(meaning.kinds)})")
             text = [nodes.paragraph("", "", nodes.emphasis(text=meaning.values))]
@@ -65,13 +75,17 @@ class RecipeReference(SphinxDirective):
 
     def _note(self, key: str) -> None:
         """Let other pages link to a key."""
-        labels = self.env.domains.standard_domain
-        labels.labels[key] = self.env.docname, key, key
-        labels.anonlabels[key] = self.env.docname, key
+        labels, target = self.env.domains.standard_domain, self.before + key
+        labels.labels[target] = self.env.docname, target, key
+        labels.anonlabels[target] = self.env.docname, target
 
     def _kinds(self, key: str) -> list[nodes.Node]:
         """Return what the kinds of a section are, where it has some; or what the section is."""
-        new = [section for section in sections_below(key) if self.first.get(section, key) == key]
+        new = [
+            section
+            for section in sections_below(key, self.root)
+            if self.first.get(section, key) == key
+        ]
         lines = [
             f"- {chooser_of(section)} `{'` or `'.join(kinds_of(section))}`: {_text_of(section)}"
             if kinds_of(section)
@@ -82,9 +96,13 @@ class RecipeReference(SphinxDirective):
 
     def _elsewhere(self, key: str) -> list[nodes.Node]:
         """Return where the keys of a section stand that was there before."""
-        before = dict.fromkeys(self.first.get(section, key) for section in sections_below(key))
+        before = dict.fromkeys(
+            self.first.get(section, key) for section in sections_below(key, self.root)
+        )
         return [
-            nodes.paragraph("", "Keys as those of ", nodes.reference(place, place, refid=place))
+            nodes.paragraph(
+                "", "Keys as those of ", nodes.reference(place, place, refid=self.before + place)
+            )
             for place in before
             if place != key
         ]

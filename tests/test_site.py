@@ -13,6 +13,22 @@ from documents import PAGES, ROOT
 import largebatch
 from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import Section
+from largebatch.studies.scaling.study import ScalingStudy
+from largebatch.studies.servers.study import ServersStudy
+from largebatch.studies.staleness.study import StalenessStudy
+from largebatch.studies.study import ConfigurationStudy, Study
+
+FILES: list[tuple[str, str, type[Section]]] = [
+    ("recipe", "", Recipe),
+    ("studies", "lr-bench.", Study),
+    ("studies", "bench.", ConfigurationStudy),
+    ("studies", "staleness.", StalenessStudy),
+    ("studies", "servers.", ServersStudy),
+    ("studies", "scaling.", ScalingStudy),
+]
+"""A page, what stands before keys in links to it, and the section that such a file is."""
 
 PUBLIC = {
     *(f"largebatch.{name}" for name in largebatch.__all__ if name in {"load_recipe", "run"}),
@@ -61,15 +77,15 @@ def commands(parser: argparse.ArgumentParser, prefix: str) -> Iterator[tuple[str
         yield prefix, [word for one in parser._actions for word in one.option_strings]
 
 
-def keys(key: str, seen: list[str]) -> Iterator[str]:
-    """Yield the keys below a key, but those of a section that stood on the page before."""
-    for section in sections_below(key):
+def keys(key: str, seen: list[str], root: type[Section]) -> Iterator[str]:
+    """Yield the keys below a key, but those of a section that stood there before."""
+    for section in sections_below(key, root):
         if section.__name__ not in seen:
             seen.append(section.__name__)
             for name in section.model_fields:
                 dotted = f"{key}.{name}".lstrip(".")
                 yield dotted
-                yield from keys(dotted, seen)
+                yield from keys(dotted, seen, root)
 
 
 @pytest.mark.long
@@ -80,16 +96,19 @@ def test_every_page_is_there(site: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_key_of_a_recipe_is_on_one_page_with_its_values(site: Path) -> None:
-    page = (site / "docs/reference/recipe.html").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "before", "root"), FILES)
+def test_every_key_of_a_file_is_on_one_page_with_its_values(
+    site: Path, name: str, before: str, root: type[Section]
+) -> None:
+    page = (site / "docs/reference" / f"{name}.html").read_text(encoding="utf-8")
     text = re.sub(r"<[^>]+>", "", page)
-    found = list(keys("", []))
-    assert len(found) > 100
+    found = list(keys("", [], root))
+    assert len(found) > (100 if root is Recipe else 10)
     for key in found:
         if key.endswith(".kind"):
             continue
-        assert f'id="{key}"' in page, key
-        for meaning in meanings(key):
+        assert f'id="{before}{key}"' in page, key
+        for meaning in meanings(key, root):
             values = meaning.values.replace("<", "&lt;").replace(">", "&gt;")
             assert values.replace('"', "&quot;") in text or values in text, (key, values)
 

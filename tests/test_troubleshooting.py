@@ -88,6 +88,10 @@ polish --model vit_tiny_patch16_224 --weights other.safetensors --data images --
 polish --model resnet18 --weights other.safetensors --data images --out p.safetensors
 polish --model resnet18 --weights notes.pth --data images --out p.pth
 train digits_96 --backend serial --workers 2
+train digits_96_softsync --workers 2
+lr bench settings.yaml
+lr bench late.yaml
+lr recommend --dataset digits --model lenet5 --target 0.9
 train digits_96 --restarts 2
 train digits_96 --backend torch
 doctor --network
@@ -117,6 +121,13 @@ model: {name: resnet18}
 batch: {global_batch: 2, bn_span: 2}
 optimizer: {kind: sgd}
 schedule: {peak_lr: 0.1, warmup: null, decay: {kind: constant}}
+"""
+
+LATE = """
+name: late
+recipes: {late: {recipe: digits_96_softsync}}
+policies: {flat: {decay: {kind: constant}}}
+search: {trials: 1, held_out: 100}
 """
 
 UNUSED = """
@@ -154,6 +165,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "mistakes.yaml": MISTAKES,
         "broken.yaml": "name: [broken\n",
         "images.yaml": IMAGES,
+        "settings.yaml": "name: some\nsettings: {own: {}}\n",
+        "late.yaml": LATE,
         "unused.py": UNUSED,
         "notes.pth": "no weights",
     }.items():

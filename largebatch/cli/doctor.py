@@ -21,9 +21,11 @@ from largebatch.errors import LargebatchError
 from largebatch.optional import (
     require_mlflow,
     require_mlperf,
+    require_optuna,
     require_psutil,
     require_schedulefree,
     require_shampoo,
+    require_simpy,
     require_tensorboard,
     require_wandb,
     torchvision_lacks_operators,
@@ -46,6 +48,8 @@ def examine() -> Iterator[str]:
         "psutil": ("psutil", require_psutil),
         "Shampoo": ("pytorch-optimizer", require_shampoo),
         "schedulefree": ("schedulefree", require_schedulefree),
+        "Optuna": ("optuna", require_optuna),
+        "SimPy": ("simpy", require_simpy),
         "scikit-learn": ("scikit-learn", digits.write_digits),
     }
     for name, (package, use) in checks.items():

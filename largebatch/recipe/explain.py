@@ -50,12 +50,13 @@ def explain(key: str) -> str:
     return "\n\n".join([*blocks, *lists])
 
 
-def meanings(key: str) -> list[Meaning]:
+def meanings(key: str, root: type[Section] = Recipe) -> list[Meaning]:
     """Return what a dotted key means, once for all kinds in which it means the same.
 
-    Raises RecipeError for a key that no recipe has, with the nearest one.
+    `root` is what has the key: a recipe, or the file of a study. Raises RecipeError for a key that
+    it does not have, with the nearest one.
     """
-    found = _find(key)
+    found = _find(key, root)
     above, _, last = key.rpartition(".")
     if last in CHOOSERS:
         words = " | ".join(kind for section, _ in found for kind in kinds_of(section))
@@ -70,22 +71,22 @@ def meanings(key: str) -> list[Meaning]:
     return [Meaning(tuple(kinds), chooser, *meaning) for meaning, kinds in owners.items()]
 
 
-def sections_below(key: str) -> list[type[Section]]:
+def sections_below(key: str, root: type[Section] = Recipe) -> list[type[Section]]:
     """Return the sections that a dotted key may hold, one for each kind; those of an empty key too.
 
-    Raises RecipeError for a key that no recipe has, with the nearest one.
+    `root` and what is raised are those of `meanings`.
     """
     if not key:
-        return [Recipe]
-    fields = [field for _, field in _find(key)]
+        return [root]
+    fields = [field for _, field in _find(key, root)]
     return list(dict.fromkeys(one for field in fields for one in sections_of(field.annotation)))
 
 
-def _find(key: str) -> list[tuple[type[Section], FieldInfo]]:
+def _find(key: str, root: type[Section]) -> list[tuple[type[Section], FieldInfo]]:
     """Return everything that a dotted key may be: the kinds of a union may share names of keys."""
-    found = [(section, field) for name, section, field in _every_field(Recipe, "") if name == key]
+    found = [(section, field) for name, section, field in _every_field(root, "") if name == key]
     if not found:
-        known = dict.fromkeys(name for name, _, _ in _every_field(Recipe, ""))
+        known = dict.fromkeys(name for name, _, _ in _every_field(root, ""))
         hint = nearest(key, known, otherwise="`largebatch explain` lists them")
         raise RecipeError(f"no recipe has the key {clip(repr(key), LONGEST_NAME)}; {hint}")
     return found
@@ -112,9 +113,10 @@ def _values(section: type[Section], field: FieldInfo, name: str) -> str:
     values = _in_words(section.model_json_schema()["properties"][name])
     if field.is_required():
         return f"{values}, required"
-    if isinstance(field.default, Section):
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, Section):
         return f"{values}, may be left out"
-    return f"{values}, default {json.dumps(field.default)}"
+    return f"{values}, default {json.dumps(default)}"
 
 
 def _list_fields(prefix: str, section: type[Section]) -> str:
@@ -156,14 +158,27 @@ def _in_words(schema: dict[str, Any]) -> str:
         return " or ".join(_in_words(part) for part in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
-    if "prefixItems" in schema:
-        return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
-    if "items" in schema:
-        return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
+    if schema.get("type") in {"array", "object"}:
+        return _collection(schema)
     bounds = [
         f"{sign} {_number(schema[bound])}" for bound, sign in _BOUNDS.items() if bound in schema
     ]
     return f"{schema.get('type', 'any value')} {' and '.join(bounds)}".rstrip()
+
+
+def _collection(schema: dict[str, Any]) -> str:
+    """Say what a list or a mapping holds."""
+    if "prefixItems" in schema:
+        return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
+    if schema["type"] == "array":
+        return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
+    by_name = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
+    inside = [
+        _in_words(one).replace("section", "sections")
+        for one in by_name
+        if one not in (None, True, False)
+    ]
+    return " to ".join(["mapping", *inside])
 
 
 def _number(bound: float) -> str:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -106,8 +106,20 @@ def _shares(processes: int) -> list[dict[str, str]]:
     if not devices:
         return shares
     return [
-        {**share, "CUDA_VISIBLE_DEVICES": devices[place % len(devices)]}
-        for place, share in enumerate(shares)
+        {**share, "CUDA_VISIBLE_DEVICES": visible}
+        for share, visible in zip(shares, share_out(devices, processes), strict=True)
+    ]
+
+
+def share_out(devices: Sequence[str], processes: int) -> list[str]:
+    """Return the devices of each process: several, or one that it has beside others.
+
+    >>> share_out(["0", "1", "2"], 2), share_out(["0", "1"], 3)
+    (['0,2', '1'], ['0', '1', '0'])
+    """
+    return [
+        ",".join(devices[place::processes]) or devices[place % len(devices)]
+        for place in range(processes)
     ]
 
 

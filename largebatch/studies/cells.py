@@ -145,6 +145,11 @@ class Cell:
                 f"{self.name}: a study compares accuracies of images, and data.source is text; "
                 "`largebatch report RUN RUN ...` compares runs on a text"
             )
+        if self.recipe.protocol is not None:
+            raise RecipeError(
+                f"{self.name}: the recipe has a protocol; `largebatch study staleness` compares "
+                "protocols, and `largebatch report RUN RUN ...` runs"
+            )
         if self.recipe.data.held_out is not None:
             raise RecipeError(
                 f"{self.name}: the recipe has data.held_out, and a study holds out images by "

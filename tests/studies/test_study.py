@@ -92,6 +92,10 @@ def test_a_policy_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -
             "recipe no with policy fall: .*neither a file nor an installed recipe",
         ),
         (
+            {"recipes": {"late": {"recipe": "digits_96_softsync"}}},
+            "recipe late with policy fall: .*has a protocol; `largebatch study staleness` compares",
+        ),
+        (
             {"search": {**STUDY["search"], "keys": {"optimizer.moment": [0.1, 2]}}},
             "search.keys.optimizer.moment: the recipe has null there, expected a number above 0",
         ),
