@@ -15,7 +15,8 @@ three quarters, as residual networks are trained (arXiv:1512.03385). Besides: `c
 pieces of ever lower rates, and, without and with a warm-up of a fifth of the run, a constant rate,
 a cosine, and the polynomial of power 2 that recipes for large batches have.
 
-The digits have every policy, the other sets those that the questions need. Two more configurations
+The digits, 8 x 8, are drawn with 20 pixels, of which LeNet-5's second convolution makes its 4 x 4
+maps. They have every policy, the other sets those that the questions need. Two more configurations
 of the digits tell what a search is worth: `one rate` has no search, but one base rate for all
 policies, and `searched again` another seed of the search.
 """
@@ -85,7 +86,7 @@ MONITOR = {"monitor": ["generalization_gap"]}
 SETS = {
     "digits": DataSet(
         recipe="digits_96", images=1437, held_out=300, epochs=20, evaluations=1, part=1.0,
-        changes=LENET | MONITOR, batches={"small": 48, "large": 480},
+        changes=LENET | MONITOR | {"data.image_size": 20}, batches={"small": 48, "large": 480},
         rates={"small, sgd": 0.02, "large, sgd": 0.1, "small, lars": 0.25, "large, lars": 0.5},
     ),
     "fashion_mnist": DataSet(
