@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterator
-from pydoc import locate
+from pkgutil import resolve_name
 from typing import Any
 
 from docutils import nodes
@@ -35,7 +35,7 @@ class Keys(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each top-level key; `page#optimizer.eta` leads to a key."""
-        self.root: type[Section] = locate(self.arguments[0])  # type: ignore[assignment]
+        self.root: type[Section] = resolve_name(self.arguments[0])
         self.before = "".join(f"{word}." for word in self.arguments[1:])
         self.first: dict[type[Section], str] = {}
         return [self._part(name) for name in self.root.model_fields]

@@ -173,12 +173,8 @@ def _collection(schema: dict[str, Any]) -> str:
     if schema["type"] == "array":
         return f"list of {_in_words(schema['items']).replace('section', 'sections')}"
     by_name = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
-    inside = [
-        _in_words(one).replace("section", "sections")
-        for one in by_name
-        if one not in (None, True, False)
-    ]
-    return " to ".join(["mapping", *inside])
+    inside = [_in_words(one) for one in by_name if isinstance(one, dict)]
+    return " to ".join(["mapping", *inside]).replace("section", "sections")
 
 
 def _number(bound: float) -> str:

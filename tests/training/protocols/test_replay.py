@@ -73,10 +73,9 @@ class Plain:
             tau = made - int(arrivals.clock_read[row])
             late = max(1, tau) if self.rule.by_staleness else 1
             found = self._gradient(int(arrivals.mini_batch[row]))
-            for place, (n, weight) in enumerate(
-                zip(self.numbers[server], self.own[server], strict=True)
-            ):
-                total[place] += (found[n] + DECAY * weight) / late / self.rule.gradients
+            for place, n in enumerate(self.numbers[server]):
+                decayed = found[n] + DECAY * self.own[server][place]
+                total[place] += decayed / late / self.rule.gradients
         self.optimizers[server].param_groups[0]["lr"] = schedule(made)
         for weight, one in zip(self.own[server], total, strict=True):
             weight.grad = one
