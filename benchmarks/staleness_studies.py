@@ -30,6 +30,7 @@ ALL: dict[str, Any] = {
     "data.train_samples": IMAGES,
     "duration": {"epochs": EPOCHS},
     "schedule.decay": DECAY,
+    "execution.memory_format": "channels_last",  # a quarter sooner on a CPU
 }
 PLAIN = ALL | {"batch.global_batch": BATCH}
 NORM = ALL | {
