@@ -1,13 +1,21 @@
 """The studies of staleness.py: a fifth of CIFAR-10's images, 12 epochs of them, three grids.
 
+`sensitivity` has the rate found without staleness, a third and a tenth of it, with one seed: at
+which rates do learners that wait, learners that do not, and one learner train? By it FACTOR is
+chosen, for momentum makes late gradients unstable at rates at which they are not when in time.
+
 `main` has 30 learners with mini-batches of 4: waiting or not, the rate over tau or a fixed one, SGD
-and LARS, clean epochs and the statistics pass on images that are cropped otherwise. `thirtieth` and
-`sgd` with one learner are what 30 learners would be without staleness: batches of 4 at a thirtieth
-of the rate, and at the whole rate. `products` has a mu x lambda of 16, 120 and 480 from several
-pairs, at Rudra's rate over n; hardsync has one pair of each, for others are the same training.
-`sensitivity` has a third and three times the rates, which were found without staleness.
+and LARS, clean epochs and the statistics pass on images that are cropped otherwise. An update of a
+gradient that is late has 4 samples, one that waits 120. So each has two cells to be held against:
+learners that wait, and one learner `alone` with mini-batches of 4, which is never late, at ALONE of
+the rate. LARS divides a gradient by its length, and noise with it, so that a mini-batch of 4 moves
+less along the gradient than one of 120: `lars-root` has sqrt(30) times its rate.
+
+`products` has a mu x lambda of 16, 120 and 480 from several pairs, at Rudra's rate over n; hardsync
+has one pair of each, for others are the same training, and 120 is that of `main`.
 """
 
+import math
 from typing import Any
 
 from largebatch.training.protocols.compute_times import Lognormal, Stragglers
@@ -17,8 +25,17 @@ EPOCHS = 12
 BATCH = 120
 """For which the rates were found; 30 mini-batches of 4."""
 
-RATES = {"sgd": 0.03, "lars": 0.2, "norm": 0.03}
+RATES = {"sgd": 0.03, "lars": 0.362, "norm": 0.0048}
 """As --rates finds them."""
+
+FACTOR = 1.0
+"""Of them in `main` and `products`: the highest of FACTORS at which no cell of `sensitivity` fails
+whose learners wait or divide the rate by tau."""
+
+FACTORS = {"whole": 1.0, "third": 1 / 3, "tenth": 1 / 10}
+
+ALONE = 0.0376
+"""The mean of 1 / tau at sigma 30 under the usual times: of the rate, that of a late gradient."""
 
 LARS = {
     "kind": "lars", "convention": "reference", "momentum": 0.9, "weight_decay": 0.004, "eta": 0.02,
@@ -47,7 +64,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Whose rate each takes, and what it changes of cifar10_quick_128."""
 
-MACHINES: dict[str, Any] = {
+MACHINES: dict[str, Any] = {  # a gradient's seconds as fitted by staleness_times.py
     "overhead": 0.0011,
     "sample": 0.00079,
     "link": {"bandwidth": 1.25e9, "latency": 1e-4},
@@ -76,29 +93,41 @@ def rates_study() -> dict[str, Any]:
 
 
 def studies() -> dict[str, dict[str, Any]]:
-    """Return the studies by name."""
-    thirtieth = {"thirtieth": recipe("sgd", factor=1 / 30)}
-    factors = {
+    """Return the studies by name, in the order in which they are carried out."""
+    each = {
         f"{name}-{word}": recipe(name, factor=factor)
-        for name in ("sgd", "lars")
-        for word, factor in (("third", 1 / 3), ("triple", 3.0))
+        for name in RATES
+        for word, factor in FACTORS.items()
     }
+    sgd = [name for name in each if name.startswith("sgd")]
+    late = {name: recipe(name, factor=FACTOR) for name in RECIPES}
+    late["lars-root"] = recipe("lars", factor=FACTOR * math.sqrt(30))
+    alone = {name: recipe(name, factor=FACTOR * ALONE) for name in RECIPES}
+    alone["lars-root"] = recipe("lars", factor=FACTOR * ALONE * math.sqrt(30))
+    alone = {f"{name}-alone": each for name, each in alone.items()}
     return {
-        "main": _study("main", {name: recipe(name) for name in RECIPES} | thirtieth, [
-            _grid(["sgd", "lars"], sigma=[0, 1, 15, 30]),
+        "sensitivity": _study("sensitivity", each, [
+            _grid(sgd, sigma=[0, 1, 30]),
+            _grid(sgd, sigma=[30], modulation=["none"]),
+            _grid(sgd, sigma=[1], learners=[1]),
+            _grid([name for name in each if name not in sgd], sigma=[30]),
+        ], seeds=1),
+        "main": _study("main", late | alone, [
+            _grid(["sgd"], sigma=[0, 1, 15, 30]),
+            _grid(["lars", "norm", "polished"], sigma=[0, 30]),
+            _grid(["lars-root"], sigma=[30]),
             _grid(["sgd"], sigma=[15, 30], modulation=["none"]),
             _grid(["lars"], sigma=[30], modulation=["none"]),
-            _grid(["sgd", "thirtieth"], sigma=[1], learners=[1]),
-            _grid(["norm", "polished"], sigma=[0, 30]),
+            _grid(["sgd", *alone], sigma=[1], learners=[1]),
             _grid(["sgd"], sigma=[30], times=["stragglers"]),
         ]),
-        "products": _study("products", {"sgd": recipe("sgd")}, [
-            _grid(["sgd"], sigma=[0, 1], mu=[16, 120, 480], learners=[1], modulation=["n"]),
+        "products": _study("products", {"sgd": late["sgd"]}, [
+            _grid(["sgd"], sigma=[0], mu=[16, 480], learners=[1]),
+            _grid(["sgd"], sigma=[1], mu=[16, 120, 480], learners=[1], modulation=["n"]),
             _grid(["sgd"], sigma=[1, "lambda"], mu=[4], learners=[4, 30], modulation=["n"]),
             _grid(["sgd"], sigma=[1, "lambda"], mu=[30, 120], learners=[4], modulation=["n"]),
             _grid(["sgd"], sigma=[1, "lambda"], mu=[16], modulation=["n"]),
         ]),
-        "sensitivity": _study("sensitivity", factors, [_grid([*factors], sigma=[30])], seeds=1),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ the other, so one process trains any number of learners.
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -36,6 +37,9 @@ from largebatch.training.trainer import Trainer
 Result = dict[str, Any]
 """What is recorded of a run, as JSON."""
 
+COURSE = 60
+"""Parts of a stage whose training losses are recorded."""
+
 
 def train(cell: Cell, *, seed: int, options: Options) -> Result:
     """Train a cell with one seed, in its stages, and return what is recorded.
@@ -62,6 +66,7 @@ def train(cell: Cell, *, seed: int, options: Options) -> Result:
         "loss": last.get("loss"),
         "diverged": diverged,
         "stages": learners.stages,
+        "course": learners.course,
         **learners.simulated,
         "computing_seconds": time.perf_counter() - begun,
         "commit": source_commit(),
@@ -105,6 +110,9 @@ class _Learners:
     spans: Spans
     clock: int = 0
     stages: list[dict[str, Any]] = field(default_factory=list)
+    course: list[dict[str, float]] = field(default_factory=list)
+    """Updates and simulated seconds so far, and the mean training loss since the entry before."""
+
     simulations: list[Simulation] = field(default_factory=list)
     buffers: dict[int, list[Tensor]] = field(default_factory=dict)
     """The running statistics of every learner that has computed anything."""
@@ -146,13 +154,28 @@ class _Learners:
         positions = (range(m * size, (m + 1) * size) for m in arrivals.mini_batch.tolist())
         with closing(self.trainer.pipeline.at(positions, clean=clean)) as batches:
             part = Part(server, range(len(weights)), arrivals)
+            losses: list[float] = []
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
-                if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
+                losses += [arrival.loss for arrival in applied.arrivals]
+                if not all(map(math.isfinite, losses)):
                     raise _DivergedError(f"update {applied.update}: the loss is no number")
                 if self.was_asked_to_stop():
                     raise InterruptedStudyError
+                if (applied.update + 1 - steps.start) % math.ceil(len(steps) / COURSE) == 0:
+                    self._note(applied.update + 1, losses)
         self._average_statistics()
         self._evaluate(stage)
+
+    def _note(self, updates: int, losses: list[float]) -> None:
+        """Record how far the run has come, and begin to collect losses anew."""
+        before, found = sum(len(each.ends) for each in self.simulations[:-1]), self.simulations[-1]
+        seconds = sum(float(each.ends[-1]) for each in self.simulations[:-1])
+        self.course.append({
+            "updates": updates,
+            "seconds": seconds + float(found.ends[updates - before - 1]),
+            "loss": statistics.fmean(losses),
+        })  # fmt: skip
+        losses.clear()
 
     def _gradient(
         self, weights: Sequence[nn.Parameter], batches: Iterator[Batch]
