@@ -11,33 +11,43 @@ benchmarks/results/staleness_<machine>_<date>.json: every cell by seed, how late
 what is asked of them, as far as the cells are there; with --write that alone. All go on where they
 were stopped. Times of learners alone, which need no gradients, are those of staleness_times.py.
 
-Decided before anything was measured: a run fails below FAILS of top-1, or where it diverges; cells
-of one mu x lambda are level where they are within MARGIN points of each other.
+Decided before `main` was measured: a run fails below FAILS of top-1, or where it diverges; cells
+are level where the interval of their difference lies within MARGIN points of zero, and all of
+several are where every two of them are. Intervals are by the noise of all cells of a study of which
+no run fails (contrasts.py), and together for the answers of one question; those of levels are each
+alone, for all must hold at once.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from contrasts import BySeed, Noise, contrast, noise_of
 from measuring import in_points, run_largebatch, write
 from polishing_data import prepare
 from scipy.stats import beta
 from staleness_studies import IMAGES, rates_study, studies
 
-from largebatch.studies.metrics import CONFIDENCE, difference, interval
+from largebatch.studies.database import open_existing
+from largebatch.studies.metrics import CONFIDENCE, Interval, interval
+from largebatch.studies.results import read_results
 from largebatch.studies.staleness.pictures import diagonals
 from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
+from largebatch.studies.study import RATE
 
 FAILS = 0.15
 MARGIN = 3.0
 
+LOSSES = (1.6, 1.3, 1.0)
+
 Rows = Mapping[str, Row]
-BySeed = dict[int, float]
+Term = tuple[float, BySeed]
+"""A weight, and the values that it is the weight of."""
 
 
 def main() -> None:
@@ -77,27 +87,48 @@ def _write(work: Path) -> Path:
             study = load_study(str(file))
             runs = runs_of(cells_of(study, work), seeds=study.seeds, out=work / name)
             rows[name] = {row.cell.name: row for row in rows_of(runs)}
-    main_rows = rows.get("main", {})
+    main_rows, product_rows = rows.get("main", {}), rows.get("products", {})
     found = {
         "studies": {name: studies()[name] for name in rows},
+        "rates": _rates(work / "rates" / "study.db"),
         "commits": sorted(
             {one["commit"] for each in rows.values() for row in each.values() for one in row.found}
         ),
         "cells": {
             name: {cell: _cell(row) for cell, row in of.items()} for name, of in rows.items()
         },
-        "failures": dict(failures(main_rows)),
-        "differences of top-1": dict(differences(main_rows)),
-        "repair": dict(repairs(main_rows)),
-        "products": list(products(rows.get("products", {}))),
+        "noise": {name: noise(each)._asdict() for name, each in rows.items() if _is_whole(each)},
+        "top-1, points": dict(differences(main_rows)) if _is_whole(main_rows) else {},
+        "seconds to a training loss": dict(seconds_to(main_rows)),
+        "products": list(products(product_rows)) if _is_whole(product_rows) else [],
     }
     return write("staleness", "python benchmarks/staleness.py", found)
+
+
+def _rates(database: Path) -> dict[str, dict[str, Any]]:
+    """Return what was tried for every recipe, and what was found."""
+    with open_existing(f"sqlite:///{database}") as storage:
+        cells = read_results(storage)
+    return {
+        cell.configuration: {
+            "trials": [{"rate": one.values[RATE], "top1": one.top1} for one in cell.search],
+            "found": cell.values[RATE],
+        }
+        for cell in cells
+    }
+
+
+def _is_whole(rows: Rows) -> bool:
+    """Return whether a study has several seeds, the same of every cell."""
+    seeds = {frozenset(_top1(row)) for row in rows.values()}
+    return len(seeds) == 1 and len(next(iter(seeds))) > 1
 
 
 def _cell(row: Row) -> dict[str, Any]:
     late, number = row.late, sum(row.counts)
     return {
         "top-1": in_points(interval(_top1(row).values()))._asdict(),
+        "runs that fail": fails(row),
         "mean tau": row.tau,
         "highest tau": len(row.counts) - 1,
         "tau > 2 sigma": {"gradients": late, "of": number, **clopper_pearson(late, number)},
@@ -127,102 +158,155 @@ def clopper_pearson(number: int, of: int) -> dict[str, float]:
     return {"low": low, "high": high}
 
 
-def failures(rows: Rows) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield how many runs of every cell fail."""
-    for name, row in rows.items():
-        failed = sum(one["diverged"] is not None or one["top1"] < FAILS for one in row.found)
-        number = len(row.found)
-        yield name, {"failed": failed, "of": number, **clopper_pearson(failed, number)}
+def fails(row: Row) -> int:
+    """Return how many runs of a cell do."""
+    return sum(one["diverged"] is not None or one["top1"] < FAILS for one in row.found)
 
 
-def differences(rows: Rows) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield top-1 of cells minus that of what they are held against, in points, together."""
-    late, fixed = "{}-usual-sigma{}-mu4-lambda30-staleness", "{}-usual-sigma{}-mu4-lambda30-none"
-    alone = "{}-usual-sigma1-mu4-lambda1-staleness"
-    pairs = [(fixed.format("sgd", sigma), alone.format("sgd")) for sigma in (15, 30)]
-    pairs.append((late.format("sgd", 30), alone.format("thirtieth")))
-    pairs.append((fixed.format("lars", 30), late.format("lars", 30)))
-    for name in ("sgd", "lars"):
-        own = [_waiting(name), *(late.format(name, sigma) for sigma in (1, 15, 30))]
-        pairs += [(one, other) for other, one in combinations(own, 2)]
-    pairs += [(late.format(name, 30), _waiting(name)) for name in ("norm", "polished")]
-    there = [(one, other) for one, other in pairs if one in rows and other in rows]
-    for one, other in there:
-        found = difference(_top1(rows[one]), _top1(rows[other]), together=len(there))
-        yield f"{one} - {other}", in_points(found)._asdict()
+def noise(rows: Rows) -> Noise:
+    """Return that of top-1 in a study, by the cells of which no run fails."""
+    return noise_of([_top1(row) for row in rows.values() if not fails(row)])
 
 
-def repairs(rows: Rows) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield by how many points less a remedy loses to staleness than what it is held against.
+def differences(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield by question the differences of top-1 that answer it, in points."""
+    own = noise(rows)
+    for question, pairs in questions(rows).items():
+        found = {}
+        for name, terms in pairs.items():
+            each, alone = (contrast(terms, own, together=n) for n in (len(pairs), 1))
+            found[name] = {**in_points(each)._asdict(), "level": _is_level(alone)}
+        yield question, {"differences": found, "all level": all(x["level"] for x in found.values())}
 
-    That is the late cell minus the waiting one with the remedy, minus the same without it, by seed:
-    LARS against SGD; of the net with BatchNorm, trained on crops, the statistics pass, and clean
-    epochs with the pass.
-    """
 
-    def lost(name: str, stage: str | None) -> BySeed:
-        late = rows[f"{name}-usual-sigma30-mu4-lambda30-staleness"]
-        after, before = _top1(late, stage), _top1(rows[_waiting(name)], stage)
-        return {seed: after[seed] - before[seed] for seed in after.keys() & before.keys()}
+def _is_level(found: Interval) -> bool:
+    return max(abs(found.low), abs(found.high)) < MARGIN / 100
 
+
+def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
+    """Return by question and answer the cells that are added, and taken off, with their weights."""
+    late = "{}-usual-sigma{}-mu4-lambda30-{}".format
+
+    def of(cell: str, stage: str | None = None) -> BySeed:
+        return _top1(rows[cell], stage)
+
+    def minus(one: BySeed, other: BySeed) -> list[Term]:
+        return [(1.0, one), (-1.0, other)]
+
+    def pair(name: str, against: Callable[[str], str], stage: str | None = None) -> list[Term]:
+        return minus(of(late(name, 30, "staleness"), stage), of(against(name), stage))
+
+    def repaired(name: str, stage: str | None, against: Callable[[str], str]) -> list[Term]:
+        base = pair("norm" if stage else "sgd", against, "train" if stage else None)
+        return [*pair(name, against, stage), *((-weight, cell) for weight, cell in base)]
+
+    together = [_waiting("sgd"), *(late("sgd", sigma, "staleness") for sigma in (1, 15, 30))]
+    names = ("sgd", "lars", "norm", "polished")
+    straggling = "sgd-stragglers-sigma30-mu4-lambda30-staleness"
     remedies = {
-        "LARS": (("lars", None), ("sgd", None)),
-        "statistics": (("norm", "statistics"), ("norm", "train")),
-        "clean epochs + statistics": (("polished", "statistics"), ("norm", "train")),
-        "clean epochs": (("polished", "clean"), ("norm", "train")),
+        "statistics": ("norm", "statistics"),
+        "clean epochs": ("polished", "clean"),
+        "clean epochs, statistics": ("polished", "statistics"),
     }
-    for name, (one, other) in remedies.items():
-        try:
-            gained = difference(lost(*one), lost(*other), together=len(remedies))
-        except KeyError:
-            continue  # not trained yet
-        yield name, in_points(gained)._asdict()
+    return {
+        "a fixed rate, minus one learner at this rate": {
+            f"sigma {sigma}": minus(of(late("sgd", sigma, "none")), of(_one("sgd")))
+            for sigma in (15, 30)
+        },
+        "a fixed rate, minus the rate over tau": {
+            f"{name}, sigma {sigma}": minus(
+                of(late(name, sigma, "none")), of(late(name, sigma, "staleness"))
+            )
+            for name, sigma in (("sgd", 15), ("sgd", 30), ("lars", 30))
+        },
+        "the rate over tau: is every n where hardsync is?": {
+            f"{one} - {other}": minus(of(one), of(other))
+            for other, one in combinations(together, 2)
+        },
+        "staleness: sigma 30, minus one learner at a rate as low": {
+            name: pair(name, _alone) for name in (*names, "lars-root")
+        },
+        "staleness and small updates: sigma 30, minus hardsync": {
+            name: pair(name, _waiting) for name in names
+        },
+        "repaired of staleness": {"LARS": repaired("lars", None, _alone)}
+        | {"LARS at a higher rate": repaired("lars-root", None, _alone)}
+        | {name: repaired(*cell, _alone) for name, cell in remedies.items()},
+        "repaired of staleness and small updates": {"LARS": repaired("lars", None, _waiting)}
+        | {name: repaired(*cell, _waiting) for name, cell in remedies.items()},
+        "stragglers, minus usual times, sigma 30": {
+            "SGD": minus(of(straggling), of(late("sgd", 30, "staleness")))
+        },
+    }  # fmt: skip
+
+
+def seconds_to(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the simulated seconds until the training loss is first below each of LOSSES, by seed.
+
+    The loss is the mean over a sixtieth of the schedule. None: never.
+    """
+    for name, row in rows.items():
+        yield name, {
+            f"{loss:g}": {
+                one["seed"]: next(
+                    (at["seconds"] for at in one["course"] if at["loss"] < loss), None
+                )
+                for one in row.found
+            }
+            for loss in LOSSES
+        }  # fmt: skip
 
 
 def products(rows: Rows) -> Iterator[dict[str, Any]]:
     """Yield the differences of cells of one protocol with equal mu x lambda, and with unequal.
 
-    In points, together for those of equal products and for the others.
+    In points; those of equal products are level or not, each alone, and those of unequal ones hold
+    together.
     """
-    lines = diagonals([*rows.values()])
-    within = [
-        (protocol, product, one, other)
-        for (protocol, product), cells in lines.items()
-        for one, other in combinations(cells, 2)
-    ]
-    for protocol, product, one, other in within:
-        found = in_points(difference(_top1(one), _top1(other), together=len(within)))
-        yield {
-            "protocol": protocol,
-            "product": product,
-            "cells": [one.cell.name, other.cell.name],
-            **found._asdict(),
-            "level": found.low > -MARGIN and found.high < MARGIN,
-            "apart": found.low > MARGIN or found.high < -MARGIN,
-        }
+    own, lines = noise(rows), diagonals([*rows.values()])
+    for (protocol, product), cells in lines.items():
+        for one, other in combinations(cells, 2):
+            found = contrast([(1.0, _top1(one)), (-1.0, _top1(other))], own)
+            yield {
+                "protocol": protocol,
+                "product": product,
+                "cells": [one.cell.name, other.cell.name],
+                **in_points(found)._asdict(),
+                "level": _is_level(found),
+            }
     between = [
         (protocol, one, other)
         for (protocol, one), (same, other) in combinations(lines, 2)
         if protocol == same
     ]
     for protocol, *pair in between:
-        means = [_mean_top1(lines[protocol, product]) for product in pair]
-        found = in_points(difference(*means, together=len(between)))
-        yield {"protocol": protocol, "products": pair, **found._asdict()}
-
-
-def _mean_top1(cells: list[Row]) -> BySeed:
-    seeds = set.intersection(*({*_top1(row)} for row in cells))
-    return {seed: sum(_top1(row)[seed] for row in cells) / len(cells) for seed in seeds}
+        found = contrast(
+            [
+                (weight / len(lines[protocol, product]), _top1(row))
+                for weight, product in zip((1.0, -1.0), pair, strict=True)
+                for row in lines[protocol, product]
+            ],
+            own,
+            together=len(between),
+        )
+        yield {"protocol": protocol, "products": pair, **in_points(found)._asdict()}
 
 
 def _waiting(name: str) -> str:
     return f"{name}-usual-sigma0-mu4-lambda30"
 
 
+def _alone(name: str) -> str:
+    return _one(f"{name}-alone")
+
+
+def _one(name: str) -> str:
+    return f"{name}-usual-sigma1-mu4-lambda1-staleness"
+
+
 def _top1(row: Row, stage: str | None = None) -> BySeed:
     """Return top-1 by seed, at the end or after a stage; chance where the run diverged."""
-    found: BySeed = {}
+    found: dict[int, float] = {}
     for one in row.found:
         stages = {each["name"]: float(each["top1"]) for each in one["stages"]}
         is_whole = stage is None or one["diverged"] is not None

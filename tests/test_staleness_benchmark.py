@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import staleness  # noqa: E402
+from contrasts import contrast, noise_of  # noqa: E402
 from staleness_studies import EPOCHS, IMAGES, rates_study, studies  # noqa: E402
 from staleness_times import distributions, simulated  # noqa: E402
 
@@ -67,38 +69,73 @@ def test_products_are_compared_within_a_protocol(cells: dict[str, dict[str, Cell
         assert sorted(pairs[protocol, 120]) == [(4, 30), (30, 4), (120, 1)]
         assert sorted(pairs[protocol, 480]) == [(16, 30), (120, 4), (480, 1)]
         assert sorted(pairs[protocol, 16]) == [(4, 4), (16, 1)]
-    assert pairs["hardsync", 120] == [(120, 1)]
+    assert pairs["hardsync", 480] == [(480, 1)]
     rows = {
-        name: a_row(cell, 0.5, 0.5 + 0.01 * cell.learners / 30)
+        name: a_row(cell, 0.5, 0.51 + 0.001 * cell.learners / 30)
         for name, cell in cells["products"].items()
     }
     found = list(staleness.products(rows))
     within = [one for one in found if "cells" in one]
     assert len(within) == 2 * (3 + 3 + 1)
-    assert not any(one["apart"] for one in within)
+    assert all(one["level"] for one in within)
     assert {one["protocol"] for one in found if "products" in one} >= {"hardsync"}
 
 
-def test_what_a_remedy_repairs_is_what_it_loses_less(cells: dict[str, dict[str, Cell]]) -> None:
-    late = "{}-usual-sigma30-mu4-lambda30-staleness"
-    waits = "{}-usual-sigma0-mu4-lambda30"
-    ends = {
-        late.format("sgd"): (0.50, 0.51, 0.52), waits.format("sgd"): (0.60, 0.61, 0.62),
-        late.format("lars"): (0.55, 0.55, 0.58), waits.format("lars"): (0.60, 0.61, 0.62),
-        late.format("norm"): (0.50, 0.50, 0.50), waits.format("norm"): (0.60, 0.60, 0.60),
-    }  # fmt: skip
-    rows: dict[str, Row] = {}
-    for name, top1 in ends.items():
-        less = {"train": 0.1 if "sigma30" in name else 0.0, "statistics": 0.0}
-        rows[name] = a_row(cells["main"][name], *top1, **less)
-    found = dict(staleness.repairs(rows))
-    assert found.keys() == {"LARS", "statistics"}
-    assert found["LARS"]["mean"] == pytest.approx(100 * (0.05 + 0.04 + 0.06) / 3)
-    assert found["statistics"]["mean"] == pytest.approx(10.0)
-    fails = dict(staleness.failures({"low": a_row(cells["main"][late.format("sgd")], 0.1, 0.5)}))
-    assert (fails["low"]["failed"], fails["low"]["of"]) == (1, 2)
-    there = dict(staleness.differences(rows))
-    assert there[f"{late.format('sgd')} - {waits.format('sgd')}"]["mean"] == pytest.approx(-10)
+def test_every_question_is_answered_from_the_cells_that_it_is_about(
+    cells: dict[str, dict[str, Cell]],
+) -> None:
+    """Late cells lose 10 points to one learner; with BatchNorm 20, 15 of them until the pass."""
+    late, alone, norm = "sigma30-mu4-lambda30-staleness", "alone-usual", "norm-"
+    rows = {}
+    for place, (name, cell) in enumerate(cells["main"].items()):
+        end = 0.5 + 0.001 * place - (0.1 if late in name else 0.0)
+        less = {"train": 0.15 if late in name and norm in name else 0.0, "statistics": 0.0}
+        rows[name] = a_row(cell, end, end + 0.01, end - 0.01, **less, clean=0.0)
+    at = {name: 0.001 * place for place, name in enumerate(rows)}
+    own = staleness.noise(rows)
+    assert own.deviation == pytest.approx(0.0, abs=1e-9)
+    assert own.freedom == 2 * (len(rows) - 1)
+    found = dict(staleness.differences(rows))
+    cost = found["staleness: sigma 30, minus one learner at a rate as low"]["differences"]
+    assert cost.keys() == {"sgd", "lars", "norm", "polished", "lars-root"}
+    sgd, one = f"sgd-usual-{late}", f"sgd-{alone}-sigma1-mu4-lambda1-staleness"
+    assert cost["sgd"]["mean"] == pytest.approx(100 * (at[sgd] - at[one] - 0.1))
+    assert not cost["sgd"]["level"]
+    repaired = found["repaired of staleness"]["differences"]
+    assert repaired["statistics"]["mean"] == pytest.approx(15.0)
+    assert repaired["clean epochs, statistics"]["mean"] == pytest.approx(15.0, abs=0.5)
+    assert repaired["LARS"]["mean"] == pytest.approx(0.0, abs=0.5)
+    every_n = found["the rate over tau: is every n where hardsync is?"]
+    assert len(every_n["differences"]) == 6
+    assert not every_n["all level"]
+    assert staleness.fails(a_row(cells["main"][sgd], 0.1, 0.5)) == 1
+
+
+def test_a_contrast_is_that_of_the_analysis_of_variance() -> None:
+    """Against a linear model of cells and seeds, by NumPy's least squares."""
+    draw = np.random.default_rng(1)
+    values = draw.normal(size=(5, 3)) + draw.normal(size=(1, 3)) + np.arange(5)[:, None]
+    cells = [dict(enumerate(row)) for row in values.tolist()]
+    design = np.zeros((15, 7))
+    for place, (cell, seed) in enumerate(np.ndindex(5, 3)):
+        design[place, cell] = 1
+        if seed:
+            design[place, 4 + seed] = 1
+    solved, squares, rank, _ = np.linalg.lstsq(design, values.ravel(), rcond=None)
+    weights = np.array([1, -1, -1, 1, 0, 0, 0])
+    error = np.sqrt(squares[0] / (15 - rank) * weights @ np.linalg.inv(design.T @ design) @ weights)
+    noise = noise_of(cells)
+    found = contrast([*zip((1, -1, -1, 1), cells, strict=False)], noise)
+    assert noise.freedom == 15 - rank
+    assert found.mean == pytest.approx(weights @ solved)
+    assert (found.high - found.mean) / error == pytest.approx(2.306, abs=1e-3)  # t, 8 degrees
+
+
+def test_the_time_to_a_loss_is_that_of_its_first_part(cells: dict[str, dict[str, Cell]]) -> None:
+    course = [{"seconds": 2.0, "loss": 1.4}, {"seconds": 4.0, "loss": 1.2}]
+    row = Row(cells["main"]["sgd-usual-sigma0-mu4-lambda30"], ({"seed": 1, "course": course},))
+    found = dict(staleness.seconds_to({"sgd": row}))["sgd"]
+    assert found == {"1.6": {1: 2.0}, "1.3": {1: 4.0}, "1": {1: None}}
 
 
 def test_an_exact_interval_is_that_of_the_tables() -> None:

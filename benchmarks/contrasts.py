@@ -1,0 +1,56 @@
+"""Differences between cells that share seeds, by the noise of all of them.
+
+A difference of two cells with three seeds has two degrees of freedom of its own, and an interval of
+more than four standard errors. What cells and seeds leave of the values of all cells has (cells -
+1)(seeds - 1), if noise is as large in all of them: cells that fail are to be left out of it. Values
+of one run that go together, as before and after a stage, make the intervals too wide, not narrow.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from scipy.stats import t
+
+from largebatch.studies.metrics import CONFIDENCE, Interval
+
+BySeed = Mapping[int, float]
+"""A value of every seed of a cell."""
+
+
+class Noise(NamedTuple):
+    """What is left of values without the means of their cells and of their seeds."""
+
+    deviation: float
+    freedom: int
+
+
+def noise_of(cells: Sequence[BySeed]) -> Noise:
+    """Return the standard deviation of the residuals of cells that all have the same seeds.
+
+    >>> noise_of([{1: 0.0, 2: 2.0}, {1: 3.0, 2: 3.0}])
+    Noise(deviation=1.0, freedom=1)
+    """
+    seeds = list(cells[0])
+    by_seed = {seed: statistics.fmean(cell[seed] for cell in cells) for seed in seeds}
+    whole = statistics.fmean(by_seed.values())
+    squares = math.fsum(
+        (cell[seed] - statistics.fmean(cell.values()) - by_seed[seed] + whole) ** 2
+        for cell in cells
+        for seed in seeds
+    )
+    freedom = (len(cells) - 1) * (len(seeds) - 1)
+    return Noise(math.sqrt(squares / freedom), freedom)
+
+
+def contrast(terms: Sequence[tuple[float, BySeed]], noise: Noise, *, together: int = 1) -> Interval:
+    """Return the sum of means times their weights, which sum up to zero, and its interval.
+
+    So many intervals `together` hold the true values with CONFIDENCE (Bonferroni).
+    """
+    mean = math.fsum(weight * statistics.fmean(cell.values()) for weight, cell in terms)
+    error = math.sqrt(math.fsum(weight**2 / len(cell) for weight, cell in terms)) * noise.deviation
+    reach = error * float(t.ppf(1 - (1 - CONFIDENCE) / 2 / together, noise.freedom))
+    number = min(len(cell) for _, cell in terms)
+    return Interval(mean, mean - reach, mean + reach, number)
