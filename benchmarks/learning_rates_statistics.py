@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from contrasts import Noise, contrast, noise_of
 from measuring import in_points
 from scipy.stats import spearmanr
 
@@ -16,7 +17,6 @@ from largebatch.studies.metrics import (
     Cost,
     Interval,
     Ratio,
-    difference,
     ratio_of_updates,
     robustness,
 )
@@ -67,9 +67,21 @@ def sooner(
     return ratio_of_updates(costs_of(other, target), costs_of(cell, target), together=together)
 
 
-def points(cell: Mapping[str, Any], other: Mapping[str, Any], *, together: int = 1) -> Interval:
-    """Return how much higher top-1 is, in points."""
-    return in_points(difference(top1_of(cell), top1_of(other), together=together))
+def noise(policies: Policies) -> Noise:
+    """Return that of top-1, by the policies of which no run diverged."""
+    return noise_of(
+        [
+            top1_of(cell)
+            for cell in policies.values()
+            if all(run["diverged"] is None for run in cell["seeds"])
+        ]
+    )
+
+
+def points(policies: Policies, one: str, other: str, *, together: int = 1) -> Interval:
+    """Return how much higher the top-1 of one policy is than that of another, in points."""
+    terms = [(1.0, top1_of(policies[one])), (-1.0, top1_of(policies[other]))]
+    return in_points(contrast(terms, noise(policies), together=together))
 
 
 def areas_of(cell: Mapping[str, Any]) -> BySeed:
@@ -143,7 +155,7 @@ def orders(one: Policies, other: Policies) -> tuple[int, int, int]:
     names = [name for name in one if name in other]
     pairs = [(a, b) for at, a in enumerate(names) for b in names[at + 1 :]]
     signs = [
-        [_sign(points(found[a], found[b], together=2 * len(pairs))) for a, b in pairs]
+        [_sign(points(found, a, b, together=2 * len(pairs))) for a, b in pairs]
         for found in (one, other)
     ]
     products = [a * b for a, b in zip(*signs, strict=True)]

@@ -3,10 +3,12 @@
     python benchmarks/learning_rates_tables.py
 
 Reads the newest benchmarks/results/learning_rates_<machine>_<date>.json and trains nothing.
-Intervals are Student's at 95 % over the seeds, differences and ratios are paired by seed, and those
-of a table hold together (Bonferroni, over its lines within a configuration or over configurations,
-as its title says). Those of rank correlations and spreads are of seeds drawn anew, the same for all
-policies.
+Intervals are Student's at 95 % over the seeds, and those of a table hold together (Bonferroni, over
+its lines within a configuration or over configurations, as its title says). Ratios are paired by
+seed. Differences of policies are by the noise of all policies of their configuration of which no
+run diverged (contrasts.py), with that of seeds alone: a rate found by another search is another
+rate, which the line of `searched again` shows. Those of rank correlations and spreads are of seeds
+drawn anew, the same for all policies.
 
 A configuration has three targets: the highest whole per cent that the best evaluation of every seed
 of the constant rate reaches, and 95 and 90 % of it.
@@ -45,6 +47,9 @@ DEFAULTS = {"digits": "inv", "fashion_mnist": "inv", "cifar10": "nstep"}
 
 LEVELS = (1.0, 0.95, 0.9)
 
+CLAIMED = 1.6
+"""How many times sooner LRBench's cyclic and composite policies are, at least."""
+
 Measured = dict[Configuration, Policies]
 
 
@@ -58,9 +63,9 @@ def main() -> None:
     measured = {one: policies for one, policies in every.items() if not one.arm}
     for one, policies in measured.items():
         print(*_policies(one, policies), "", sep="\n")
-    for table in (_sooner, _factorial, _places, _robust, _ranks):
+    for table in (_sooner, _factorial, _places, _robust):
         print(*table(measured), "", sep="\n")
-    print(*_searches(every), sep="\n")
+    print(*_ranks(every), "", *_searches(every), sep="\n")
 
 
 def _policies(one: Configuration, policies: Policies) -> Iterator[str]:
@@ -68,12 +73,18 @@ def _policies(one: Configuration, policies: Policies) -> Iterator[str]:
     yield f"### {one.key}: updates to {target:.0%}; against fix, together for all policies"
     yield "| policy | rate | good rates | top-1, % | points | sooner, times | reached | diverged |"
     yield "|---|---|---|---|---|---|---|---|"
-    fix, others = policies["fix"], len(policies) - 1
+    others = len(policies) - 1
     for name, cell in policies.items():
         edge = f" ({cell['edge']} tried)" if cell["edge"] else ""
         top1 = interval(100 * value for value in top1_of(cell).values())
-        against = "" if name == "fix" else _words(points(cell, fix, together=others), "+.2f")
-        times = "" if name == "fix" else _words(sooner(cell, fix, target, together=others), ".2f")
+        against = (
+            "" if name == "fix" else _words(points(policies, name, "fix", together=others), "+.2f")
+        )
+        times = (
+            ""
+            if name == "fix"
+            else _words(sooner(cell, policies["fix"], target, together=others), ".2f")
+        )
         costs = costs_of(cell, target).values()
         diverged = sum(run["diverged"] is not None for run in cell["seeds"])
         yield (
@@ -92,10 +103,14 @@ def _good_rates(cell: Mapping[str, Any]) -> str:
 
 def _sooner(measured: Measured) -> Iterator[str]:
     yield "### Cyclic and composite policies: times sooner at the target, together for the policies"
-    yield "| | against | target | slowest | fastest | surely sooner | later | not all seeds |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield (
+        "| | against | target | slowest | fastest | surely sooner | later | surely 1.6 times | "
+        "less | not all seeds |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for one, policies in measured.items():
-        for base in dict.fromkeys(("fix", DEFAULTS[one.data])):
+        bases = [base for base in ("fix", DEFAULTS[one.data]) if base in policies]
+        for base in bases:
             for level in LEVELS:
                 yield f"| {one.key} | {base} | {_against(policies, base, level)} |"
 
@@ -113,6 +128,8 @@ def _against(policies: Policies, base: str, level: float) -> str:
     surely = (
         sum(times.low > 1 for times in ratios.values()),
         sum(times.high < 1 for times in ratios.values()),
+        sum(times.low > CLAIMED for times in ratios.values()),
+        sum(times.high < CLAIMED for times in ratios.values()),
     )
     counts = (f"{number} of {len(names)}" for number in surely)
     rest = ", ".join(name for name in names if name not in ratios) or "none"
@@ -126,6 +143,7 @@ def _factorial(measured: Measured) -> Iterator[str]:
         "warm-up with fix minus with decays |"
     )
     yield "|---|---|---|---|---|"
+    every: list[list[float]] = []
     for one, policies in measured.items():
         fix, poly, cosine, w_fix, w_poly, w_cosine = (top1_of(policies[name]) for name in FACTORIAL)
         effects = (
@@ -142,7 +160,10 @@ def _factorial(measured: Measured) -> Iterator[str]:
             )
             for values in means
         ]
+        every.append([100 * statistics.fmean(values.values()) for values in means])
         yield f"| {one.key} | {' | '.join(shown)} |"
+    over = [_words(interval(column), "+.2f") for column in zip(*every, strict=True)]
+    yield f"| mean over configurations, each interval alone | {' | '.join(over)} |"
 
 
 def _mean_of(pairs: Sequence[tuple[BySeed, BySeed]]) -> BySeed:
@@ -168,7 +189,7 @@ def _below(policies: Policies, name: str) -> str:
     best = max(policies, key=lambda other: statistics.fmean(top1_of(policies[other]).values()))
     if name == best:
         return "**best**"
-    found = points(policies[best], policies[name], together=len(policies) - 1)
+    found = points(policies, best, name, together=len(policies) - 1)
     return f"({found.mean:.2f})" if found.low > 0 else f"{found.mean:.2f}"
 
 
@@ -188,16 +209,13 @@ def _robust(measured: Measured) -> Iterator[str]:
             )
 
 
-def _ranks(measured: Measured) -> Iterator[str]:
+def _ranks(every: Measured) -> Iterator[str]:
     yield "### Rank correlation of the policies' top-1; two rankings that are the same: the ceiling"
     yield "| between | and | Spearman's rho | ceiling | surely reversed pairs | surely kept pairs |"
     yield "|---|---|---|---|---|---|"
-    for at, (one, policies) in enumerate(measured.items()):
-        for other, others in [*measured.items()][at + 1 :]:
-            same = [
-                getattr(one, key) == getattr(other, key) for key in ("data", "batch", "optimizer")
-            ]
-            if sum(same) == 2:
+    for at, (one, policies) in enumerate(every.items()):
+        for other, others in [*every.items()][at + 1 :]:
+            if _are_comparable(one, other):
                 rho = rank_correlation(policies, others)
                 reversed_pairs, kept, pairs = orders(policies, others)
                 ceiling = math.sqrt(spread_of(policies)[1] * spread_of(others)[1])
@@ -207,6 +225,13 @@ def _ranks(measured: Measured) -> Iterator[str]:
                 )
 
 
+def _are_comparable(one: Configuration, other: Configuration) -> bool:
+    """Return whether they differ in one thing alone, or in the search."""
+    keys = ("data", "batch", "optimizer")
+    same = sum(getattr(one, key) == getattr(other, key) for key in keys)
+    return (same, one.arm, other.arm) in [(2, "", ""), (3, "", AGAIN)]
+
+
 def _searches(every: Measured) -> Iterator[str]:
     yield "### What the search of each policy's own rate is worth, points"
     yield "| | of | policies' standard deviation | range | own rates gain: mean, lowest, highest |"
@@ -214,10 +239,14 @@ def _searches(every: Measured) -> Iterator[str]:
     for one, policies in every.items():
         gain = ""
         if one.arm:
-            main = every[Configuration(one.data, one.batch, one.optimizer, robustness_seeds=3)]
-            gains = [points(main[name], cell).mean for name, cell in policies.items()]
+            main = every[one.main]
+            gains = [
+                in_points(difference(top1_of(main[name]), top1_of(cell))).mean
+                for name, cell in policies.items()
+            ]
             gain = (
-                f"{statistics.fmean(gains):+.2f} on average, {min(gains):+.2f} to {max(gains):+.2f}"
+                f"{_words(interval(gains), '+.2f')} on average, {min(gains):+.2f} to "
+                f"{max(gains):+.2f}"
             )
         what = {ONE_RATE: "policies at one rate", AGAIN: "another search"}.get(one.arm, "own rates")
         deviation, ends = resampled(policies, lambda found: 100 * spread_of(found)[0])

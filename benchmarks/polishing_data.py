@@ -32,21 +32,24 @@ SUBSET_SEED = 20_000
 SHARD_BYTES = 256 * 10**6
 
 
-def prepare(work: Path, name: str, *, train: int, val: int | None = None) -> Path:
+def prepare(
+    work: Path, name: str, *, train: int, val: int | None = None, test: int | None = None
+) -> Path:
     """Return the folder with `train` training images of a set, made unless it is there.
 
-    They are judged on the whole test set, or, if `val` is given, on so many other training
-    images: that is for tuning.
+    They are judged on the whole test set, on `test` images of it, or, if `val` is given, on so
+    many other training images: that is for tuning.
     """
-    out = work / f"{name}-{train}" if val is None else work / f"{name}-{train}-tuning-{val}"
+    of = "" if val is None else f"-tuning-{val}"
+    out = work / f"{name}-{train}{of if test is None else f'-test-{test}'}"
     if out.exists():
         return out
     whole = _import(work / "all" / name, name)
-    first, test = load_or_read(whole, "train"), load_or_read(whole, "val")
+    first, last = load_or_read(whole, "train"), load_or_read(whole, "val")
     drawn = draw(first, [train, val or 0])
     chosen = {"train": (first, drawn[0]), "val": (first, drawn[1])}
     if val is None:
-        chosen["val"] = test, np.arange(len(test))
+        chosen["val"] = last, draw(last, [test or len(last)])[0]
     data_set = DataSet(
         first.classes,
         {split: len(rows) for split, (_, rows) in chosen.items()},

@@ -29,8 +29,8 @@ RATES = {"sgd": 0.03, "lars": 0.362, "norm": 0.0048}
 """As --rates finds them."""
 
 FACTOR = 1.0
-"""Of them in `main` and `products`: that of FACTORS with the highest mean top-1 of SGD's three cells
-in `sensitivity` whose learners wait, or divide the rate by tau."""
+"""Of them in `main` and `products`: that of FACTORS with the highest mean top-1 of the three cells
+of SGD in `sensitivity` whose learners wait, or divide the rate by tau."""
 
 FACTORS = {"whole": 1.0, "third": 1 / 3, "tenth": 1 / 10}
 

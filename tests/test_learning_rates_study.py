@@ -124,4 +124,4 @@ def test_tables_have_every_claim_with_its_interval(
         line for line in text.splitlines() if line.startswith("| digits, small, sgd | digits, l")
     )
     assert "| 1.00 |" in rank
-    assert "| digits, large, sgd, one rate | policies at one rate | " in text
+    assert "| digits, small, sgd, one rate | policies at one rate | " in text
