@@ -210,7 +210,7 @@ def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
     }
     return {
         "a fixed rate, minus one learner at this rate": {
-            f"sigma {sigma}": minus(of(late("sgd", sigma, "none")), of(_one("sgd")))
+            f"sigma {sigma}": minus(of(late("sgd-tenth", sigma, "none")), of(_one("sgd-tenth")))
             for sigma in (15, 30)
         },
         "a fixed rate, minus the rate over tau": {
@@ -228,7 +228,10 @@ def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
         },
         "staleness and small updates: sigma 30, minus hardsync": {
             name: pair(name, _waiting) for name in names
-        },
+        }
+        | {"sgd, against the rate found": minus(
+            of(late("sgd", 30, "staleness")), of(_waiting("sgd-found"))
+        )},
         "repaired of staleness": {"LARS": repaired("lars", None, _alone)}
         | {"LARS at a higher rate": repaired("lars-root", None, _alone)}
         | {name: repaired(*cell, _alone) for name, cell in remedies.items()},

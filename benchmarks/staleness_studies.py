@@ -2,14 +2,17 @@
 
 `sensitivity` has the rate found without staleness, a third and a tenth of it, with one seed: at
 which rates do learners that wait, learners that do not, and one learner train? By it FACTOR is
-chosen, for momentum makes late gradients unstable at rates at which they are not when in time.
+chosen, for momentum makes late gradients unstable at rates at which they are not when in time: a
+rate found without staleness would decide what staleness costs.
 
 `main` has 30 learners with mini-batches of 4: waiting or not, the rate over tau or a fixed one, SGD
 and LARS, clean epochs and the statistics pass on images that are cropped otherwise. An update of a
 gradient that is late has 4 samples, one that waits 120. So each has two cells to be held against:
 learners that wait, and one learner `alone` with mini-batches of 4, which is never late, at ALONE of
 the rate. LARS divides a gradient by its length, and noise with it, so that a mini-batch of 4 moves
-less along the gradient than one of 120: `lars-root` has sqrt(30) times its rate.
+less along the gradient than one of 120: `lars-root` has sqrt(30) times its rate. `sgd-found` is
+hardsync at the rate found for it, and `sgd-tenth` a tenth of that, at which one learner trains: do
+learners that do not wait, at this rate as it is?
 
 `products` has a mu x lambda of 16, 120 and 480 from several pairs, at Rudra's rate over n; hardsync
 has one pair of each, for others are the same training, and 120 is that of `main`.
@@ -28,9 +31,9 @@ BATCH = 120
 RATES = {"sgd": 0.03, "lars": 0.362, "norm": 0.0048}
 """As --rates finds them."""
 
-FACTOR = 1.0
-"""Of them in `main` and `products`: that of FACTORS with the highest mean top-1 of the three cells
-of SGD in `sensitivity` whose learners wait, or divide the rate by tau."""
+FACTOR = {"sgd": 1 / 3, "lars": 1.0, "norm": 1.0}
+"""Of them in `main` and `products`: that of FACTORS with which, in `sensitivity`, a recipe's cells
+whose learners wait or divide the rate by tau have the highest mean top-1."""
 
 FACTORS = {"whole": 1.0, "third": 1 / 3, "tenth": 1 / 10}
 
@@ -100,11 +103,12 @@ def studies() -> dict[str, dict[str, Any]]:
         for word, factor in FACTORS.items()
     }
     sgd = [name for name in each if name.startswith("sgd")]
-    late = {name: recipe(name, factor=FACTOR) for name in RECIPES}
-    late["lars-root"] = recipe("lars", factor=FACTOR * math.sqrt(30))
-    alone = {name: recipe(name, factor=FACTOR * ALONE) for name in RECIPES}
-    alone["lars-root"] = recipe("lars", factor=FACTOR * ALONE * math.sqrt(30))
-    alone = {f"{name}-alone": each for name, each in alone.items()}
+    factors = {name: FACTOR[rate] for name, (rate, _) in RECIPES.items()}
+    late = {name: recipe(name, factor=factor) for name, factor in factors.items()}
+    late["lars-root"] = recipe("lars", factor=factors["lars"] * math.sqrt(30))
+    alone = {f"{name}-alone": recipe(name, factor=of * ALONE) for name, of in factors.items()}
+    alone["lars-root-alone"] = recipe("lars", factor=factors["lars"] * math.sqrt(30) * ALONE)
+    other = {"sgd-found": recipe("sgd"), "sgd-tenth": recipe("sgd", factor=0.1)}
     return {
         "sensitivity": _study("sensitivity", each, [
             _grid(sgd, sigma=[0, 1, 30]),
@@ -112,13 +116,14 @@ def studies() -> dict[str, dict[str, Any]]:
             _grid(sgd, sigma=[1], learners=[1]),
             _grid([name for name in each if name not in sgd], sigma=[30]),
         ], seeds=1),
-        "main": _study("main", late | alone, [
+        "main": _study("main", late | alone | other, [
             _grid(["sgd"], sigma=[0, 1, 15, 30]),
             _grid(["lars", "norm", "polished"], sigma=[0, 30]),
             _grid(["lars-root"], sigma=[30]),
-            _grid(["sgd"], sigma=[15, 30], modulation=["none"]),
+            _grid(["sgd", "sgd-tenth"], sigma=[15, 30], modulation=["none"]),
+            _grid(["sgd-found"], sigma=[0]),
             _grid(["lars"], sigma=[30], modulation=["none"]),
-            _grid(["sgd", *alone], sigma=[1], learners=[1]),
+            _grid(["sgd-tenth", *alone], sigma=[1], learners=[1]),
             _grid(["sgd"], sigma=[30], times=["stragglers"]),
         ]),
         "products": _study("products", {"sgd": late["sgd"]}, [
