@@ -4,8 +4,9 @@
 
 Needs the extra `studies`. First what a gradient of the study's network takes one core alone, for
 mini-batches of 4 to 120 samples, fitted by the seconds that staleness_studies.MACHINES has. Then
-GRADIENTS gradients under each distribution of their times: how many times as long hardsync takes
-for the same samples, and how late gradients are at sigma 1, 15 and 30. Writes
+GRADIENTS gradients with each of SEEDS under each distribution of their times: how many times as
+long hardsync takes for the same samples, and how late gradients are at sigma 1, 15 and 30; and how
+late where all learners come to rest after every so many updates. Writes
 benchmarks/results/staleness_times_<machine>_<date>.json. Servers update in no time here.
 """
 
@@ -21,6 +22,7 @@ from staleness_studies import MACHINES, STRAGGLERS, USUAL
 from torch.nn import functional as F
 
 from largebatch.models import build
+from largebatch.studies.metrics import interval
 from largebatch.training.protocols.cluster import Cluster
 from largebatch.training.protocols.compute_times import (
     Distribution,
@@ -33,7 +35,9 @@ from largebatch.training.protocols.rule import Rule
 from largebatch.training.protocols.simulator import simulate
 
 LEARNERS, MU = 30, 4
-GRADIENTS = 300_000
+GRADIENTS = 60_000
+SEEDS = range(1, 6)
+RESTS = (30, 100, 500, 6_000)
 MINI_BATCHES = (4, 16, 30, 120)
 ROUNDS = 300
 
@@ -55,9 +59,13 @@ def main() -> None:
         "used": MACHINES,
         "spread of the logarithm of seconds": float(np.std(np.log(of_4))),
         "gradients": GRADIENTS,
+        "seeds": len(SEEDS),
         "times": {
             name: simulated(factor, model_bytes=size)
             for name, factor in distributions(of_4).items()
+        },
+        "mean tau at sigma 30 by updates between two rests, usual times": {
+            updates: mean_tau(updates, model_bytes=size) for updates in RESTS
         },
     }
     print(write("staleness_times", "python benchmarks/staleness_times.py", found))
@@ -100,29 +108,50 @@ def simulated(
     factor: Distribution, *, model_bytes: float, gradients: int = GRADIENTS
 ) -> dict[str, Any]:
     """Return what hardsync and softsync take, and how late gradients of softsync are."""
-    seconds = MACHINES["overhead"] + MACHINES["sample"] * MU
-    cluster = Cluster.model_validate({
-        "learners": LEARNERS, "compute": factor, "slow": dict.fromkeys(range(LEARNERS), seconds),
-        "link": MACHINES["link"], "server_link": MACHINES["server_link"],
-        "model_bytes": model_bytes,
-    })  # fmt: skip
-    waits = simulate(
-        Rule.hardsync(LEARNERS), cluster, servers=1, updates=gradients // LEARNERS, seed=1
-    )
+    cluster = _cluster(factor, model_bytes)
+    hardsync = Rule.hardsync(LEARNERS)
+    waits = {
+        seed: simulate(hardsync, cluster, servers=1, updates=gradients // LEARNERS, seed=seed)
+        for seed in SEEDS
+    }
     found = {}
     for sigma in (1, 15, 30):
         takes = LEARNERS // sigma
         rule = Rule(learners=LEARNERS, gradients=takes, waits=False)
-        free = simulate(rule, cluster, servers=1, updates=gradients // takes, seed=1)
-        tau = free.arrivals[0].staleness
+        free = {
+            seed: simulate(rule, cluster, servers=1, updates=gradients // takes, seed=seed)
+            for seed in SEEDS
+        }
+        tau = np.concatenate([each.arrivals[0].staleness for each in free.values()])
         late = int((tau > 2 * sigma).sum())
         found[f"sigma {sigma}"] = {
-            "hardsync takes, times": float(waits.ends[-1] / free.ends[-1]),
+            "hardsync takes, times": interval(
+                float(waits[seed].ends[-1] / free[seed].ends[-1]) for seed in SEEDS
+            )._asdict(),
             "mean tau": float(tau.mean()),
             "highest tau": int(tau.max()),
             "tau > 2 sigma": {"gradients": late, "of": len(tau), **clopper_pearson(late, len(tau))},
         }
     return found
+
+
+def mean_tau(updates: int, *, model_bytes: float, gradients: int = GRADIENTS) -> float:
+    """Return how late gradients of sigma 30 are where all learners rest after so many updates."""
+    cluster = _cluster(USUAL, model_bytes)
+    rule = Rule(learners=LEARNERS, gradients=1, waits=False)
+    return statistics.fmean(
+        simulate(rule, cluster, servers=1, updates=updates, seed=seed).arrivals[0].staleness.mean()
+        for seed in range(1, 1 + gradients // updates)
+    )
+
+
+def _cluster(factor: Distribution, model_bytes: float) -> Cluster:
+    seconds = MACHINES["overhead"] + MACHINES["sample"] * MU
+    return Cluster.model_validate({
+        "learners": LEARNERS, "compute": factor, "slow": dict.fromkeys(range(LEARNERS), seconds),
+        "link": MACHINES["link"], "server_link": MACHINES["server_link"],
+        "model_bytes": model_bytes,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":
