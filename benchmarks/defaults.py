@@ -27,7 +27,7 @@ from largebatch.studies.transfer import transfer_matrix
 
 STUDY = Path(__file__).parent / "studies" / "defaults.yaml"
 IMAGES = 10_000
-MORE_SEEDS = 20
+MORE_SEEDS = 60
 FAMILIES = {"digits": "-mnist", "cifar10": "-cifar10"}
 """How the names of the settings for a data set of this kind end."""
 

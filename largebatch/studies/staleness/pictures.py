@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 TRADE_OFF, HISTOGRAMS = "trade_off.png", "staleness.png"
 COLUMNS = 3
-"""Histograms side by side."""
+"""Panels side by side."""
 
 
 def write_pictures(rows: Sequence[Row], out: Path) -> list[Path]:
     """Draw the cells that have records; return the files, the second only with late gradients."""
-    size = (960, 60 + 300 * len(panels(rows)))
+    size = (960, 110 + 300 * math.ceil(len(panels(rows)) / COLUMNS))
     write_chart(out / TRADE_OFF, lambda figure: draw_trade_off(figure, rows), size=size)
-    late = [row for row in rows if row.cell.sigma]
+    late = [row for row in rows if len(row.counts) > 1]
     if not late:
         return [out / TRADE_OFF]
     size = (960, 40 + 190 * math.ceil(len(late) / COLUMNS))
@@ -36,20 +36,35 @@ def draw_trade_off(figure: "Figure", rows: Sequence[Row]) -> None:
     Rudra's rule (arXiv:1509.04210) is that such a line is level.
     """
     found = panels(rows)
-    charts = figure.subplots(len(found), 1, squeeze=False)[:, 0]
-    for axes, (name, inside) in zip(charts, found.items(), strict=True):
-        _draw_panel(axes, name, inside)
-    charts[-1].set_xlabel("Simulated seconds →", loc="right")
+    columns = min(COLUMNS, len(found))
+    grid = figure.subplots(
+        math.ceil(len(found) / columns), columns, sharex=True, sharey=True, squeeze=False
+    )
+    protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
+    colours = dict(zip(protocols, [*COLOURS.values(), INK] * len(protocols), strict=False))
+    for axes, (name, inside) in zip(grid.ravel(), found.items(), strict=False):
+        _draw_panel(axes, inside, colours)
+        name_axes(axes, y=f"Error: {name}")
+    for axes in grid.ravel()[len(found) :]:
+        axes.set_axis_off()
+    grid[-1, 0].set_xlabel("Simulated seconds →", loc="left")
+    marks = [
+        grid[0, 0].plot([], [], color=colour, marker="o", ms=6, lw=0.8, label=protocol)[0]
+        for protocol, colour in colours.items()
+    ]
+    figure.legend(
+        handles=marks, loc="outside lower left", frameon=False, ncols=min(3, len(marks)),
+        borderpad=0, title="mu x lambda; a line joins those of equal product", alignment="left",
+    )  # fmt: skip
 
 
-def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
-    name_axes(axes, y=f"Error: {name}")
+def _draw_panel(axes: "Axes", rows: Sequence[Row], colours: Mapping[str, str]) -> None:
     axes.set_xscale("log")
+    ticks = axes.xaxis.get_major_locator()
+    ticks.set_params(subs=(1.0, 2.0, 5.0))  # type: ignore[call-arg]  # it is a LogLocator
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:.4g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
-    colours = dict(zip(protocols, [*COLOURS.values(), INK] * len(protocols), strict=False))
     for row in rows:
         cell = row.cell
         axes.errorbar(
@@ -63,9 +78,6 @@ def _draw_panel(axes: "Axes", name: str, rows: Sequence[Row]) -> None:
     for (protocol, _), joined in diagonals(rows).items():
         line = sorted((row.seconds, row.error.mean) for row in joined)
         axes.plot(*zip(*line, strict=True), color=colours[protocol], lw=0.8)
-    for protocol in protocols:
-        axes.plot([], [], color=colours[protocol], marker="o", label=protocol)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw_histograms(figure: "Figure", rows: Sequence[Row]) -> None:
@@ -78,6 +90,8 @@ def draw_histograms(figure: "Figure", rows: Sequence[Row]) -> None:
         axes.axvline(2 * row.cell.sigma, color=INK, lw=0.8)
         axes.set_title(row.cell.name, size=7)
         axes.xaxis.get_major_locator().set_params(integer=True)
+    charts[0].set_ylabel("Share of gradients")
+    charts[len(rows) - 1].set_xlabel("Updates late; the line is at 2 sigma →", loc="right", size=9)
     for axes in charts[len(rows) :]:
         axes.set_axis_off()
 
