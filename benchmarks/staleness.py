@@ -20,6 +20,7 @@ alone, for all must hold at once.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
@@ -39,11 +40,14 @@ from largebatch.studies.staleness.pictures import diagonals
 from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
 from largebatch.studies.study import RATE
+from largebatch.training.protocols.simulator import simulate
 
 FAILS = 0.15
 MARGIN = 3.0
 
 LOSSES = (1.6, 1.3, 1.0)
+MODEL_BYTES = 4.0 * 89_578
+STRAGGLING = "sgd-stragglers-sigma30-mu4-lambda30-staleness"
 
 Rows = Mapping[str, Row]
 Term = tuple[float, BySeed]
@@ -127,7 +131,10 @@ def _is_whole(rows: Rows) -> bool:
 def _cell(row: Row) -> dict[str, Any]:
     late, number = row.late, sum(row.counts)
     return {
-        "top-1": in_points(interval(_top1(row).values()))._asdict(),
+        "top-1": {
+            key: value if math.isfinite(value) else None  # JSON has no infinity
+            for key, value in in_points(interval(_top1(row).values()))._asdict().items()
+        },
         "runs that fail": fails(row),
         "mean tau": row.tau,
         "highest tau": len(row.counts) - 1,
@@ -202,7 +209,6 @@ def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
 
     together = [_waiting("sgd"), *(late("sgd", sigma, "staleness") for sigma in (1, 15, 30))]
     names = ("sgd", "lars", "norm", "polished")
-    straggling = "sgd-stragglers-sigma30-mu4-lambda30-staleness"
     remedies = {
         "statistics": ("norm", "statistics"),
         "clean epochs": ("polished", "clean"),
@@ -238,7 +244,7 @@ def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
         "repaired of staleness and small updates": {"LARS": repaired("lars", None, _waiting)}
         | {name: repaired(*cell, _waiting) for name, cell in remedies.items()},
         "stragglers, minus usual times, sigma 30": {
-            "SGD": minus(of(straggling), of(late("sgd", 30, "staleness")))
+            "SGD": minus(of(STRAGGLING), of(late("sgd", 30, "staleness")))
         },
     }  # fmt: skip
 
@@ -246,18 +252,38 @@ def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
 def seconds_to(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the simulated seconds until the training loss is first below each of LOSSES, by seed.
 
-    The loss is the mean over a sixtieth of the schedule. None: never.
+    The loss is the mean over a sixtieth of a stage. None: never. Hardsync under stragglers has the
+    weights of hardsync, and other seconds.
     """
     for name, row in rows.items():
-        yield name, {
-            f"{loss:g}": {
-                one["seed"]: next(
-                    (at["seconds"] for at in one["course"] if at["loss"] < loss), None
-                )
-                for one in row.found
-            }
-            for loss in LOSSES
-        }  # fmt: skip
+        yield name, _first_below({one["seed"]: one["course"] for one in row.found})
+    waiting, late = (
+        rows.get(_waiting("sgd")),
+        rows.get("sgd-stragglers-sigma30-mu4-lambda30-staleness"),
+    )
+    if waiting and late:
+        cluster = late.cell.cluster.model_copy(update={"model_bytes": MODEL_BYTES})
+        yield _waiting("sgd").replace("usual", "stragglers"), _first_below({
+            one["seed"]: [
+                {**at, "seconds": float(ends[at["updates"] - 1])} for at in one["course"]
+            ]
+            for one in waiting.found
+            for ends in [
+                simulate(
+                    waiting.cell.rule, cluster, servers=1, updates=one["updates"], seed=one["seed"]
+                ).ends
+            ]
+        })  # fmt: skip
+
+
+def _first_below(courses: Mapping[int, list[dict[str, float]]]) -> dict[str, Any]:
+    return {
+        f"{loss:g}": {
+            seed: next((at["seconds"] for at in course if at["loss"] < loss), None)
+            for seed, course in courses.items()
+        }
+        for loss in LOSSES
+    }
 
 
 def products(rows: Rows) -> Iterator[dict[str, Any]]:
