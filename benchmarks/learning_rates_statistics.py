@@ -102,17 +102,9 @@ def spread_of(policies: Policies) -> tuple[float, float]:
     The standard deviation of the means without that of their errors, and the reliability of the
     means (Spearman 1904), from the analysis of variance of policies and seeds.
     """
-    rows = [list(top1_of(cell).values()) for cell in policies.values()]
-    means = [statistics.fmean(row) for row in rows]
-    by_seed = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    whole = statistics.fmean(means)
-    rest = math.fsum(
-        (value - mean - seed + whole) ** 2
-        for row, mean in zip(rows, means, strict=True)
-        for value, seed in zip(row, by_seed, strict=True)
-    )
-    number = len(by_seed)
-    error = rest / (len(rows) - 1) / max(1, number - 1) / number
+    cells = [top1_of(cell) for cell in policies.values()]
+    error = noise_of(cells).deviation ** 2 / len(cells[0])
+    means = [statistics.fmean(cell.values()) for cell in cells]
     variance = statistics.variance(means)
     true = max(0.0, variance - error)
     return math.sqrt(true), true / variance if variance else 0.0
