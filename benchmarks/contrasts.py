@@ -36,8 +36,9 @@ def noise_of(cells: Sequence[BySeed]) -> Noise:
     by_seed = {seed: statistics.fmean(cell[seed] for cell in cells) for seed in seeds}
     whole = statistics.fmean(by_seed.values())
     squares = math.fsum(
-        (cell[seed] - statistics.fmean(cell.values()) - by_seed[seed] + whole) ** 2
+        (cell[seed] - mean - by_seed[seed] + whole) ** 2
         for cell in cells
+        for mean in [statistics.fmean(cell.values())]
         for seed in seeds
     )
     freedom = (len(cells) - 1) * (len(seeds) - 1)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from contrasts import Noise, contrast, noise_of
+from contrasts import BySeed, Noise, contrast, noise_of
 from measuring import in_points
 from scipy.stats import spearmanr
 
@@ -25,7 +25,6 @@ from largebatch.studies.study import SCALES
 RESAMPLES = 2000
 
 Policies = Mapping[str, Mapping[str, Any]]
-BySeed = dict[int, float]
 
 
 def target_of(policies: Policies, level: float = 1.0) -> float:

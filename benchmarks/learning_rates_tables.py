@@ -20,9 +20,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from contrasts import BySeed
 from learning_rates import AGAIN, CONFIGURATIONS, FACTORIAL, NAME, ONE_RATE, Configuration
 from learning_rates_statistics import (
-    BySeed,
     Policies,
     areas_of,
     costs_of,

@@ -257,10 +257,7 @@ def seconds_to(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     for name, row in rows.items():
         yield name, _first_below({one["seed"]: one["course"] for one in row.found})
-    waiting, late = (
-        rows.get(_waiting("sgd")),
-        rows.get("sgd-stragglers-sigma30-mu4-lambda30-staleness"),
-    )
+    waiting, late = rows.get(_waiting("sgd")), rows.get(STRAGGLING)
     if waiting and late:
         cluster = late.cell.cluster.model_copy(update={"model_bytes": MODEL_BYTES})
         yield _waiting("sgd").replace("usual", "stragglers"), _first_below({

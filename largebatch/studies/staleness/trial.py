@@ -156,11 +156,11 @@ class _Learners:
             part = Part(server, range(len(weights)), arrivals)
             losses: list[float] = []
             for _, applied in replay([part], weights, self._gradient(weights, batches)):
-                losses += [arrival.loss for arrival in applied.arrivals]
-                if not all(map(math.isfinite, losses)):
+                if not all(math.isfinite(arrival.loss) for arrival in applied.arrivals):
                     raise _DivergedError(f"update {applied.update}: the loss is no number")
                 if self.was_asked_to_stop():
                     raise InterruptedStudyError
+                losses += [arrival.loss for arrival in applied.arrivals]
                 if (applied.update + 1 - steps.start) % math.ceil(len(steps) / COURSE) == 0:
                     self._note(applied.update + 1, losses)
         self._average_statistics()
