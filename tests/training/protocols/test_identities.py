@@ -72,9 +72,11 @@ def begin() -> list[Tensor]:
     return [weight.detach().clone() for weight in crown.net("plain").parameters()]
 
 
-def move(weight: Tensor, grad: Tensor, velocity: Tensor, *, lr: float) -> None:
+def move(
+    weight: Tensor, grad: Tensor, velocity: Tensor, *, lr: float, decay: float = WEIGHT_DECAY
+) -> None:
     """Momentum SGD in place; vectors are not decayed."""
-    velocity.mul_(MOMENTUM).add_(grad + (WEIGHT_DECAY * weight if weight.ndim > 1 else 0))
+    velocity.mul_(MOMENTUM).add_(grad + (decay * weight if weight.ndim > 1 else 0))
     weight.sub_(lr * velocity)
 
 
@@ -115,8 +117,8 @@ class Replay:
         grads = gradient(self.seen(one.mini_batch), one.mini_batch, size=GLOBAL_BATCH)
         after = [weight.clone() for weight in self.history[server][-1]]
         for n in self.shards[server]:
-            grad = grads[n] / max(1, one.staleness)
-            move(after[n], grad, self.velocity[n], lr=crown.rate(one.update))
+            late, lr = max(1, one.staleness), crown.rate(one.update)
+            move(after[n], grads[n] / late, self.velocity[n], lr=lr, decay=WEIGHT_DECAY / late)
         self.history[server].append(after)
 
 
