@@ -164,7 +164,7 @@ class Configuration:
         return {
             "name": self.name,
             "recipes": {self.optimizer: {"recipe": of.recipe, "set": changes}},
-            "policies": {name: every[name] for name in self.policies or every},
+            "policies": {name: every[name] for name in self.chosen or every},
             "search": search | ARMS[self.arm],
             "seeds": SEEDS,
             "robustness_seeds": self.robustness_seeds,
@@ -178,8 +178,8 @@ class Configuration:
         )
 
     @property
-    def policies(self) -> tuple[str, ...] | None:
-        """None: all."""
+    def chosen(self) -> tuple[str, ...] | None:
+        """The names of its policies; None: all."""
         is_full = self.optimizer == "sgd" and self.arm != AGAIN
         return SETS[self.data].policies if is_full else SOME
 

@@ -35,7 +35,7 @@ from learning_rates_statistics import (
     target_of,
     top1_of,
 )
-from measuring import RESULTS, in_points, newest
+from measuring import RESULTS, in_points, newest, with_ends
 
 from largebatch.studies.metrics import Interval, Ratio, difference, interval
 
@@ -263,18 +263,8 @@ def _range(policies: Policies) -> float:
 
 
 def _words(found: Interval | Ratio | None, form: str) -> str:
-    """Return a mean with its ends.
-
-    >>> _words(Interval(1.0, 0.5, 1.5, 5), "+.1f")
-    '+1.0 (+0.5 to +1.5)'
-    """
-    if isinstance(found, Ratio):
-        found = found.interval
-    if found is None:
-        return "never"
-    if found.number == 1:
-        return f"{found.mean:{form}} (one seed)"
-    return f"{found.mean:{form}} ({found.low:{form}} to {found.high:{form}})"
+    own = found.interval if isinstance(found, Ratio) else found
+    return "never" if own is None else with_ends(own, form)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,17 @@ def in_points(found: Interval) -> Interval:
     return Interval(100 * found.mean, 100 * found.low, 100 * found.high, found.number)
 
 
+def with_ends(found: Interval, form: str) -> str:
+    """Return a mean with the ends of its interval, where it has any.
+
+    >>> with_ends(Interval(1.0, 0.5, 1.5, 5), "+.1f")
+    '+1.0 (+0.5 to +1.5)'
+    """
+    if found.number == 1:
+        return f"{found.mean:{form}} (one seed)"
+    return f"{found.mean:{form}} ({found.low:{form}} to {found.high:{form}})"
+
+
 def machine() -> str:
     """Return what ran the benchmark, in words."""
     words = [platform.machine(), f"{available_cores()} cores"]

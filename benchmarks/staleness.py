@@ -183,7 +183,7 @@ def differences(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, terms in pairs.items():
             each, alone = (contrast(terms, own, together=n) for n in (len(pairs), 1))
             found[name] = {**in_points(each)._asdict(), "level": _is_level(alone)}
-        yield question, {"differences": found, "all level": all(x["level"] for x in found.values())}
+        yield question, found
 
 
 def _is_level(found: Interval) -> bool:

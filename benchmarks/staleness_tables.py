@@ -11,8 +11,10 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from measuring import RESULTS, newest
+from measuring import RESULTS, newest, with_ends
 from staleness_studies import FACTORS, RATES
+
+from largebatch.studies.metrics import Interval
 
 Found = dict[str, Any]
 
@@ -70,7 +72,7 @@ def _questions(found: Found) -> Iterator[str]:
     for question, of in found["top-1, points"].items():
         yield f"| {question} | points | level |"
         yield "|---|---|---|"
-        for name, answer in of["differences"].items():
+        for name, answer in of.items():
             yield f"| {name} | {_interval(answer, '+.2f')} | {_yes(answer['level'])} |"
         yield ""
 
@@ -107,14 +109,7 @@ def _products(found: Found) -> Iterator[str]:
 
 
 def _interval(found: Found, form: str) -> str:
-    """Return a mean with its ends, where it has any.
-
-    >>> _interval({"mean": 1.0, "low": 0.5, "high": 1.5}, ".1f")
-    '1.0 (0.5 to 1.5)'
-    """
-    if found["low"] is None:
-        return f"{found['mean']:{form}}"
-    return f"{found['mean']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
+    return with_ends(Interval(*(found[key] for key in Interval._fields)), form)
 
 
 def _yes(value: bool) -> str:  # noqa: FBT001 -- one word for it
