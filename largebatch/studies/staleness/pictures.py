@@ -71,8 +71,9 @@ def _draw_panel(axes: "Axes", rows: Sequence[Row], colours: Mapping[str, str]) -
             row.seconds, row.error.mean, yerr=_reach(row), color=colours[cell.protocol],
             marker="o", ms=6, lw=0, elinewidth=1,
         )  # fmt: skip
+        below = list(colours).index(cell.protocol) % 2  # for those of two protocols often coincide
         axes.annotate(
-            f"{cell.mu} x {cell.learners}", (row.seconds, row.error.mean), (5, 4),
+            f"{cell.mu} x {cell.learners}", (row.seconds, row.error.mean), (5, -11 if below else 4),
             textcoords="offset points", color=MUTED, size=8,
         )  # fmt: skip
     for (protocol, _), joined in diagonals(rows).items():
