@@ -88,6 +88,7 @@ LENET = {
     "polish": None,
     "loss.label_smoothing": 0.0,
     "execution.cache": "memory",
+    "execution.memory_format": "channels_last",  # two thirds of the time on a CPU
 }
 MONITOR = {"monitor": ["generalization_gap"]}
 SETS = {
