@@ -344,10 +344,10 @@ def describe_waits(run: Run) -> str:
         parts += f" and {_percent(reduction)} waiting for the sums of gradients"
     if data < INPUT_BOUND:
         return f"Not input bound: updates spent {parts}."
+    keys = "" if run.of_words else "see execution.cache and execution.decoder, or "
     return (
-        f"Input bound: updates spent {parts}; images that come at once would make training "
-        f"{1 / max(1 - data, 0.01):.2g} times as fast (see execution.cache and "
-        "execution.decoder, or give each worker more cores)."
+        f"Input bound: updates spent {parts}; {run.noun} that come at once would make training "
+        f"{1 / max(1 - data, 0.01):.2g} times as fast ({keys}give each worker more cores)."
     )
 
 

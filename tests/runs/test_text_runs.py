@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from largebatch.data.text import VOCABULARY, read_corpus
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe, parse_yaml
 from largebatch.report import write_comparison, write_report
+from largebatch.report.numbers import describe_waits
 from largebatch.report.run import Run, read_run
 from largebatch.runs.checkpoints import evaluate_checkpoint
 from largebatch.runs.options import Options
@@ -121,6 +123,14 @@ def test_the_report_shows_perplexity_and_no_images(trained: tuple[Path, Summary]
     assert f"Perplexity {summary.perplexity:.2f}" in text
     assert "windows/s" in text
     assert "image" not in text.lower()
+
+
+def test_a_run_that_waited_is_told_nothing_about_images(read: Run) -> None:
+    waited = tuple(replace(step, data_seconds=step.step_seconds / 2) for step in read.steps)
+    assert describe_waits(replace(read, steps=waited)) == (
+        "Input bound: updates spent 50 % of the time waiting for windows; windows that come at "
+        "once would make training 2 times as fast (give each worker more cores)."
+    )
 
 
 @pytest.mark.long
