@@ -26,7 +26,7 @@ def main() -> None:
         [dict(enumerate(policy)) for policy in draw.normal(size=(POLICIES, SEEDS)).tolist()]
         for _ in range(STUDIES)
     ]
-    result = {"studies": STUDIES, "policies": POLICIES, "seeds": SEEDS}
+    result: dict[str, float] = {"studies": STUDIES, "policies": POLICIES, "seeds": SEEDS}
     for name, together in (("together", POLICIES - 1), ("alone", 1)):
         alarms = [_alarms(policies, together=together) for policies in studies]
         result |= {

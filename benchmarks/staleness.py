@@ -243,8 +243,10 @@ def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
         | {name: repaired(*cell, _alone) for name, cell in remedies.items()},
         "repaired of staleness and small updates": {"LARS": repaired("lars", None, _waiting)}
         | {name: repaired(*cell, _waiting) for name, cell in remedies.items()},
-        "stragglers, minus usual times, sigma 30": {
-            "SGD": minus(of(STRAGGLING), of(late("sgd", 30, "staleness")))
+        "stragglers, sigma 30": {
+            "minus usual times": minus(of(STRAGGLING), of(late("sgd", 30, "staleness"))),
+            "minus hardsync": minus(of(STRAGGLING), of(_waiting("sgd"))),
+            "minus hardsync at the rate found": minus(of(STRAGGLING), of(_waiting("sgd-found"))),
         },
     }  # fmt: skip
 
@@ -286,36 +288,36 @@ def _first_below(courses: Mapping[int, list[dict[str, float]]]) -> dict[str, Any
 def products(rows: Rows) -> Iterator[dict[str, Any]]:
     """Yield the differences of cells of one protocol with equal mu x lambda, and with unequal.
 
-    In points; those of equal products are level or not, each alone, and those of unequal ones hold
-    together.
+    In points; those of equal products hold together, and those of unequal ones. Each pair of equal
+    product is level or not, taken alone.
     """
     own, lines = noise(rows), diagonals([*rows.values()])
-    for (protocol, product), cells in lines.items():
-        for one, other in combinations(cells, 2):
-            found = contrast([(1.0, _top1(one)), (-1.0, _top1(other))], own)
-            yield {
-                "protocol": protocol,
-                "product": product,
-                "cells": [one.cell.name, other.cell.name],
-                **in_points(found)._asdict(),
-                "level": _is_level(found),
-            }
+    pairs = [(line, *pair) for line, cells in lines.items() for pair in combinations(cells, 2)]
+    for (protocol, product), row, other in pairs:
+        terms = [(1.0, _top1(row)), (-1.0, _top1(other))]
+        yield {
+            "protocol": protocol,
+            "product": product,
+            "cells": [row.cell.name, other.cell.name],
+            **in_points(contrast(terms, own, together=len(pairs)))._asdict(),
+            "level": _is_level(contrast(terms, own)),
+        }
     between = [
         (protocol, one, other)
         for (protocol, one), (same, other) in combinations(lines, 2)
         if protocol == same
     ]
-    for protocol, *pair in between:
+    for protocol, *both in between:
         found = contrast(
             [
                 (weight / len(lines[protocol, product]), _top1(row))
-                for weight, product in zip((1.0, -1.0), pair, strict=True)
+                for weight, product in zip((1.0, -1.0), both, strict=True)
                 for row in lines[protocol, product]
             ],
             own,
             together=len(between),
         )
-        yield {"protocol": protocol, "products": pair, **in_points(found)._asdict()}
+        yield {"protocol": protocol, "products": both, **in_points(found)._asdict()}
 
 
 def _waiting(name: str) -> str:

@@ -1,6 +1,5 @@
 """The problem of the crown test, solved by learners and parameter servers."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +35,8 @@ ALL_CASES = tuple(product(crown.NETS, ("sgd", *crown.CONVENTIONS, "nesterov")))
 """A net and an optimizer each."""
 
 
-SOFTSYNC = Rule(learners=2, gradients=1, waits=False, by_staleness=True)
-"""On 2 learners; the rate of every gradient is divided by its staleness."""
+SOFTSYNC = Rule(learners=4, gradients=1, waits=False, by_staleness=True)
+"""On 4 learners; the rate of every gradient is divided by its staleness."""
 
 LOCAL = Rule(learners=2, gradients=2, waits=True, local_steps=2)
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -65,8 +64,8 @@ class Problem:
         alone = Serial(torch.device("cpu"))
 
         def batch(number: int) -> Batch:
-            if number == 0 and not rule.waits:
-                time.sleep(0.3)  # so that its gradient is late, unless the others are too
+            if not rule.waits and number < rule.learners:
+                exchange.backend.barrier()  # all have read the first weights before one pushes
             part = slice(number * size, (number + 1) * size)
             return Batch(images[part], labels[part])
 
@@ -115,8 +114,8 @@ def solve(cases: Sequence[tuple[str, str]]) -> dict[str, tuple[State, Record]]:
         for net, optimizer in cases:
             problem = Problem(exchange, net, optimizer, rule)
             found[f"{name}, {net}, {optimizer}"] = problem.solve()
-    two = exchanges["2 learners, 2 servers"]
-    found["softsync"] = Problem(two, "plain", "sgd", SOFTSYNC).solve()
+    four = exchanges["a server beside each of 4 learners"]
+    found["softsync"] = Problem(four, "plain", "sgd", SOFTSYNC).solve()
     beside = exchanges["a server beside each of 2 learners"]
     found["local steps"] = Problem(beside, "plain", "sgd", LOCAL).solve()
     backend.close()
