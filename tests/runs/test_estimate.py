@@ -29,8 +29,14 @@ def test_memory_is_that_of_the_weights_and_of_a_device_batch() -> None:
     assert (one.device, one.precision) == ("cpu", "fp32")
 
 
-def test_an_ema_is_one_more_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("largebatch.runs.estimate._ENOUGH_SECONDS", math.inf)  # as many samples
+@pytest.fixture
+def as_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is slow for a moment an estimate would take fewer of them."""
+    monkeypatch.setattr("largebatch.runs.estimate._ENOUGH_SECONDS", math.inf)
+
+
+@pytest.mark.usefixtures("as_many_samples")
+def test_an_ema_is_one_more_copy_of_the_model() -> None:
     model = build("cifar_resnet8", num_classes=10, arguments={}, head_std=None)
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     changes = ["model={name: cifar_resnet8}", "batch.bn_span=48", "data.image_size=16"]
@@ -40,6 +46,7 @@ def test_an_ema_is_one_more_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -
     assert plain.memory_bytes == ema.memory_bytes + size
 
 
+@pytest.mark.usefixtures("as_many_samples")
 @pytest.mark.parametrize(
     ("changes", "copies"),
     [
