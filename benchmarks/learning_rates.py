@@ -96,7 +96,7 @@ SETS = {
         recipe="digits_96", images=1437, held_out=300, epochs=20, evaluations=2, part=1.0,
         changes=LENET | MONITOR | {"data.image_size": 20, "data.crop_area": None},
         batches={"small": 48, "large": 480},
-        rates={"small, sgd": 0.02, "large, sgd": 0.03, "small, lars": 0.25, "large, lars": 0.5},
+        rates={"small, sgd": 0.02, "large, sgd": 0.03, "small, lars": 0.15, "large, lars": 0.5},
     ),
     "fashion_mnist": DataSet(
         recipe="fashion_mnist_resnet9_128", images=10_000, held_out=2_000, test=5_000, epochs=8,
