@@ -64,7 +64,7 @@ def make_comparison_page(comparison: Comparison) -> str:
         axes={
             "step": "Steps",
             "epoch": "Epochs",
-            "images": "Images",
+            "images": "Samples",
             "time": f"Time, {unit.name}",
         },
     )
@@ -129,7 +129,7 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
         ),
         column("Steps", lambda one: one.run.num_steps),
         column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), "0,0.0"),
-        column("Images/s", lambda one: images_per_second(one.run)),
+        column("Samples/s", lambda one: images_per_second(one.run)),
         column(f"Run time, {unit.name}", lambda one: _whole(one) / unit.seconds, "0,0.00"),
         column("Batch", lambda one: one.run.plan.global_batch),
         column("Workers", lambda one: one.run.plan.workers),
@@ -262,12 +262,12 @@ def _draw_loss(drawn: list[Drawn], unit: Unit) -> "Chart":
 
 
 def _draw_throughput(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw the running median of the training images per second, from 0 on."""
-    chart = new_chart(x="Steps", y="Images per second", height=280, from_zero=True)
+    """Draw the running median of the training samples per second, from 0 on."""
+    chart = new_chart(x="Steps", y="Samples per second", height=280, from_zero=True)
     lines = [
         add_line(chart, look, updates, "step", "rate", moves=True) for look, _, _, updates in drawn
     ]
-    add_hover(chart, lines, [("images/s", "@rate{0,0}"), *_rows(unit)])
+    add_hover(chart, lines, [("samples/s", "@rate{0,0}"), *_rows(unit)])
     return chart
 
 
@@ -321,7 +321,7 @@ def _rows(unit: Unit) -> list[tuple[str, str]]:
     return [
         ("step", "@step{0,0}"),
         ("epoch", "@epoch{0,0.00}"),
-        ("images", "@images{0,0}"),
+        ("samples", "@images{0,0}"),
         ("time", f"@time{{0,0.00}} {unit.name}"),
     ]
 

@@ -114,7 +114,7 @@ def test_pointing_at_a_point_shows_the_numbers_of_the_log(page: Page, runs: list
     (tip,) = point_at(page, "accuracy", "short", 4)
     assert tip == (
         f"short top-1 {100 * found['top1']:.2f} % loss {found['loss']:.4f} stage train "
-        f"step {found['step']} epoch {found['epoch']:.2f} images {found['step'] * 192:,} "
+        f"step {found['step']} epoch {found['epoch']:.2f} samples {found['step'] * 192:,} "
         f"time {seconds_at(runs[1], 4):.2f} s"
     )
     assert point_at(page, "times", HOSTILE, 0)[0].startswith(f"{HOSTILE} top-1")
@@ -138,7 +138,7 @@ def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -
     last = seconds_at(runs[0], len(evaluations(runs[0])) - 2)
     for title, low, high in (
         ("Epochs", 600 * 96 / 1437, 1.1),
-        ("Images", 600 * 96, 1.1),
+        ("Samples", 600 * 96, 1.1),
         ("Time, s", last, 1.2),
         ("Steps", 600, 1.1),
     ):
@@ -148,8 +148,8 @@ def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -
             assert axis.title == title
             assert 0.98 * low <= axis.end <= high * low, (chart, axis)
         assert shown_axis(page, "times").title == "Top-1 to reach, %"
-    page.get_by_text("Images", exact=True).first.click()
-    assert "images 11,520" in point_at(page, "accuracy", "short", 1)[0]
+    page.get_by_text("Samples", exact=True).first.click()
+    assert "samples 11,520" in point_at(page, "accuracy", "short", 1)[0]
     page.get_by_text("Steps", exact=True).first.click()
 
 
