@@ -66,15 +66,18 @@ def sooner(
     return ratio_of_updates(costs_of(other, target), costs_of(cell, target), together=together)
 
 
+def whole(policies: Policies) -> Policies:
+    """Return the policies of which no run diverged: chance would be most of any spread."""
+    return {
+        name: cell
+        for name, cell in policies.items()
+        if all(run["diverged"] is None for run in cell["seeds"])
+    }
+
+
 def noise(policies: Policies) -> Noise:
     """Return that of top-1, by the policies of which no run diverged."""
-    return noise_of(
-        [
-            top1_of(cell)
-            for cell in policies.values()
-            if all(run["diverged"] is None for run in cell["seeds"])
-        ]
-    )
+    return noise_of([top1_of(cell) for cell in whole(policies).values()])
 
 
 def points(policies: Policies, one: str, other: str, *, together: int = 1) -> Interval:
@@ -99,9 +102,10 @@ def spread_of(policies: Policies) -> tuple[float, float]:
     """Return how far policies' means lie apart, and what part of that is not the noise of seeds.
 
     The standard deviation of the means without that of their errors, and the reliability of the
-    means (Spearman 1904), from the analysis of variance of policies and seeds.
+    means (Spearman 1904), from the analysis of variance of policies and seeds; by the policies of
+    which no run diverged.
     """
-    cells = [top1_of(cell) for cell in policies.values()]
+    cells = [top1_of(cell) for cell in whole(policies).values()]
     error = noise_of(cells).deviation ** 2 / len(cells[0])
     means = [statistics.fmean(cell.values()) for cell in cells]
     variance = statistics.variance(means)
@@ -110,8 +114,11 @@ def spread_of(policies: Policies) -> tuple[float, float]:
 
 
 def rank_correlation(one: Policies, other: Policies) -> Interval:
-    """Return Spearman's rho of the mean top-1 of policies that both have, with its interval."""
-    names = [name for name in one if name in other]
+    """Return Spearman's rho of the mean top-1 of policies that both have, with its interval.
+
+    By those of which no run diverged.
+    """
+    names = [name for name in whole(one) if name in whole(other)]
     draw = random.Random(0)
 
     def rho(chosen: Sequence[Sequence[int] | None]) -> float:

@@ -7,8 +7,8 @@ Intervals are Student's at 95 % over the seeds, and those of a table hold togeth
 its lines within a configuration or over configurations, as its title says). Ratios are paired by
 seed. Differences of policies are by the noise of all policies of their configuration of which no
 run diverged (contrasts.py), with that of seeds alone: a rate found by another search is another
-rate, which the line of `searched again` shows. Those of rank correlations and spreads are of seeds
-drawn anew, the same for all policies.
+rate, which the line of `searched again` shows. Spreads and rank correlations are of those policies,
+too, and their intervals of seeds drawn anew, the same for all policies.
 
 A configuration has three targets: the highest whole per cent that the best evaluation of every seed
 of the constant rate reaches, and 95 and 90 % of it.
@@ -34,6 +34,7 @@ from learning_rates_statistics import (
     spread_of,
     target_of,
     top1_of,
+    whole,
 )
 from measuring import RESULTS, in_points, newest, with_ends
 
@@ -258,7 +259,7 @@ def _searches(every: Measured) -> Iterator[str]:
 
 
 def _range(policies: Policies) -> float:
-    means = [statistics.fmean(top1_of(cell).values()) for cell in policies.values()]
+    means = [statistics.fmean(top1_of(cell).values()) for cell in whole(policies).values()]
     return 100 * (max(means) - min(means))
 
 

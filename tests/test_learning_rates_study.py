@@ -77,6 +77,16 @@ def test_the_spread_of_policies_is_without_the_noise_of_seeds() -> None:
     assert reliability == pytest.approx(1 - error / 0.01)
 
 
+def test_a_policy_that_diverged_is_in_no_spread_and_in_no_rank_correlation() -> None:
+    rest = {"fix": a_policy(0.5, 0.52), "b": a_policy(0.6, 0.62), "c": a_policy(0.7, 0.72)}
+    lost = a_policy(0.9, 0.1)
+    lost["seeds"][1]["diverged"] = "the loss is infinite"
+    both = {**rest, "lost": lost}
+    assert statistics.spread_of(both) == statistics.spread_of(rest)
+    other = {**rest, "lost": a_policy(0.1, 0.1)}
+    assert statistics.rank_correlation(both, other)[:3] == pytest.approx((1, 1, 1))
+
+
 def test_orders_are_reversed_kept_or_open() -> None:
     one = {"fix": a_policy(0.5, 0.501, 0.502), "b": a_policy(0.6, 0.601, 0.602)}
     other = {"fix": a_policy(0.7, 0.701, 0.702), "b": a_policy(0.6, 0.601, 0.602)}
