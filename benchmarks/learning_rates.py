@@ -283,13 +283,13 @@ def _record(cell: CellResults) -> dict[str, Any]:
         "rate": cell.values[RATE],
         "edge": cell.edges.get(RATE),
         "trials": [_result(one) for one in cell.search],
-        "seeds": [_result(one) for one in cell.seeds],
+        "seeds": [{**_result(one), "curve": _curve(one)} for one in cell.seeds],
         "scaled": [_result(one) for one in cell.scaled],
     }
 
 
 def _result(one: Result) -> dict[str, Any]:
-    """Return a run; of evaluations the update, top-1 and loss."""
+    """Return how a run ended."""
     found = {
         "rate": one.values[RATE] * one.scale,
         "top1": one.top1,
@@ -307,8 +307,12 @@ def _result(one: Result) -> dict[str, Any]:
         "updates": one.updates,
         **{key: _rounded(value) for key, value in found.items()},
         "diverged": one.diverged,
-        "curve": [[at.step, _rounded(at.top1), _rounded(at.loss)] for at in one.evaluations],
     }
+
+
+def _curve(one: Result) -> list[list[float | None]]:
+    """Return the update, top-1 and loss of each evaluation."""
+    return [[at.step, _rounded(at.top1), _rounded(at.loss)] for at in one.evaluations]
 
 
 def _rounded(value: float) -> float | None:

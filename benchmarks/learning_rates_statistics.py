@@ -136,13 +136,16 @@ def rank_correlation(one: Policies, other: Policies) -> Interval:
 def resampled(
     policies: Policies, value: Callable[[Policies], float]
 ) -> tuple[float, tuple[float, float]]:
-    """Return a value of the policies, and its ends over seeds drawn anew."""
-    draw = random.Random(0)
+    """Return a value of the policies of which no run diverged, and its ends over seeds drawn anew.
+
+    The same policies in each draw, also where the run that diverged is not drawn.
+    """
+    draw, own = random.Random(0), whole(policies)
     values = []
     for _ in range(RESAMPLES):
         places = _draw(policies, draw)
-        values.append(value({name: _taken(cell, places) for name, cell in policies.items()}))
-    return value(policies), _ends(sorted(values))
+        values.append(value({name: _taken(cell, places) for name, cell in own.items()}))
+    return value(own), _ends(sorted(values))
 
 
 def orders(one: Policies, other: Policies) -> tuple[int, int, int]:

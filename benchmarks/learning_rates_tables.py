@@ -34,7 +34,6 @@ from learning_rates_statistics import (
     spread_of,
     target_of,
     top1_of,
-    whole,
 )
 from measuring import RESULTS, in_points, newest, with_ends
 
@@ -259,7 +258,7 @@ def _searches(every: Measured) -> Iterator[str]:
 
 
 def _range(policies: Policies) -> float:
-    means = [statistics.fmean(top1_of(cell).values()) for cell in whole(policies).values()]
+    means = [statistics.fmean(top1_of(cell).values()) for cell in policies.values()]
     return 100 * (max(means) - min(means))
 
 

@@ -22,7 +22,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -179,11 +179,16 @@ def differences(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield by question the differences of top-1 that answer it, in points."""
     own = noise(rows)
     for question, pairs in questions(rows).items():
-        found = {}
-        for name, terms in pairs.items():
-            each, alone = (contrast(terms, own, together=n) for n in (len(pairs), 1))
-            found[name] = {**in_points(each)._asdict(), "level": _is_level(alone)}
-        yield question, found
+        yield (
+            question,
+            {name: _answer(terms, own, together=len(pairs)) for name, terms in pairs.items()},
+        )
+
+
+def _answer(terms: Sequence[Term], own: Noise, *, together: int) -> dict[str, Any]:
+    """Return a difference in points, one of so many, and whether it is level, taken alone."""
+    each, alone = (contrast(terms, own, together=number) for number in (together, 1))
+    return {**in_points(each)._asdict(), "level": _is_level(alone)}
 
 
 def _is_level(found: Interval) -> bool:
@@ -294,13 +299,11 @@ def products(rows: Rows) -> Iterator[dict[str, Any]]:
     own, lines = noise(rows), diagonals([*rows.values()])
     pairs = [(line, *pair) for line, cells in lines.items() for pair in combinations(cells, 2)]
     for (protocol, product), row, other in pairs:
-        terms = [(1.0, _top1(row)), (-1.0, _top1(other))]
         yield {
             "protocol": protocol,
             "product": product,
             "cells": [row.cell.name, other.cell.name],
-            **in_points(contrast(terms, own, together=len(pairs)))._asdict(),
-            "level": _is_level(contrast(terms, own)),
+            **_answer([(1.0, _top1(row)), (-1.0, _top1(other))], own, together=len(pairs)),
         }
     between = [
         (protocol, one, other)

@@ -80,8 +80,7 @@ class Progress:
                 self._searches[cell.name] = self._open_search(cell)
             search = self._searches.get(cell.name)
             if cell.name not in self._seeds and (search is None or search.queue.is_done):
-                of = cell.search
-                values = chosen_values(search.queue, of.held_out) if search and of else {}
+                values = chosen_values(search) if search else {}
                 self._seeds[cell.name] = self._open_seeds(cell, values)
             found += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
         return found
@@ -224,18 +223,19 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def chosen_values(search: Queue, held_out: int) -> Values:
+def chosen_values(search: Phase) -> Values:
     """Return the values of the lowest rate whose trial is as good as the best one.
 
-    That is within the standard error of its accuracy on so many images (Breiman et al. 1984, the
-    one-standard-error rule): the best of a few trials of one seed is often one at the edge of what
-    diverges. Of trials at one rate the most accurate, and of these that of the lowest loss.
+    That is within the standard error of its accuracy on the images held out (Breiman et al. 1984,
+    the one-standard-error rule): the best of a few trials of one seed is often one at the edge of
+    what diverges. Of trials at one rate the most accurate, and of these that of the lowest loss.
     """
-    results = search.results()
+    assert search.cell.search is not None
+    results, done = search.queue.results(), search.queue.done()
     whole = [slot for slot, one in results.items() if "pruned_after" not in one]
-    top = {slot: float(search.done()[slot].values[0]) for slot in whole}
+    top = {slot: float(done[slot].values[0]) for slot in whole}
     best = max(top.values())
-    least = best - math.sqrt(best * (1 - best) / held_out)
+    least = best - math.sqrt(best * (1 - best) / search.cell.search.held_out)
 
     def merit(slot: str) -> tuple[float, float, float]:
         loss, rate = results[slot]["loss"], results[slot]["values"].get(RATE, 0.0)
