@@ -311,8 +311,8 @@ def _result(one: Result) -> dict[str, Any]:
 
 
 def _curve(one: Result) -> list[list[float | None]]:
-    """Return the update, top-1 and loss of each evaluation."""
-    return [[at.step, _rounded(at.top1), _rounded(at.loss)] for at in one.evaluations]
+    """Return the update and top-1 of each evaluation."""
+    return [[at.step, _rounded(at.top1)] for at in one.evaluations]
 
 
 def _rounded(value: float) -> float | None:

@@ -30,12 +30,12 @@ Policies = Mapping[str, Mapping[str, Any]]
 def target_of(policies: Policies, level: float = 1.0) -> float:
     """Return `level` times the best evaluation of the constant rate's worst seed, a whole per cent.
 
-    >>> runs = [{"curve": [[10, 0.815, 1.0], [20, 0.808, 1.0]]}, {"curve": [[10, 0.83, 1.0]]}]
+    >>> runs = [{"curve": [[10, 0.815], [20, 0.808]]}, {"curve": [[10, 0.83]]}]
     >>> target_of({"fix": {"seeds": runs}}), target_of({"fix": {"seeds": runs}}, 0.9)
     (0.81, 0.73)
     """
     runs = policies["fix"]["seeds"]
-    best = (max((top1 for _, top1, _ in one["curve"]), default=0) for one in runs)
+    best = (max((top1 for _, top1 in one["curve"]), default=0) for one in runs)
     return math.floor(100 * level * min(best)) / 100
 
 
@@ -48,8 +48,8 @@ def costs_of(cell: Mapping[str, Any], target: float) -> dict[int, Cost | None]:
     """Return the updates at the first evaluation at or above a target, by seed."""
     found: dict[int, Cost | None] = {}
     for one in cell["seeds"]:
-        steps = [0, *(step for step, _, _ in one["curve"])]
-        reached = [at for at, (_, top1, _) in enumerate(one["curve"], start=1) if top1 >= target]
+        steps = [0, *(step for step, _ in one["curve"])]
+        reached = [at for at, (_, top1) in enumerate(one["curve"], start=1) if top1 >= target]
         found[one["seed"]] = None
         if reached:
             step, before = steps[reached[0]], steps[reached[0] - 1]

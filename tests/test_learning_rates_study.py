@@ -51,7 +51,7 @@ def a_policy(*top1: float, reached: int = 100) -> dict[str, Any]:
             "scale": 1.0,
             "top1": value,
             "diverged": None,
-            "curve": [[reached - 10, 0.1, 2.0], [reached, value, 0.5], [200, value, 0.5]],
+            "curve": [[reached - 10, 0.1], [reached, value], [200, value]],
         }
         for seed, value in enumerate(top1, start=1)
     ]
