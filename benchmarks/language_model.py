@@ -46,7 +46,11 @@ def main() -> None:
         if args.run is None:
             run(load_recipe(RECIPE), data=args.data, workers=args.workers, out=folder)
         result = measure(folder, read_corpus(args.data))
-    write("ptb_lstm", f"python benchmarks/language_model.py --workers {args.workers}", result)
+    write(
+        "ptb_lstm",
+        f"python benchmarks/language_model.py --data DIR --workers {args.workers}",
+        result,
+    )
     print(json.dumps(result["perplexity"], indent=2))
 
 

@@ -147,6 +147,12 @@ median (95 % bootstrap interval, n). What Final Polishing does to accuracy is in
 
 
 def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+
+
+def page() -> str:
+    """Return the table, then the command of every benchmark that has results."""
     newest = {kind: _newest(kind) for kind in MACHINES}
     lines = ["| what | target | CPU | GPU |", "|---|---|---|---|"]
     for row in ROWS:
@@ -155,16 +161,19 @@ def main() -> None:
     lines.append("")
     for kind in MACHINES:
         for name, result in sorted(newest[kind].items()):
-            lines.append(f"- {name}, {kind}: {result['machine']}, {result['date']}, ")
-            lines[-1] += f"torch {result['versions']['torch']}: `{result['command']}`"
+            about = result if "command" in result else next(iter(result.values()))
+            lines.append(f"- {name}, {kind}: {about['machine']}, {about['date']}, ")
+            lines[-1] += f"torch {about['versions']['torch']}: `{about['command']}`"
         if not newest[kind]:
             lines.append(f"- {kind}: not measured")
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
-    print(PAGE)
+    return HEAD + "\n".join(lines) + "\n"
 
 
 def _newest(kind: str) -> dict[str, Any]:
-    """Return the newest result of each benchmark on one kind of machine."""
+    """Return the newest result of each benchmark on one kind of machine.
+
+    One that is measured piece by piece says of each piece by what command, where and when.
+    """
     found: dict[str, Any] = {}
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.rpartition("_")[2]):
         name, hardware, _ = path.stem.rsplit("_", 2)

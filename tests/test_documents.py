@@ -1,6 +1,7 @@
 """What the documents tell people to copy works: recipes load, commands are understood."""
 
 import re
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from largebatch.cli.launch import KINDS
 from largebatch.cli.main import make_parser
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.sections import SWA, SWAP, Affine, Duration, Polish, Statistics
+
+sys.path.append(str(ROOT / "benchmarks"))
+import table
 
 POLISHING = DOCS / "final-polishing.md"
 CLUSTERS = DOCS / "clusters.md"
@@ -144,3 +148,7 @@ def test_the_document_on_clusters_has_a_command_for_each_kind_of_job() -> None:
     assert {words[0] for words in commands} == {*KINDS, "largebatch"}
     for words in commands[1:]:
         make_parser().parse_args(["launch", *(word.replace("N", "4") for word in words)])
+
+
+def test_the_table_of_benchmarks_is_that_of_the_results() -> None:
+    assert (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") == table.page()
