@@ -4,9 +4,8 @@ Policies are the records of one configuration by name, each with the runs of its
 """
 
 import math
-import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from contrasts import BySeed, Noise, contrast, noise_of
@@ -21,8 +20,6 @@ from largebatch.studies.metrics import (
     robustness,
 )
 from largebatch.studies.study import SCALES
-
-RESAMPLES = 2000
 
 Policies = Mapping[str, Mapping[str, Any]]
 
@@ -113,39 +110,18 @@ def spread_of(policies: Policies) -> tuple[float, float]:
     return math.sqrt(true), true / variance if variance else 0.0
 
 
-def rank_correlation(one: Policies, other: Policies) -> Interval:
-    """Return Spearman's rho of the mean top-1 of policies that both have, with its interval.
+def rank_correlation(one: Policies, other: Policies) -> float:
+    """Return Spearman's rho of the mean top-1 of policies that both have, as the seeds have it.
 
-    By those of which no run diverged.
+    By those of which no run diverged. It has no interval: seeds drawn anew add their noise to the
+    ranks, so that the ends of rho over them lie too low. What is sure of two rankings are `orders`.
     """
     names = [name for name in whole(one) if name in whole(other)]
-    draw = random.Random(0)
-
-    def rho(chosen: Sequence[Sequence[int] | None]) -> float:
-        means = [
-            [_mean_at(found[name], places) for name in names]
-            for found, places in zip((one, other), chosen, strict=True)
-        ]
-        return float(spearmanr(*means).statistic)
-
-    values = sorted(rho([_draw(found, draw) for found in (one, other)]) for _ in range(RESAMPLES))
-    low, high = _ends(values)
-    return Interval(rho([None, None]), low, high, len(one["fix"]["seeds"]))
-
-
-def resampled(
-    policies: Policies, value: Callable[[Policies], float]
-) -> tuple[float, tuple[float, float]]:
-    """Return a value of the policies of which no run diverged, and its ends over seeds drawn anew.
-
-    The same policies in each draw, also where the run that diverged is not drawn.
-    """
-    draw, own = random.Random(0), whole(policies)
-    values = []
-    for _ in range(RESAMPLES):
-        places = _draw(policies, draw)
-        values.append(value({name: _taken(cell, places) for name, cell in own.items()}))
-    return value(own), _ends(sorted(values))
+    means = [
+        [statistics.fmean(top1_of(found[name]).values()) for name in names]
+        for found in (one, other)
+    ]
+    return float(spearmanr(*means).statistic)
 
 
 def orders(one: Policies, other: Policies) -> tuple[int, int, int]:
@@ -165,23 +141,3 @@ def orders(one: Policies, other: Policies) -> tuple[int, int, int]:
 
 def _sign(found: Interval) -> int:
     return (found.low > 0) - (found.high < 0)
-
-
-def _draw(policies: Policies, draw: random.Random) -> list[int]:
-    number = len(policies["fix"]["seeds"])
-    return draw.choices(range(number), k=number)
-
-
-def _taken(cell: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    runs = [cell["seeds"][place] for place in places]
-    return {"seeds": [{**run, "seed": at} for at, run in enumerate(runs)]}
-
-
-def _mean_at(cell: Mapping[str, Any], places: Sequence[int] | None) -> float:
-    values = [run["top1"] for run in cell["seeds"]]
-    return statistics.fmean(values if places is None else [values[place] for place in places])
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    low, high = (values[round(share * (len(values) - 1))] for share in (0.025, 0.975))
-    return low, high

@@ -8,7 +8,7 @@ its lines within a configuration or over configurations, as its title says). Rat
 seed. Differences of policies are by the noise of all policies of their configuration of which no
 run diverged (contrasts.py), with that of seeds alone: a rate found by another search is another
 rate, which the line of `searched again` shows. Spreads and rank correlations are of those policies,
-too, and their intervals of seeds drawn anew, the same for all policies.
+too, and have no intervals: what is sure of two rankings are the pairs that are reversed or kept.
 
 A configuration has three targets: the highest whole per cent that the best evaluation of every seed
 of the constant rate reaches, and 95 and 90 % of it.
@@ -29,11 +29,11 @@ from learning_rates_statistics import (
     orders,
     points,
     rank_correlation,
-    resampled,
     sooner,
     spread_of,
     target_of,
     top1_of,
+    whole,
 )
 from measuring import RESULTS, in_points, newest, with_ends
 
@@ -220,7 +220,7 @@ def _ranks(every: Measured) -> Iterator[str]:
                 reversed_pairs, kept, pairs = orders(policies, others)
                 ceiling = math.sqrt(spread_of(policies)[1] * spread_of(others)[1])
                 yield (
-                    f"| {one.key} | {other.key} | {_words(rho, '.2f')} | {ceiling:.2f} | "
+                    f"| {one.key} | {other.key} | {rho:.2f} | {ceiling:.2f} | "
                     f"{reversed_pairs} of {pairs} | {kept} of {pairs} |"
                 )
 
@@ -249,16 +249,12 @@ def _searches(every: Measured) -> Iterator[str]:
                 f"{max(gains):+.2f}"
             )
         what = {ONE_RATE: "policies at one rate", AGAIN: "another search"}.get(one.arm, "own rates")
-        deviation, ends = resampled(policies, lambda found: 100 * spread_of(found)[0])
-        span, span_ends = resampled(policies, _range)
-        yield (
-            f"| {one.key} | {what} | {deviation:.2f} ({ends[0]:.2f} to {ends[1]:.2f}) | "
-            f"{span:.2f} ({span_ends[0]:.2f} to {span_ends[1]:.2f}) | {gain} |"
-        )
+        deviation = 100 * spread_of(policies)[0]
+        yield f"| {one.key} | {what} | {deviation:.2f} | {_range(policies):.2f} | {gain} |"
 
 
 def _range(policies: Policies) -> float:
-    means = [statistics.fmean(top1_of(cell).values()) for cell in policies.values()]
+    means = [statistics.fmean(top1_of(cell).values()) for cell in whole(policies).values()]
     return 100 * (max(means) - min(means))
 
 
