@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,23 +77,21 @@ def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
     Returns their exit codes: 0 where nothing is left, 75 where one was asked to stop, the negative
     number of a signal where one ended by it.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "largebatch.studies.worker",
-        JOB.dump_json((bench, url)).decode(),
-    ]
-    started = [
-        subprocess.Popen(command, env={**os.environ, **share})  # noqa: S603 -- the words are ours
-        for share in _shares(processes)
-    ]
+    with tempfile.NamedTemporaryFile(suffix=".json") as job:  # too long for an argument
+        job.write(JOB.dump_json((bench, url)))
+        job.flush()
+        command = [sys.executable, "-m", "largebatch.studies.worker", job.name]
+        started = [
+            subprocess.Popen(command, env={**os.environ, **share})  # noqa: S603 -- our words
+            for share in _shares(processes)
+        ]
 
-    def pass_on(number: int, _: object) -> None:
-        for process in started:
-            process.send_signal(number)
+        def pass_on(number: int, _: object) -> None:
+            for process in started:
+                process.send_signal(number)
 
-    with answering(pass_on, *STOPS):
-        return [process.wait() for process in started]
+        with answering(pass_on, *STOPS):
+            return [process.wait() for process in started]
 
 
 def _shares(processes: int) -> list[dict[str, str]]:

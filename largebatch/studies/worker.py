@@ -1,10 +1,12 @@
 """One local process of a study: `python -m largebatch.studies.worker JOB`.
 
-JOB is the study and its storage as JSON; the results are in the storage and the run folders.
+JOB is a file with the study and its storage as JSON; the results are in the storage and the run
+folders.
 """
 
 import os
 import sys
+from pathlib import Path
 
 from largebatch.errors import LargebatchError, printable
 from largebatch.studies.bench import JOB, work
@@ -12,7 +14,7 @@ from largebatch.studies.console import print_run
 from largebatch.studies.owners import Owners
 
 if __name__ == "__main__":
-    bench, url = JOB.validate_json(sys.argv[1])
+    bench, url = JOB.validate_json(Path(sys.argv[1]).read_bytes())
     try:
         done = work(bench, url, print_run, Owners(parent=os.getppid()))
     except LargebatchError as error:

@@ -17,6 +17,7 @@ import largebatch
 from largebatch.cli.main import DONE, USER, main
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.run import run
+from largebatch.studies.bench import JOB, work_together
 from largebatch.studies.cells import cells_of
 from largebatch.studies.database import open_storage
 from largebatch.studies.phases import Bench, Progress
@@ -43,6 +44,23 @@ def read_runs(process: "subprocess.Popen[str]", number: int) -> None:
     assert process.stdout is not None
     for _ in range(number):
         assert "top-1" in process.stdout.readline()
+
+
+def test_processes_get_a_study_that_is_too_long_for_an_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_study(tmp_path)
+    study = load_study(tmp_path / "study.yaml")
+    cells = (*cells_of(study, tmp_path),) * 100
+    bench = Bench(study=study, cells=cells, out=tmp_path / "out", machine=Machine())
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\ncp "$3" "$0.$$"\n', encoding="utf-8")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert work_together(bench, "sqlite://", processes=2) == [0, 0]
+    got = [path.read_bytes() for path in tmp_path.glob("program.*")]
+    assert [len(one) > 2**17 for one in got] == [True, True]  # the most that Linux takes
+    assert all(JOB.validate_json(one) == (bench, "sqlite://") for one in got)
 
 
 @pytest.mark.long
