@@ -42,13 +42,16 @@ def top1_of(cell: Mapping[str, Any]) -> BySeed:
 
 
 def costs_of(cell: Mapping[str, Any], target: float) -> dict[int, Cost | None]:
-    """Return the updates at the first evaluation at or above a target, by seed."""
+    """Return the updates at the first evaluation at or above a target, by seed.
+
+    None where there is none, or the run diverged after it.
+    """
     found: dict[int, Cost | None] = {}
     for one in cell["seeds"]:
         steps = [0, *(step for step, _ in one["curve"])]
         reached = [at for at, (_, top1) in enumerate(one["curve"], start=1) if top1 >= target]
         found[one["seed"]] = None
-        if reached:
+        if reached and not one["diverged"]:
             step, before = steps[reached[0]], steps[reached[0] - 1]
             found[one["seed"]] = Cost(
                 updates=step, updates_before=before, images=0, seconds=math.nan

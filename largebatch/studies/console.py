@@ -10,7 +10,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.runs.estimate import estimate
 from largebatch.studies.cells import Values
 from largebatch.studies.database import Claim
-from largebatch.studies.metrics import cost, costs, interval
+from largebatch.studies.metrics import costs, interval
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
 from largebatch.studies.results import Result, edges, read_result
 from largebatch.studies.settings import Findings, Measured, describe
@@ -154,7 +154,7 @@ def _edge(search: Phase, values: Values) -> str:
 
 def _updates_to(done: Sequence[Result], target: float) -> str:
     """Return the mean updates to an accuracy, and how many seeds reached it."""
-    found = costs([cost(one.evaluations, target) for one in done])
+    found = costs([one.cost(target) for one in done])
     if found.updates is None:
         return f"none of {found.runs}"
     return f"{found.updates.mean:,.0f} ({found.reached} of {found.runs})"

@@ -18,7 +18,6 @@ from largebatch.studies.metrics import (
     Interval,
     Ratio,
     Robustness,
-    cost,
     costs,
     difference,
     interval,
@@ -131,7 +130,7 @@ def _standing(cell: CellResults, by: Criterion, target: float | None) -> Standin
     top1 = [one.top1 for one in cell.seeds]
     each = {}
     if target is not None:
-        each = {one.seed: cost(one.evaluations, target) for one in cell.seeds}
+        each = {one.seed: one.cost(target) for one in cell.seeds}
     scores: Scores
     match by:
         case "cost":

@@ -15,7 +15,7 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.cells import Cell
 from largebatch.studies.database import DEFINITION, RESULT, SLOT, Json, require_format
-from largebatch.studies.metrics import Measurement
+from largebatch.studies.metrics import Cost, Measurement, cost
 from largebatch.studies.study import Search, Setting
 from largebatch.studies.usage import Usage
 from largebatch.tracking.events import Measured
@@ -96,6 +96,13 @@ class Result:
     weights_sha256: str | None = None
     folder: str = ""
     """The run folder, on its host."""
+
+    def cost(self, target: float) -> Cost | None:
+        """Return what the run took to a top-1 accuracy, a part of 1.
+
+        None where it never reached it, or diverged: then it had not kept what it had reached.
+        """
+        return None if self.diverged else cost(self.evaluations, target)
 
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)

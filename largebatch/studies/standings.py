@@ -17,7 +17,6 @@ from largebatch.studies.metrics import (
     Costs,
     Interval,
     Robustness,
-    cost,
     costs,
     difference,
     interval,
@@ -86,9 +85,7 @@ class Standing:
         """Return the costs over seeds; without a target, those of the runs that did not diverge."""
         if target not in self._costs:
             seeds = self.found.seeds
-            spent = (
-                _whole(one) if target is None else cost(one.evaluations, target) for one in seeds
-            )
+            spent = (_whole(one) if target is None else one.cost(target) for one in seeds)
             self._costs[target] = costs(list(spent))
         return self._costs[target]
 

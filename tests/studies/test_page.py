@@ -87,6 +87,15 @@ def test_the_front_is_what_a_comparison_of_all_pairs_leaves() -> None:
         assert sorted(pareto_front(list(cost), list(value))) == list(left)
 
 
+def test_a_run_that_diverged_has_not_reached_what_it_had_on_the_way() -> None:
+    reached, diverged = (run(1, [0.5, 0.9], every=10, diverged=it) for it in (False, True))
+    assert diverged.evaluations == reached.evaluations
+    found = reached.cost(0.5)
+    assert found is not None
+    assert found.updates == 10
+    assert diverged.cost(0.5) is None
+
+
 def test_a_policy_that_not_all_seeds_bring_to_the_target_is_on_no_front(
     found: list[CellResults],
 ) -> None:

@@ -51,7 +51,7 @@ def run(
         class_confidence_deviation=0.05,
         classes_never_correct=1,
         diverged="the loss is nan" if diverged else None,
-        evaluations=() if diverged else evaluations,
+        evaluations=evaluations,
         classes=Classes(
             names=tuple("0123456789"),
             samples=(30,) * 10,
