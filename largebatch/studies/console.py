@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from largebatch.errors import printable
@@ -36,13 +36,19 @@ def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) ->
     sys.stdout.flush()
 
 
-def describe_values(values: Values) -> str:
-    """Return keys with their values, each key by its last word.
+def describe_values(values: Values, ends: Mapping[str, str] | None = None) -> str:
+    """Return keys with their values, each key by its last word, and which are ends of those tried.
 
-    >>> describe_values({"schedule.peak_lr": 0.5, "optimizer.weight_decay": 1e-4})
-    'peak_lr 0.5, weight_decay 0.0001'
+    >>> describe_values(
+    ...     {"schedule.peak_lr": 0.5, "optimizer.weight_decay": 1e-4},
+    ...     {"schedule.peak_lr": "lowest"},
+    ... )
+    'peak_lr 0.5 (the lowest tried), weight_decay 0.0001'
     """
-    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in values.items())
+    marks = {key: f" (the {end} tried)" for key, end in (ends or {}).items()}
+    return ", ".join(
+        f"{key.rpartition('.')[2]} {value:g}{marks.get(key, '')}" for key, value in values.items()
+    )
 
 
 def describe_study(study: Study, progress: Progress) -> str:
@@ -62,7 +68,7 @@ def describe_study(study: Study, progress: Progress) -> str:
         rows.append(
             [
                 *(search.cell.configuration, search.cell.variant),
-                describe_values(seeds.values or {}) + _edge(search, seeds.values or {}),
+                _found(search, seeds.values or {}),
                 describe_mean(_top1(done)) + (f", {diverged} diverged" if diverged else ""),
                 *(_updates_to(done, target) for target in study.targets),
                 *(
@@ -146,10 +152,10 @@ def describe_mean(values: Sequence[float]) -> str:
     return mean if found.number < 2 else f"{mean} +- {100 * (found.high - found.mean):.2f}"
 
 
-def _edge(search: Phase, values: Values) -> str:
-    """Return a remark where a value that was found has no trial below it, or none above."""
+def _found(search: Phase, values: Values) -> str:
+    """Return the values that were found, with a mark where there is no trial below or above."""
     tried = [one["values"] for one in search.queue.results().values()]
-    return next((f" (the {end} tried)" for end in edges(values, tried).values()), "")
+    return describe_values(values, edges(values, tried))
 
 
 def _updates_to(done: Sequence[Result], target: float) -> str:

@@ -131,6 +131,15 @@ def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world
         assert row.endswith("9 (2 of 2)")
 
 
+def test_a_rate_at_an_end_of_those_tried_is_marked(tmp_path: Path, world: World) -> None:
+    search = {"trials": 2, "held_out": 300, "prune": False}
+    bench, url = a_bench(tmp_path, search=search)
+    assert work(bench, url, ignore)
+    for policy, row in zip(BEST, table(bench, url)[1:], strict=True):
+        rate = world.of(policy, "seed")[0].schedule.peak_lr
+        assert f"peak_lr {rate:g} (the {({0.2: 'lowest', 0.5: 'highest'})[rate]} tried)" in row
+
+
 def test_a_study_that_is_stopped_goes_on_and_makes_no_run_twice(
     tmp_path: Path, world: World
 ) -> None:
