@@ -119,11 +119,9 @@ def rank_correlation(one: Policies, other: Policies) -> float:
     By those of which no run diverged. It has no interval: seeds drawn anew add their noise to the
     ranks, so that the ends of rho over them lie too low. What is sure of two rankings are `orders`.
     """
-    names = [name for name in whole(one) if name in whole(other)]
-    means = [
-        [statistics.fmean(top1_of(found[name]).values()) for name in names]
-        for found in (one, other)
-    ]
+    both = whole(one), whole(other)
+    names = [name for name in both[0] if name in both[1]]
+    means = [[statistics.fmean(top1_of(found[name]).values()) for name in names] for found in both]
     return float(spearmanr(*means).statistic)
 
 
