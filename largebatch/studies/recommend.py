@@ -21,6 +21,7 @@ from largebatch.studies.metrics import (
     costs,
     difference,
     interval,
+    ratio,
     ratio_of_updates,
     robustness,
 )
@@ -120,8 +121,9 @@ def recommend(
     ranked = sorted((_standing(cell, by, target) for cell in group.cells), key=_rank(by))
     first = ranked[0]
     others = len(ranked) - 1
-    compared = [first, *(_compared(one, first, by, together=others) for one in ranked[1:])]
-    standings = tuple(replace(one, avoid=tuple(_reasons(one, first))) for one in compared)
+    compared = [_compared(one, first, by, together=others) for one in ranked[1:]]
+    behind = (replace(one, avoid=tuple(_reasons(one, first))) for one in compared)
+    standings = (first, *behind)
     found = Recommendation(group=group, by=by, target=target, standings=standings)
     return replace(found, gaps=tuple(_gaps(found)), doubts=tuple(_doubts(found, batch)))
 
@@ -188,32 +190,67 @@ def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -
 
     It is one of so many `together`, whose intervals hold with 95 % for all of them.
     """
-    if not _scored(one) or not one.scores.keys() & first.scores.keys():
+    if not _scored(first) or not one.scores.keys() & first.scores.keys():
         return one
+    only_it_diverged = one.diverged > 0 and not first.diverged
     if by == "cost":
-        costlier = ratio_of_updates(one.reached, first.reached, together=together)
-        found = costlier.interval
-        as_often = costlier.reached == costlier.reached_other
-        is_level = as_often and found is not None and found.low <= 1 <= found.high
-        return replace(one, against=costlier, is_level=is_level)
+        times = ratio_of_updates(one.reached, first.reached, together=together)
+        is_level = not only_it_diverged and not _is_costlier(one, first, together=together)
+        return replace(one, against=times, is_level=is_level)
+    if not _scored(one):
+        return one
     scores = (
         {seed: score for seed, score in each.scores.items() if score is not None}
         for each in (first, one)
     )
     below = difference(*scores, together=together)
-    return replace(one, against=below, is_level=below.low <= 0 <= below.high)
+    is_level = not only_it_diverged and below.low <= 0 <= below.high
+    return replace(one, against=below, is_level=is_level)
+
+
+def _is_costlier(one: Standing, first: Standing, *, together: int) -> bool:
+    """Return whether a policy surely takes more updates to the target than the first one.
+
+    A seed that never reached it takes more than its whole run. Where a seed reached it that did not
+    with the first policy, which of the two takes more is open.
+    """
+    least: dict[int, float | None] = {}
+    for run in one.cell.seeds:
+        own, other = one.reached[run.seed], first.reached.get(run.seed)
+        if own is not None and other is None and run.seed in first.reached:
+            return False
+        least[run.seed] = run.updates if own is None else own.updates_before
+    if 0 in least.values():
+        return False
+    at = {seed: None if cost is None else cost.updates for seed, cost in first.reached.items()}
+    found = ratio(least, at, together=together).interval
+    return found is not None and found.low > 1
 
 
 def _reasons(one: Standing, first: Standing) -> Iterator[str]:
-    """Yield why a policy is to be avoided."""
-    seeds = len(one.cell.seeds)
+    """Yield why a policy is to be avoided, and what might speak against that."""
+    reasons = list(_shortcomings(one, first))
+    yield from reasons
+    if reasons:
+        yield from _ends_tried(one.cell)
+
+
+def _ends_tried(cell: CellResults) -> Iterator[str]:
+    """Yield the values found at an end of what was tried."""
+    for key, end in cell.edges.items():
+        yield f"{key} {cell.values[key]:g} is the {end} tried: a better one may lie beyond"
+
+
+def _shortcomings(one: Standing, first: Standing) -> Iterator[str]:
+    """Yield what a policy is behind by."""
     if one.diverged:
-        yield f"{one.diverged} of {seeds} seeds diverged"
-    if one.costs and first.costs and seeds and not one.costs.reached and first.costs.reached:
-        yield f"none of {seeds} seeds reached the target"
+        yield f"{one.diverged} of {len(one.cell.seeds)} seeds diverged"
     match one.against:
-        case Ratio(interval=Interval(low=low) as times) if low > 1:
-            yield f"{describe_ratio(times)} the updates of {first.cell.policy}"
+        case Ratio(interval=times) as both if not one.is_level:
+            if both.reached < both.reached_other:
+                yield f"{both.reached or 'none'} of {both.seeds} seeds reached the target"
+            if times is not None and times.low > 1:
+                yield f"{describe_ratio(times)} the updates of {first.cell.policy}"
         case Interval(low=low) as points if low > 0:
             yield f"{describe_points(points)} below {first.cell.policy}"
         case _:
@@ -251,10 +288,13 @@ def _gaps(found: Recommendation) -> Iterator[str]:
         yield _nothing(found)
         return
     seeds = min(len(one.scores) for one in (first, *found.level))
-    if seeds < ENOUGH_SEEDS:
+    reached = len(_scored(first))
+    if min(seeds, reached) < ENOUGH_SEEDS:
+        few = f"{seeds} seed{'s' * (seeds > 1)}"
+        if reached < seeds:
+            few = f"{reached} of {len(first.scores)} seeds reached the target"
         yield (
-            f"{seeds} seed{'s' * (seeds > 1)}: the noise of seeds is hardly known; "
-            f"{ENOUGH_SEEDS} or more tell policies apart"
+            f"{few}: the noise of seeds is hardly known; {ENOUGH_SEEDS} or more tell policies apart"
         )
 
 
@@ -268,11 +308,12 @@ def _doubts(found: Recommendation, batch: int | None) -> Iterator[str]:
         )
     if first is None:
         return
-    for key, end in first.cell.edges.items():
+    if first.diverged:
         yield (
-            f"{first.cell.policy}: {key} {first.cell.values[key]:g} is the {end} tried: a better "
-            "one may lie beyond"
+            f"{first.cell.policy} comes first although {first.diverged} of "
+            f"{len(first.cell.seeds)} seeds diverged"
         )
+    yield from (f"{first.cell.policy}: {end}" for end in _ends_tried(first.cell))
     if found.level:
         names = ", ".join(one.cell.policy for one in (first, *found.level))
         yield f"within the noise of each other, so in no order: {names}"

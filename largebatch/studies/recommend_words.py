@@ -102,6 +102,8 @@ def _comparison(one: Standing, first: Standing) -> str:
         case Ratio(interval=Interval() as times) as both:
             seeds = f"by {both.reached} of {both.seeds} seeds"
             return f"{describe_ratio(times)} the updates of {first.cell.policy}, {seeds}{level}"
+        case Ratio(reached=reached, seeds=seeds):
+            return f"which reached the target with {reached or 'none'} of {seeds} seeds{level}"
         case Interval() as points:
             return f"{describe_points(points)} below {first.cell.policy}{level}"
         case _:
