@@ -13,7 +13,7 @@ from typing import Any
 from largebatch.errors import StudyError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.report.comparison import plural
-from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.metrics import Interval, interval, ratio
 from largebatch.studies.results import Result, SettingResults
 from largebatch.studies.standings import describe_interval
 from largebatch.studies.study import Metric
@@ -227,10 +227,21 @@ def _fastest(
     assert top1 is not None
     behind = 100 * (best.mean - top1.mean)
     level = "which is the highest" if behind == 0 else f"{behind:.2f} points below the highest"
+    close = _as_fast(times, name)
+    noise = f" (within the noise of it: {shorten(close, most=_NAMED)})" if close else ""
     return (
-        f"{name} trains in the shortest time, {seconds.mean:,.1f} s, with {100 * top1.mean:.2f} %, "
-        f"{level}."
+        f"{name} trains in the shortest time, {seconds.mean:,.1f} s{noise}, with "
+        f"{100 * top1.mean:.2f} %, {level}."
     )
+
+
+def _as_fast(times: Mapping[str, Mapping[int, float]], fastest: str) -> list[str]:
+    """Return the other settings whose times, by pairs of seeds, are not surely longer."""
+    own = times[fastest]
+    others = {name: found for name, found in times.items() if found.keys() == own.keys()}
+    del others[fastest]
+    found = {name: ratio(each, own, together=len(others)).interval for name, each in others.items()}
+    return [name for name, each in found.items() if each is None or each.low <= 1]
 
 
 def _transfers(findings: Findings, metric: Metric) -> Iterator[str]:

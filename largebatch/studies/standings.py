@@ -20,6 +20,7 @@ from largebatch.studies.metrics import (
     costs,
     difference,
     interval,
+    ratio_of_updates,
     robustness,
 )
 from largebatch.studies.results import CellResults, Result
@@ -273,9 +274,20 @@ def _cheapest(ranked: Sequence[Standing], target: float | None) -> Iterator[str]
     if target is None or not some or len(ranked) < 2:
         return
     least = min(some, key=lambda one: one.cost(axis))
+    others = [one for one in some if one is not least]
+    spent = {one.policy: {run.seed: run.cost(target) for run in one.found.seeds} for one in some}
+    times = {
+        one.found.policy: ratio_of_updates(
+            spent[one.policy], spent[least.policy], together=len(others)
+        ).interval
+        for one in others
+    }
+    close = [name for name, found in times.items() if found is None or found.low <= 1]
+    level = f"; within the noise of it: {shorten(close, most=_NAMED)}" if close else ""
     yield (
         f"{100 * target:g} % takes the fewest updates with {least.found.policy}, "
-        f"{least.cost(axis):,.0f}; all seeds reach it with {len(some)} of {len(ranked)} policies."
+        f"{least.cost(axis):,.0f}{level}; all seeds reach it with {len(some)} of {len(ranked)} "
+        "policies."
     )
 
 
