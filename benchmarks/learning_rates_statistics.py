@@ -16,10 +16,10 @@ from largebatch.studies.metrics import (
     Cost,
     Interval,
     Ratio,
+    by_scale,
     ratio_of_updates,
     robustness,
 )
-from largebatch.studies.study import SCALES
 
 Policies = Mapping[str, Mapping[str, Any]]
 
@@ -88,14 +88,9 @@ def points(policies: Policies, one: str, other: str, *, together: int = 1) -> In
 
 def areas_of(cell: Mapping[str, Any]) -> BySeed:
     """Return the mean top-1 over rates from a tenth to ten times that found, by seed."""
-    found: dict[int, dict[float, list[float]]] = {}
-    for one in (*cell["seeds"], *cell["scaled"]):
-        found.setdefault(one["seed"], {})[one["scale"]] = [one["top1"]]
-    return {
-        seed: robustness(scales).area
-        for seed, scales in found.items()
-        if scales.keys() >= set(SCALES)
-    }
+    runs = (*cell["seeds"], *cell["scaled"])
+    every = by_scale((one["seed"], one["scale"], one["top1"]) for one in runs)
+    return {seed: robustness(scales).area for seed, scales in every.items()}
 
 
 def spread_of(policies: Policies) -> tuple[float, float]:

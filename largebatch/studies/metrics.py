@@ -18,6 +18,7 @@ from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
+from largebatch.studies.study import SCALES
 from largebatch.tracking.events import Evaluation, Measured
 
 CONFIDENCE = 0.95
@@ -359,6 +360,17 @@ class Robustness:
     area: float
     """Under the mean over the logarithm of the scale, by trapezoids, divided by its length: the
     average top-1 of a rate that is off by a factor drawn from the range on a logarithmic scale."""
+
+
+def by_scale(top1: Iterable[tuple[int, float, float]]) -> dict[int, dict[float, list[float]]]:
+    """Return accuracies, given as (seed, scale, top-1), by the seeds that were run at every scale.
+
+    Each as robustness takes them; means of a study under way would be over other seeds elsewhere.
+    """
+    found: dict[int, dict[float, list[float]]] = {}
+    for seed, scale, value in top1:
+        found.setdefault(seed, {})[scale] = [value]
+    return {seed: each for seed, each in found.items() if each.keys() >= set(SCALES)}
 
 
 def robustness(top1: Mapping[float, Sequence[float]]) -> Robustness:

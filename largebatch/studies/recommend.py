@@ -26,7 +26,6 @@ from largebatch.studies.metrics import (
     robustness,
 )
 from largebatch.studies.results import CellResults
-from largebatch.studies.study import SCALES
 
 Criterion = Literal["cost", "accuracy", "robustness"]
 """cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over rates a
@@ -140,31 +139,16 @@ def _standing(cell: CellResults, by: Criterion, target: float | None) -> Standin
         case "accuracy":
             scores = {one.seed: one.top1 for one in cell.seeds}
         case "robustness":
-            scores = {seed: robustness(one).area for seed, one in _by_scale(cell).items()}
+            scores = {seed: robustness(one).area for seed, one in cell.by_scale.items()}
         case _:
             assert_never(by)
     return Standing(
         cell=cell,
         top1=interval(top1) if top1 else None,
         reached=each,
-        robustness=_over_rates(cell),
+        robustness=cell.robustness,
         scores=scores,
     )
-
-
-def _by_scale(cell: CellResults) -> dict[int, dict[float, list[float]]]:
-    """Return the accuracies by seed and scale, of seeds that were run at every scale."""
-    found: dict[int, dict[float, list[float]]] = {}
-    for one in (*cell.seeds, *cell.scaled):
-        found.setdefault(one.seed, {})[one.scale] = [one.top1]
-    return {seed: each for seed, each in found.items() if each.keys() >= set(SCALES)}
-
-
-def _over_rates(cell: CellResults) -> Robustness | None:
-    seeds = _by_scale(cell).values()
-    if not seeds:
-        return None
-    return robustness({scale: [one[scale][0] for one in seeds] for scale in SCALES})
 
 
 def _scored(one: Standing) -> list[float]:

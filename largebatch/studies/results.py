@@ -15,8 +15,8 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.cells import Cell
 from largebatch.studies.database import DEFINITION, RESULT, SLOT, Json, require_format
-from largebatch.studies.metrics import Cost, Measurement, cost
-from largebatch.studies.study import Search, Setting
+from largebatch.studies.metrics import Cost, Measurement, Robustness, by_scale, cost, robustness
+from largebatch.studies.study import SCALES, Search, Setting
 from largebatch.studies.usage import Usage
 from largebatch.tracking.events import Measured
 
@@ -148,6 +148,20 @@ class CellResults:
     def edges(self) -> dict[str, str]:
         """The keys whose value found is the `lowest` tried, or the `highest`."""
         return edges(self.values, [one.values for one in self.search])
+
+    @property
+    def by_scale(self) -> dict[int, dict[float, list[float]]]:
+        """Top-1 by seed and multiple of the rate, as metrics.by_scale has it."""
+        runs = (*self.seeds, *self.scaled)
+        return by_scale((one.seed, one.scale, one.top1) for one in runs)
+
+    @property
+    def robustness(self) -> Robustness | None:
+        """Over the seeds that were run at every multiple of the rate; None without one."""
+        every = self.by_scale.values()
+        if not every:
+            return None
+        return robustness({scale: [one[scale][0] for one in every] for scale in SCALES})
 
 
 def edges(found: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:

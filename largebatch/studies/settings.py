@@ -113,6 +113,9 @@ class Findings:
     waiting: tuple[str, ...] = ()
     """Recipes with settings that have not all their runs."""
 
+    trials: tuple[Result, ...] = ()
+    """Of all searches."""
+
     @cached_property
     def recipes(self) -> tuple[str, ...]:
         """The names of the recipes."""
@@ -187,7 +190,8 @@ def find(found: Sequence[SettingResults], metrics: Sequence[Metric]) -> Findings
     cells = [Measured(one, recipes.index(one.configuration)) for one in some]
     cells.sort(key=lambda one: one.configuration)
     waiting = [f"{one.configuration} with {one.setting}" for one in found if not one.finished]
-    return Findings(some[0].study, tuple(cells), tuple(metrics), tuple(waiting))
+    trials = tuple(trial for one in found for trial in one.search)
+    return Findings(some[0].study, tuple(cells), tuple(metrics), tuple(waiting), trials)
 
 
 def describe(findings: Findings) -> Iterator[str]:
@@ -288,11 +292,11 @@ def _circumstances(findings: Findings) -> Iterator[str]:
     where = f", on {shorten(machines, most=_NAMED)}" if machines else ""
     torch = f" with torch {shorten(versions, most=_NAMED)}" if any(versions) else ""
     yield f"{plural(len(runs), 'run')} with seeds{where}{torch}."
-    together = overlapping(runs)
+    together = overlapping(runs, findings.trials)
     if together:
         yield (
-            f"{together:,} of them were made while another one was under way on the same machine: "
-            "their times are those of a machine that is shared."
+            f"{together:,} of them {'was' if together == 1 else 'were'} made while another one was "
+            "under way on the same machine: their times are those of a machine that is shared."
         )
     others = [run.other_cores for run in runs if math.isfinite(run.other_cores)]
     if others and max(others) >= 0.1:
@@ -305,13 +309,13 @@ def _circumstances(findings: Findings) -> Iterator[str]:
         yield f"Not finished: {plural(len(findings.waiting), 'cell')}, {named}"
 
 
-def overlapping(runs: Sequence[Result]) -> int:
-    """Return how many runs were under way while another one was on the same machine."""
+def overlapping(runs: Sequence[Result], trials: Sequence[Result] = ()) -> int:
+    """Return how many runs were under way while another run or trial was on the same machine."""
     return sum(
         any(
             other is not one and other.host == one.host
             and other.begun < one.ended and one.begun < other.ended
-            for other in runs
+            for other in (*runs, *trials)
         )
         for one in runs
     )  # fmt: skip

@@ -21,7 +21,6 @@ from largebatch.studies.metrics import (
     difference,
     interval,
     ratio_of_updates,
-    robustness,
 )
 from largebatch.studies.results import CellResults, Result
 
@@ -102,13 +101,8 @@ class Standing:
 
     @cached_property
     def robustness(self) -> Robustness | None:
-        """Top-1 by multiples of the rate, over the seeds that were run at them."""
-        seeds = {one.seed for one in self.found.scaled}
-        top1: dict[float, list[float]] = {}
-        for one in (*self.found.seeds, *self.found.scaled):
-            if one.seed in seeds:
-                top1.setdefault(one.scale, []).append(one.top1)
-        return robustness(top1) if 1.0 in top1 and len(top1) > 1 else None
+        """Top-1 by multiples of the rate, over the seeds that were run at every one."""
+        return self.found.robustness
 
     @property
     def diverged(self) -> int:

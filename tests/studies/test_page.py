@@ -45,9 +45,13 @@ def found() -> list[CellResults]:
     steady = [run(seed, [0.7, 0.9, 0.9, 0.91 + seed / 100], every=150) for seed in (1, 2, 3)]
     falling = [run(seed, [0.5, 0.8, 0.95, 0.97 + seed / 200], every=150) for seed in (1, 2, 3)]
     late = [run(seed, [0.5, 0.6, 0.7, 0.9], every=150, diverged=seed == 3) for seed in (1, 2, 3)]
-    others = [run(1, [0.5, top1], every=300, scale=by) for by, top1 in ((0.1, 0.6), (10, 0.4))]
+    others = [
+        run(1, [0.5, top1], every=300, scale=by)
+        for by, top1 in ((0.1, 0.6), (0.5, 0.8), (5, 0.7), (10, 0.4))
+    ]
+    under_way = [run(2, [0.5, 0.1], every=300, scale=0.1)]
     return [
-        cell("constant", steady, search=search(0.92), schedule=FAST, scaled=others),
+        cell("constant", steady, search=search(0.92), schedule=FAST, scaled=[*others, *under_way]),
         cell("cosine", falling, search=search(0.97), schedule=COSINE),
         cell("late", late, search=search(0.9), schedule=LATE),
         cell("cosine", falling[:1], configuration="large", search=search(0.98), schedule=COSINE),
@@ -123,7 +127,7 @@ def test_the_sentences_have_the_answer_and_what_it_rests_on(found: list[CellResu
         "all seeds reach it with 2 of 3 policies."
     )
     assert counts == (
-        "25 runs: 13 trials of the search, 10 runs with seeds, 2 at other rates, on node-7 "
+        "28 runs: 13 trials of the search, 10 runs with seeds, 5 at other rates, on node-7 "
         "(x86_64, 2 threads) with torch 2.9.0."
     )
     assert waiting == f"Not finished: {HOSTILE}."
@@ -182,7 +186,10 @@ def test_pointing_at_a_mean_shows_its_interval_and_its_costs(page: Page) -> None
     tips = point_at(page, "search_0", "late", 1)  # by rate: 0.2, 0.5, 1.25
     assert "late peak_lr 0.5 accuracy 90.00 % trial found" in tips
     assert point_at(page, "search_0", "cosine", 2)[0].endswith("diverged: counts as chance")
-    assert point_at(page, "scales", "constant", 1)[0] == (
+    assert point_at(page, "scales", "constant", 0)[0] == (
+        "constant rate 0.1 times top-1 60.00 % (1 seed)"  # seed 2 is not run at the others yet
+    )
+    assert point_at(page, "scales", "constant", 2)[0] == (
         "constant rate 1 times top-1 92.00 % (1 seed)"  # of seed 1, which was run at the others
     )
 

@@ -1,6 +1,7 @@
 """What a study of settings has found, against NumPy, and its page in a real browser."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,9 @@ def test_runs_that_were_under_way_together_and_other_programs_are_named() -> Non
     assert overlapping(apart) == 0
     together = [*apart, run(3, 0.9, seconds=10, begun=15, others=1.3)]
     assert overlapping(together) == 2
+    searched = replace(cell("a", "large", []), search=(run(100, 0.9, seconds=4, begun=3),))
+    *_, shared = describe(find([cell("a", "own", apart), searched], ()))
+    assert shared.startswith("1 of them was made while another one was under way")
     *_, shared, busy, waiting = describe(find([cell("a", "own", together, finished=False)], ()))
     assert shared.startswith("2 of them were made while another one was under way")
     assert busy.startswith("Other programs used 0.0 to 1.3 cores")
