@@ -150,6 +150,11 @@ class CellResults:
         return edges(self.values, [one.values for one in self.search])
 
     @property
+    def reads_validation(self) -> bool:
+        """Whether its runs change their rate by the validation images that they are measured on."""
+        return self.recipe.schedule.plateau is not None
+
+    @property
     def by_scale(self) -> dict[int, dict[float, list[float]]]:
         """Top-1 by seed and multiple of the rate, as metrics.by_scale has it."""
         runs = (*self.seeds, *self.scaled)

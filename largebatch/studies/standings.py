@@ -230,6 +230,10 @@ def describe(standings: Standings) -> Iterator[str]:
             yield where + _leads(ranked)
             targets = (axis.target for axis in standings.axes[:1])
             yield from (where + text for target in targets for text in _cheapest(ranked, target))
+    steered = [one.found.policy for one in standings.cells if one.found.reads_validation]
+    if steered:
+        named = shorten(list(dict.fromkeys(steered)), most=_NAMED)
+        yield f"Changed the rate by the validation images that are measured on: {named}."
     yield from _counts(standings)
 
 

@@ -43,7 +43,7 @@ class Search(Section):
     """How the base rate of every policy is found, each with the same budget.
 
     Every trial is judged on training images that it is not trained on; the validation images decide
-    nothing.
+    nothing here. Afterwards they do where a policy has a `plateau`: its rate changes by them.
     """
 
     trials: Annotated[int, Field(ge=1, le=1000)]

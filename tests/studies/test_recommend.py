@@ -13,6 +13,7 @@ from scipy import stats
 
 from largebatch.errors import StudyError
 from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.schedule import Plateau
 from largebatch.studies.groups import Group, choose, groups_of, is_of
 from largebatch.studies.metrics import Interval, Ratio
 from largebatch.studies.recommend import Recommendation, good_values, recommend
@@ -262,6 +263,11 @@ def test_a_rate_at_an_end_of_its_search_speaks_for_a_policy_that_is_behind(group
     assert not found.doubts
 
 
+def steered(cell: CellResults) -> CellResults:
+    schedule = cell.recipe.schedule.model_copy(update={"plateau": Plateau()})
+    return replace(cell, recipe=cell.recipe.model_copy(update={"schedule": schedule}))
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -274,6 +280,11 @@ def test_a_rate_at_an_end_of_its_search_speaks_for_a_policy_that_is_behind(group
             lambda cell: replace(cell, values={RATE: 0.2}),
             "quick: schedule.peak_lr 0.2 is the lowest tried: a better one may lie beyond",
             id="edge",
+        ),
+        pytest.param(
+            steered,
+            "quick changes its rate by the validation images that it is measured on",
+            id="plateau",
         ),
         pytest.param(
             lambda cell: replace(cell, seeds=()), "no policy has a seed that is done", id="nothing"
