@@ -102,9 +102,13 @@ class Cell:
         search = self.search
         assert search is not None
         left = self.recipe.train_samples - search.held_out
-        in_epochs = self.recipe.duration.epochs is not None  # which have fewer updates then
-        steps = search.part * (left / self.recipe.train_samples if in_epochs else 1)
-        tree = shortened(self.at(values), search.part, steps=steps).model_dump(mode="json")
+        share = left / self.recipe.train_samples  # of the updates in an epoch
+        epochs = steps = search.part
+        if self.recipe.duration.epochs is not None:
+            steps *= share
+        else:
+            epochs /= share
+        tree = shortened(self.at(values), epochs, steps=steps).model_dump(mode="json")
         tree["seed"] = search.seed
         tree["data"]["held_out"] = {"samples": search.held_out}
         for section, key in ((tree["polish"], "statistics"), (tree, "optimizer")):
@@ -207,34 +211,34 @@ def rungs(plan: Plan) -> list[int]:
     return [step for step in sorted(near) if plan.warmup_steps < step < plan.train_steps]
 
 
-def shortened(recipe: Recipe, part: float, *, steps: float | None = None) -> Recipe:
-    """Return the recipe with all its lengths times `part`, and its decays by the step steeper.
+def shortened(recipe: Recipe, epochs: float, *, steps: float | None = None) -> Recipe:
+    """Return the recipe with all its lengths times `epochs`, and its decays by the step steeper.
 
-    `steps`: the factor of lengths in updates and of decays by the step, for a batch with another
-    number of updates in an epoch; None: `part`.
+    `steps`: the factor of lengths in updates and of decays by the step, for another number of
+    updates in an epoch; None: as `epochs`.
     """
-    steps = part if steps is None else steps
-    if part == steps == 1:
+    steps = epochs if steps is None else steps
+    if epochs == steps == 1:
         return recipe
-    tree = _shortened(recipe, part, steps).model_dump(mode="json")
+    tree = _shortened(recipe, epochs, steps).model_dump(mode="json")
     every = tree["evaluation"]["every_epochs"]
     if every is not None:
-        tree["evaluation"]["every_epochs"] = every * part
-        tree["evaluation"]["offset_epochs"] *= part
+        tree["evaluation"]["every_epochs"] = every * epochs
+        tree["evaluation"]["offset_epochs"] *= epochs
     return validate_tree(Recipe, tree, source=recipe.name)
 
 
-def _shortened(value: Any, part: float, steps: float) -> Any:  # noqa: ANN401 -- any field
+def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 -- any field
     if isinstance(value, tuple):
-        return tuple(_shortened(each, part, steps) for each in value)
+        return tuple(_shortened(each, epochs, steps) for each in value)
     if not isinstance(value, Section):
         return value
     changes = {
-        key: _shortened(getattr(value, key), part, steps) for key in type(value).model_fields
+        key: _shortened(getattr(value, key), epochs, steps) for key in type(value).model_fields
     }
     if isinstance(value, Duration):
         if value.epochs is not None:
-            changes["epochs"] = value.epochs * part
+            changes["epochs"] = value.epochs * epochs
         elif value.steps is not None:
             changes["steps"] = max(1, round(value.steps * steps))
     if isinstance(value, _BY_FACTOR):

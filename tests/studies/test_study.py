@@ -180,6 +180,20 @@ def test_a_trial_of_epochs_that_lack_the_images_held_out_ends_at_the_same_rate(
     assert trial[-1] == pytest.approx(whole[-1], rel=0.02)
 
 
+def test_a_trial_of_updates_has_lengths_in_epochs_at_the_same_updates(tmp_path: Path) -> None:
+    """150 updates are 10 epochs of 15 or, without the images held out, 12.5 of 12."""
+    parts = {"warmup": {"epochs": 2}, "decay": {"kind": "steps", "at": [{"epochs": 6}]}}
+    digits = STUDY["recipes"]["digits"]
+    changes = {"duration": {"steps": 150}, "evaluation": {"every_epochs": 2}}
+    recipes = {"digits": {**digits, "set": {**digits["set"], **changes}}}
+    search = {**STUDY["search"], "prune": False}
+    (cell,) = cells(tmp_path, recipes=recipes, policies={"one": parts}, search=search)
+    trial = cell.trial_recipe({})
+    assert rates(trial) == rates(cell.recipe)
+    evaluated = make_plan(trial, workers=1).evaluate_after
+    assert evaluated == pytest.approx(cell.plan.evaluate_after, rel=0.02)
+
+
 def test_a_trial_is_compared_on_the_way_and_not_within_its_warm_up(tmp_path: Path) -> None:
     long_warmup = a_cell(tmp_path, warmup={"steps": 5}).trial_recipe({})
     plan = make_plan(long_warmup, workers=1)
