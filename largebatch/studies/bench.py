@@ -200,7 +200,7 @@ def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Val
     stops = rungs(make_plan(recipe, workers=cell.workers)) if search.prune else []
 
     def hopeless(step: int, found: object) -> bool:
-        trial.report(getattr(found, search.metric), step)
+        trial.report(search.value_of(found), step)
         return trial.should_prune()
 
     return values, train(recipe, folder, machine_of(bench, cell), stops=stops, hopeless=hopeless)

@@ -12,7 +12,7 @@ from largebatch.studies.cells import Values
 from largebatch.studies.database import Claim
 from largebatch.studies.metrics import costs, interval
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
-from largebatch.studies.results import Result, edges, read_result
+from largebatch.studies.results import Result, edges
 from largebatch.studies.settings import Findings, Measured, describe
 from largebatch.studies.study import SCALES, Study
 from largebatch.studies.trial import Result as Record
@@ -132,9 +132,7 @@ def _shown(one: Measured, name: str, factor: float, form: str) -> str:
 
 def _results(seeds: Phase, *, scale: float) -> list[Result]:
     """Return the results of the seeds at a multiple of the rate."""
-    done = seeds.queue.done().values()
-    found = [read_result(seeds.queue.name, trial, is_search=False) for trial in done]
-    return [one for one in found if one.scale == scale]
+    return [one for one in seeds.results().values() if one.scale == scale]
 
 
 def _top1(results: Sequence[Result]) -> list[float]:
@@ -154,7 +152,7 @@ def describe_mean(values: Sequence[float]) -> str:
 
 def _found(search: Phase, values: Values) -> str:
     """Return the values that were found, with a mark where there is no trial below or above."""
-    tried = [one["values"] for one in search.queue.results().values()]
+    tried = [one.values for one in search.results().values()]
     return describe_values(values, edges(values, tried))
 
 

@@ -41,6 +41,13 @@ DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
 KINDS = ("policy", "setting")
 """What studies compare: the key of a definition that has its name."""
 
+_OPTUNAS = {"studies", "version_info"}
+"""Tables of Optuna's, of which one is the first that it makes."""
+
+_MADE_BY = (
+    "`largebatch lr bench` and `largebatch bench` make one, by default study.db in their --out"
+)
+
 _BUSY_SECONDS = 120
 """How long a process waits for others that write to the same SQLite file."""
 
@@ -48,10 +55,12 @@ Json = Mapping[str, Any]
 
 
 @contextmanager
-def open_storage(url: str) -> "Iterator[BaseStorage]":
+def open_storage(url: str, *, only_read: bool = False) -> "Iterator[BaseStorage]":
     """Yield the storage at an SQL URL, or in a file whose name ends with .journal.
 
-    Raises StudyError where there is none of this version, and where it fails later.
+    Raises StudyError where there is none of this version, where a file is another program's, and
+    where it fails later; `only_read`: also where a database has no tables of Optuna's, which are
+    made otherwise.
     """
     require_optuna()
     import optuna
@@ -60,19 +69,23 @@ def open_storage(url: str) -> "Iterator[BaseStorage]":
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        yield _connect(url)
+        yield _connect(url, only_read=only_read)
     except (SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
-        cause = error.__cause__ or error
-        reason = clip(" ".join(str(getattr(cause, "orig", cause)).split()), 2 * LONGEST_NAME)
-        raise StudyError(
-            f"--storage {shown(url)}: cannot be used: {reason}; a file that is damaged or no "
-            "database is not changed: give another --storage, or put a copy in its place"
-        ) from None
+        raise _unusable(url, error) from None
+
+
+def _unusable(url: str, error: Exception) -> StudyError:
+    cause = error.__cause__ or error
+    reason = clip(" ".join(str(getattr(cause, "orig", cause)).split()), 2 * LONGEST_NAME)
+    return StudyError(
+        f"--storage {shown(url)}: cannot be used: {reason}; a file that is damaged or no "
+        "database is not changed: give another --storage, or put a copy in its place"
+    )
 
 
 @contextmanager
 def open_existing(url: str) -> "Iterator[BaseStorage]":
-    """Yield the storage as open_storage does, and make no file.
+    """Yield the storage as open_storage does, and make no file and no tables.
 
     Raises StudyError where there is none.
     """
@@ -85,23 +98,23 @@ def open_existing(url: str) -> "Iterator[BaseStorage]":
         found = make_url(url)
         file = found.database if found.get_backend_name() == "sqlite" else file
     if file is not None and not Path(file).is_file():
-        raise StudyError(
-            f"--storage {shown(url)}: no such file; `largebatch lr bench` and `largebatch bench` "
-            "make it, by default study.db in their --out"
-        )
-    with open_storage(url) as storage:
+        raise StudyError(f"--storage {shown(url)}: no such file; {_MADE_BY}")
+    with open_storage(url, only_read=True) as storage:
         yield storage
 
 
-def _connect(url: str) -> "BaseStorage":
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+def _connect(url: str, *, only_read: bool) -> "BaseStorage":
     from sqlalchemy.engine import make_url
 
     try:
         if url.endswith(JOURNAL):
-            return JournalStorage(JournalFileBackend(url))
+            return _replay(url)
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
+        tables = _tables(url) if is_sqlite or only_read else set()
+        if not tables & _OPTUNAS and (tables or only_read):
+            raise StudyError(
+                f"--storage {shown(url)}: holds no studies, and is left as it is; {_MADE_BY}"
+            )
         storage = _open_tables(url, {"timeout": _BUSY_SECONDS} if is_sqlite else {})
     except ModuleNotFoundError as error:
         raise StudyError(f"--storage {shown(url)}: needs the package {error.name}") from None
@@ -113,6 +126,27 @@ def _connect(url: str) -> "BaseStorage":
     if is_sqlite:
         _write_one_at_a_time(storage)
     return storage
+
+
+def _replay(journal: str) -> "BaseStorage":
+    """Open a journal; Optuna replays its lines, and says of damaged ones what it stumbles over."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    try:
+        return JournalStorage(JournalFileBackend(journal))
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        found = ValueError(f"one of its lines is no record of Optuna ({type(error).__name__})")
+        raise _unusable(journal, found) from None
+
+
+def _tables(url: str) -> set[str]:
+    """Return the names of the tables in a database; none of a file that does not exist."""
+    from sqlalchemy import create_engine, inspect
+    from sqlalchemy.pool import NullPool
+
+    engine = create_engine(url, poolclass=NullPool)
+    return set(inspect(engine).get_table_names())
 
 
 def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":
@@ -220,7 +254,7 @@ class Queue:
         found: dict[str, FrozenTrial] = {}
         for trial in self.study.get_trials(deepcopy=False):
             slot = trial.user_attrs.get(SLOT)
-            if slot in self.slots and trial.state.name != "FAIL":
+            if isinstance(slot, str) and slot in self.slots and trial.state.name != "FAIL":
                 found.setdefault(slot, trial)
         return found
 
@@ -232,10 +266,6 @@ class Queue:
         if len(found) == len(self.slots):
             self._all_done = found
         return found
-
-    def results(self) -> dict[str, Json]:
-        """Return the results of the slots that have one."""
-        return {name: trial.user_attrs[RESULT] for name, trial in self.done().items()}
 
     @property
     def is_done(self) -> bool:
@@ -345,10 +375,11 @@ def require_kind(storage: "BaseStorage", name: str, kind: str) -> None:
             )
 
 
-def require_format(name: str, definition: Json | None) -> None:
+def require_format(name: str, definition: object) -> None:
     """Raise StudyError where a study of this name was written with another format."""
-    if definition is None or definition.get("format") != FORMAT:
-        found = "no format" if definition is None else f"format {definition.get('format')}"
+    number = definition.get("format") if isinstance(definition, dict) else None
+    if number != FORMAT:
+        found = "no format" if number is None else f"format {number}"
         raise StudyError(
             f"{name}: the database holds a study of this name with {found}, expected {FORMAT}: "
             "another program or version wrote it; give another --storage"

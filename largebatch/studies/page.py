@@ -350,7 +350,7 @@ def _trial(found: CellResults, trial: Result, key: str) -> dict[str, object]:
 
     One that diverged has no place of its own, for it would flatten the others.
     """
-    accuracy = 100 * (trial.top1 if found.settings.metric == "top1" else trial.top5)
+    accuracy = 100 * found.settings.value_of(trial)
     state, marker, size, fill = "whole", "circle", 8, 1.0
     if trial.diverged is not None:
         state, marker, size = "diverged: counts as chance", "x", 10

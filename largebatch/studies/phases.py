@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from largebatch.recipe.plan import make_plan
 from largebatch.studies.cells import Cell, Values
-from largebatch.studies.database import Json, Queue, Slot, require_kind
+from largebatch.studies.database import Queue, Slot, require_kind
+from largebatch.studies.results import Result, read_result
 from largebatch.studies.study import RATE, SCALES, AnyStudy, Search, Study
 from largebatch.studies.trial import Machine
 
@@ -58,6 +59,13 @@ class Phase:
     def is_search(self) -> bool:
         """Whether its trials are judged on images held out."""
         return self.values is None
+
+    def results(self) -> dict[str, Result]:
+        """Return the results of the slots that have one; raise StudyError where one is damaged."""
+        name, done = self.queue.name, self.queue.done()
+        return {
+            slot: read_result(name, trial, is_search=self.is_search) for slot, trial in done.items()
+        }
 
 
 class Progress:
@@ -110,9 +118,9 @@ class Progress:
             left[name] += phase.updates * (len(phase.queue.slots) - len(done))
             running = (one.state.name == "RUNNING" for one in phase.queue.trials().values())
             at_work += sum(running)
-            for one in phase.queue.results().values():
+            for one in phase.results().values():
                 seconds[name] += self._seconds(one)
-                updates[name] += one["updates"] if "seconds" in one else 0
+                updates[name] += one.updates if math.isfinite(one.seconds) else 0
         for cell in self.bench.cells:
             if cell.name not in self._seeds:
                 left[self._pace(cell)] += cell.plan.updates * len(seed_slots(self.bench.study))
@@ -121,12 +129,12 @@ class Progress:
             return None
         return sum(left[name] * seconds[name] / updates[name] for name in unfinished) / at_work
 
-    def _seconds(self, result: Json) -> float:
+    def _seconds(self, result: Result) -> float:
         """Return how long a run has taken; one with a process of its own needs time to begin."""
-        seconds = float(result.get("seconds", 0.0))
-        if isinstance(self.bench.study, Study):
-            return seconds
-        return max(seconds, float(result["ended"]) - float(result["begun"]))
+        taken = [result.seconds]
+        if not isinstance(self.bench.study, Study):
+            taken.append(result.ended - result.begun)
+        return max(filter(math.isfinite, taken), default=0.0)
 
     def _pace(self, cell: Cell) -> str:
         """Return the name of the cells that take as long for an update as this one."""
@@ -230,17 +238,14 @@ def chosen_values(search: Phase) -> Values:
     the one-standard-error rule): the best of a few trials of one seed is often one at the edge of
     what diverges. Of trials at one rate the most accurate, and of these that of the lowest loss.
     """
-    assert search.cell.search is not None
-    results, done = search.queue.results(), search.queue.done()
-    whole = [slot for slot, one in results.items() if "pruned_after" not in one]
-    top = {slot: float(done[slot].values[0]) for slot in whole}
-    best = max(top.values())
-    least = best - math.sqrt(best * (1 - best) / search.cell.search.held_out)
+    settings = search.cell.search
+    assert settings is not None
+    whole = [one for one in search.results().values() if one.pruned_after is None]
+    best = max(settings.value_of(one) for one in whole)
+    least = best - math.sqrt(best * (1 - best) / settings.held_out)
 
-    def merit(slot: str) -> tuple[float, float, float]:
-        loss, rate = results[slot]["loss"], results[slot]["values"].get(RATE, 0.0)
-        return -rate, top[slot], -math.inf if loss is None else -loss
+    def merit(one: Result) -> tuple[float, float, float]:
+        loss = one.loss if math.isfinite(one.loss) else math.inf
+        return -one.values.get(RATE, 0.0), settings.value_of(one), -loss
 
-    good = [slot for slot in whole if top[slot] >= least]
-    values: Values = results[max(good, key=merit)]["values"]
-    return values
+    return max((one for one in whole if settings.value_of(one) >= least), key=merit).values

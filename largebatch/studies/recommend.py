@@ -339,16 +339,16 @@ def good_values(cell: CellResults) -> GoodValues:
     spread of top-1 over the seeds at the end); two trials differ by the root of 2 times that.
     Trials that were stopped early or diverged are none of the good ones.
     """
-    metric = cell.settings.metric
+    value = cell.settings.value_of
     whole = [one for one in cell.search if one.pruned_after is None and one.diverged is None]
     if not whole:
         return GoodValues(ranges={}, number=0, trials=len(cell.search))
-    best = max(getattr(one, metric) for one in whole)
+    best = max(map(value, whole))
     variance = best * (1 - best) / cell.settings.held_out
-    ends = [getattr(one, metric) for one in cell.seeds]
+    ends = [value(one) for one in cell.seeds]
     variance += statistics.variance(ends) if len(ends) > 1 else 0.0
     width = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(2 * variance)
-    good = [one for one in whole if getattr(one, metric) >= best - width]
+    good = [one for one in whole if value(one) >= best - width]
     return GoodValues(
         ranges={
             key: (min(one.values[key] for one in good), max(one.values[key] for one in good))

@@ -106,6 +106,7 @@ class Result:
 
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+_VALUES = TypeAdapter(dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,7 @@ def _read(study: "Study", definition: Json) -> _Queue:
     counting: dict[str, FrozenTrial] = {}
     for trial in study.get_trials(deepcopy=False):
         slot = trial.user_attrs.get(SLOT)
-        if slot is not None and trial.state.name != "FAIL":
+        if isinstance(slot, str) and trial.state.name != "FAIL":
             counting.setdefault(slot, trial)
     done = [trial for trial in counting.values() if trial.state.is_finished()]
     results = [
@@ -279,11 +280,12 @@ def _read(study: "Study", definition: Json) -> _Queue:
 def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
     """Return what a trial of the study of this name holds; raise StudyError where it is damaged."""
     about = trial.user_attrs
+    found = about.get(RESULT)
     record: dict[str, Any] = {
         "slot": about[SLOT],
         "is_search": is_search,
         "scale": about.get("scale", 1.0),
-        **(about.get(RESULT) or {}),
+        **(found if isinstance(found, dict) else {}),
     }
     try:
         return _RESULT.validate_python(record)
@@ -303,7 +305,7 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
     try:
         recipe = validate_tree(Recipe, search.definition["recipe"], source=search.name)
         settings = validate_tree(Search, search.definition["search"], source=search.name)
-    except (KeyError, LargebatchError) as error:
+    except (KeyError, TypeError, LargebatchError) as error:
         raise StudyError(f"{search.name}: its definition cannot be read: {error}") from None
     done = sorted(seeds.results, key=lambda one: (one.seed, one.scale)) if seeds else []
     searched = search.is_done and len(search.results) >= settings.trials
@@ -313,12 +315,24 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
         policy=policy,
         recipe=recipe,
         settings=settings,
-        values=dict(seeds.definition["values"]) if seeds else {},
+        values=_values(seeds),
         search=search.results,
         seeds=tuple(one for one in done if one.scale == 1),
         scaled=tuple(one for one in done if one.scale != 1),
         finished=searched and seeds is not None and seeds.is_done,
     )
+
+
+def _values(seeds: _Queue | None) -> dict[str, float]:
+    """Return the values found; none before there are seeds."""
+    try:
+        return _VALUES.validate_python(seeds.definition.get("values")) if seeds else {}
+    except ValidationError as error:
+        assert seeds is not None
+        first = error.errors()[0]
+        raise StudyError(
+            f"{seeds.name}: its definition cannot be read: values: {first['msg']}"
+        ) from None
 
 
 def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
@@ -338,7 +352,7 @@ def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
         workers=machine.workers,
         backend=machine.backend,
         threads=machine.threads,
-        values=dict(seeds.definition["values"]) if seeds else {},
+        values=_values(seeds),
         search=search.results if search else (),
         seeds=tuple(sorted(seeds.results, key=lambda one: one.seed)) if seeds else (),
         finished=seeds is not None and seeds.is_done,

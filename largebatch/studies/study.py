@@ -77,6 +77,10 @@ class Search(Section):
     metric: Literal["top1", "top5"] = "top1"
     """What is maximized, on the images held out."""
 
+    def value_of(self, found: object) -> float:
+        """Return the metric of a run or an evaluation."""
+        return float(getattr(found, self.metric))
+
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
         for key, (low, high) in self.keys.items():

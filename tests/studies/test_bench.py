@@ -29,9 +29,10 @@ from largebatch.studies import bench as bench_module
 from largebatch.studies.bench import work
 from largebatch.studies.cells import cells_of
 from largebatch.studies.console import describe_study
-from largebatch.studies.database import Claim, Json, open_storage
+from largebatch.studies.database import Claim, open_storage
 from largebatch.studies.metrics import measurements, outcome
 from largebatch.studies.phases import Bench, Phase, Progress
+from largebatch.studies.results import Result as Recorded
 from largebatch.studies.results import read_results
 from largebatch.studies.study import RATE, Study, load_study
 from largebatch.studies.trial import Hopeless, Machine, Result, train
@@ -191,16 +192,16 @@ def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, wor
     with open_storage(url) as storage:
         search_phase, seeds = Progress(bench, storage).phases()[:2]
         found = search_phase.queue.done()
-        results = search_phase.queue.results()
-        diverged = [slot for slot, one in results.items() if "diverged" in one]
+        results = search_phase.results()
+        diverged = [slot for slot, one in results.items() if one.diverged]
         assert diverged
         assert {one.state.name for one in found.values()} == {"COMPLETE"}
         assert all(found[slot].values == [0.1] for slot in diverged)
-        scaled = seeds.queue.results()
+        scaled = seeds.results()
     rates = sorted(one.schedule.peak_lr for one in world.of("fall", "seed-1"))
     found_rate = world.of("fall", "seed-2")[0].schedule.peak_lr
     assert rates == pytest.approx([found_rate * scale for scale in (0.1, 0.5, 1, 5, 10)])
-    assert "diverged" in scaled["seed-1-rate-x10"]
+    assert scaled["seed-1-rate-x10"].diverged
     heads, row = table(bench, url)
     assert "diverged" not in row  # that is not the policy's rate
     shown = {"rate x 0.1": accuracy("fall", found_rate * 0.1), "rate x 10": 0.1}
@@ -210,10 +211,10 @@ def test_a_trial_that_diverges_is_a_result_as_good_as_chance(tmp_path: Path, wor
     }
 
 
-def stopped_after(top1: float, before: Sequence[Json]) -> int | None:
+def stopped_after(top1: float, before: Sequence[Recorded]) -> int | None:
     """Return where a trial is to be stopped that has this accuracy from its start, as others do."""
     for stop in (3, 6, 9):
-        there = [one["top1"] for one in before if one.get("pruned_after", 12) >= stop]
+        there = [one.top1 for one in before if (one.pruned_after or 12) >= stop]
         if len(there) >= 3 and top1 < np.median(there):
             return stop
     return None
@@ -229,10 +230,10 @@ def test_a_hopeless_trial_is_stopped_by_others_of_its_policy_alone(
     stopped = []
     with open_storage(url) as storage:
         for phase in Progress(bench, storage).phases()[::2]:
-            results = [one for one in phase.queue.results().values() if "diverged" not in one]
+            results = [one for one in phase.results().values() if not one.diverged]
             for place, one in enumerate(results):
-                expected = stopped_after(one["top1"], results[:place])
-                assert one.get("pruned_after") == expected
+                expected = stopped_after(one.top1, results[:place])
+                assert one.pruned_after == expected
                 stopped.append(expected)
     assert any(stopped)
     best_flat = max(accuracy("flat", one.schedule.peak_lr) for one in world.of("flat", "search"))
@@ -298,14 +299,14 @@ def test_a_seed_is_the_run_that_train_makes(
     assert work(bench, url, ignore)
     with open_storage(url) as storage:
         trials, seeds = Progress(bench, storage).phases()
-        (trial,), (seed,) = (one.queue.results().values() for one in (trials, seeds))
+        (trial,), (seed,) = (one.results().values() for one in (trials, seeds))
         reported = trials.queue.done()["search-001"].intermediate_values
-    text = Path(seed["folder"], "recipe.yaml")
+    text = Path(seed.folder, "recipe.yaml")
     assert load_recipe(text).data.held_out is None
     summary = run(load_recipe(text), out=tmp_path / "alone", report=False)
-    assert summary.weights_sha256 == seed["weights_sha256"]
-    assert summary.top1 == seed["top1"]
-    assert [one["step"] for one in trial["evaluations"]] == [3, 6, 9, 12]
+    assert summary.weights_sha256 == seed.weights_sha256
+    assert summary.top1 == seed.top1
+    assert [one.step for one in trial.evaluations] == [3, 6, 9, 12]
     assert reported.keys() == {3, 6, 9}
     with open_storage(url) as storage:
         (cell,) = read_results(storage)
@@ -319,7 +320,7 @@ def test_a_seed_is_the_run_that_train_makes(
     assert (sum(found.classes.samples), len(found.classes.average_confidence)) == (360, 10)
     assert sum(found.classes.correct) == pytest.approx(360 * found.top1)
     assert (cell.finished, cell.values, cell.search[0].is_search) == (True, {RATE: 0.5}, True)
-    correct = trial["top1"] * 300
+    correct = trial.top1 * 300
     assert correct == pytest.approx(round(correct))  # of the images held out, and not of 360
 
 

@@ -93,10 +93,10 @@ def test_a_study_whose_processes_are_killed_at_any_moment_goes_on_to_the_same_en
             assert states["COMPLETE"] + states["PRUNED"] == len(phase.queue.slots)
             assert not states["RUNNING"]
             if not phase.is_search:
-                seed = phase.queue.results()["seed-2"]
-    recipe = load_recipe(Path(seed["folder"], "recipe.yaml"))
+                seed = phase.results()["seed-2"]
+    recipe = load_recipe(Path(seed.folder, "recipe.yaml"))
     alone = run(recipe, out=tmp_path / "alone", report=False)
-    assert alone.weights_sha256 == seed["weights_sha256"]
+    assert alone.weights_sha256 == seed.weights_sha256
 
 
 def test_a_dry_run_prints_the_runs_and_leaves_nothing(

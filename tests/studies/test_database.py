@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import claim_slots
@@ -16,7 +16,7 @@ import pytest
 import largebatch
 from largebatch.errors import StudyError
 from largebatch.studies import owners as owners_module
-from largebatch.studies.database import Queue, Slot, open_storage
+from largebatch.studies.database import Queue, Slot, open_existing, open_storage
 from largebatch.studies.owners import GRACE_SECONDS, Owners
 
 STORAGES = pytest.mark.parametrize("file", ["sqlite:///{}/study.db", "{}/study.journal"])
@@ -158,6 +158,41 @@ def test_a_database_that_is_none_is_refused_and_stays_as_it_is(tmp_path: Path) -
     journal.write_text("no records\nat all\n")
     with pytest.raises(StudyError, match=r"study.journal: cannot be used"):
         a_queue(str(journal)).__enter__()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"op_code": 99, "worker_id": "a"}\n'],
+    ids=["bytes", "empty", "list", "unknown"],
+)
+def test_a_journal_with_a_line_that_is_no_record_is_refused(tmp_path: Path, line: bytes) -> None:
+    journal = tmp_path / "study.journal"
+    journal.write_bytes(line * 2)
+    with pytest.raises(StudyError, match=r"study.journal: cannot be used: one of its lines is no"):
+        a_queue(str(journal)).__enter__()
+    assert journal.read_bytes() == line * 2
+
+
+def test_the_database_of_another_program_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE customers (name TEXT)")
+        connection.commit()
+    before = file.read_bytes()
+    for opened in (a_queue, open_existing):
+        with pytest.raises(StudyError, match=r"study.db: holds no studies, and is left as it is"):
+            opened(f"sqlite:///{file}").__enter__()
+    assert file.read_bytes() == before
+
+
+def test_an_empty_file_is_filled_and_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    file.touch()
+    with pytest.raises(StudyError, match="holds no studies"):
+        open_existing(f"sqlite:///{file}").__enter__()
+    assert file.stat().st_size == 0
+    with a_queue(f"sqlite:///{file}") as queue:
+        assert not queue.trials()
 
 
 @pytest.mark.long

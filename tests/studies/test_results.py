@@ -9,7 +9,7 @@ import pytest
 from policy_databases import Policy, fill
 
 from largebatch.errors import StudyError
-from largebatch.studies.database import open_existing
+from largebatch.studies.database import Queue, open_existing
 from largebatch.studies.results import CellResults, read_results
 
 ONE = Policy(reached=[4], top1=[0.9])
@@ -44,9 +44,29 @@ def test_what_is_not_ours_is_left_out_and_what_cannot_be_read_is_refused(tmp_pat
     with pytest.raises(StudyError, match=f"{SEARCH}: .* with format 1, expected 2"):
         read(url)
     study.set_user_attr("definition", there)
-    text = json.dumps({**record, "top1": "high"})
-    with sqlite3.connect(tmp_path / "study.db") as connection:
-        changed = "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = ? AND key = ?"
-        connection.execute(changed, (text, number, "result"))
-    with pytest.raises(StudyError, match="the record of search-001 cannot be read: top1"):
-        read(url)
+    for damaged, cause in (({**record, "top1": "high"}, "top1"), ([1, 2], "seed"), (None, "seed")):
+        with sqlite3.connect(tmp_path / "study.db") as connection:
+            change = (
+                "UPDATE trial_user_attributes SET value_json = ? WHERE trial_id = ? AND key = ?"
+            )
+            connection.execute(change, (json.dumps(damaged), number, "result"))
+        with pytest.raises(StudyError, match=f"the record of search-001 cannot be read: {cause}"):
+            read(url)
+
+
+def test_a_definition_without_what_was_found_is_refused(tmp_path: Path) -> None:
+    url = fill(tmp_path, {"one": ONE})
+    name = SEARCH.replace("search", "seeds")
+    study = optuna.load_study(storage=url, study_name=name)
+    there = study.user_attrs["definition"]
+    for values in (None, "high", {"schedule.peak_lr": "high"}):
+        study.set_user_attr("definition", {**there, "values": values})
+        with pytest.raises(StudyError, match=f"{name}: its definition cannot be read: values: "):
+            read(url)
+    study.set_user_attr("definition", "none")
+    assert read(url)[0].finished is False
+    with (
+        pytest.raises(StudyError, match=f"{name}: .* with no format, expected 2"),
+        open_existing(url) as storage,
+    ):
+        Queue(storage, name, {"values": {}}, [])
