@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def _recommend(args: argparse.Namespace) -> int:
             "--by cost is the cost to a top-1 accuracy: give --target, such as 0.90, or decide "
             "--by accuracy or robustness"
         )
-    groups = read_groups(args.storage or default_storages())
+    groups = read_groups(args.storage)
     from largebatch.studies.groups import choose
     from largebatch.studies.recommend import recommend
     from largebatch.studies.recommend_words import as_json, runs_behind, schedule_yaml, sentences
@@ -82,12 +83,17 @@ def default_storages() -> list[str]:
     return [f"sqlite:///{path.absolute()}" for path in sorted(Path("runs").glob("*/study.db"))]
 
 
-def read_groups(storages: Sequence[str]) -> "list[Group]":
-    """Read the policies of these databases; raise StudyError where there is none."""
+def read_groups(named: Sequence[str]) -> "list[Group]":
+    """Read the policies of these databases, or else of the default ones.
+
+    Of the latter, one that cannot be read is passed over, with its reason on standard error. Raises
+    StudyError where there is no policy.
+    """
     from largebatch.studies.database import open_existing, shown
     from largebatch.studies.groups import groups_of
     from largebatch.studies.results import read_results
 
+    storages = named or default_storages()
     if not storages:
         raise StudyError(
             "there is no policy database: no runs/*/study.db below this folder; fill one with: "
@@ -95,8 +101,13 @@ def read_groups(storages: Sequence[str]) -> "list[Group]":
         )
     groups = []
     for url in storages:
-        with open_existing(url) as storage:
-            groups += groups_of(shown(url), read_results(storage))
+        try:
+            with open_existing(url) as storage:
+                groups += groups_of(shown(url), read_results(storage))
+        except StudyError as error:
+            if named:
+                raise
+            print(wrapped(f"passed over: {error}"), file=sys.stderr)
     if not groups:
         raise StudyError(
             f"no study of lr bench is in {', '.join(map(shown, storages))}; expected one at least; "

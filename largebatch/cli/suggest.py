@@ -62,7 +62,7 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
     if not storages and not default_storages():
         return None
     try:
-        groups = read_groups(storages or default_storages())
+        groups = read_groups(storages)
     except (MissingPackageError, StudyError) as error:
         if storages:
             raise

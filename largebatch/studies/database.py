@@ -78,7 +78,7 @@ def _unusable(url: str, error: Exception) -> StudyError:
     cause = error.__cause__ or error
     reason = clip(" ".join(str(getattr(cause, "orig", cause)).split()), 2 * LONGEST_NAME)
     return StudyError(
-        f"--storage {shown(url)}: cannot be used: {reason}; a file that is damaged or no "
+        f"{shown(url)}: cannot be used: {reason}; a file that is damaged or no "
         "database is not changed: give another --storage, or put a copy in its place"
     )
 
@@ -98,7 +98,7 @@ def open_existing(url: str) -> "Iterator[BaseStorage]":
         found = make_url(url)
         file = found.database if found.get_backend_name() == "sqlite" else file
     if file is not None and not Path(file).is_file():
-        raise StudyError(f"--storage {shown(url)}: no such file; {_MADE_BY}")
+        raise StudyError(f"{shown(url)}: no such file; {_MADE_BY}")
     with open_storage(url, only_read=True) as storage:
         yield storage
 
@@ -113,16 +113,16 @@ def _connect(url: str, *, only_read: bool) -> "BaseStorage":
         tables = _tables(url) if is_sqlite or only_read else set()
         if not tables & _OPTUNAS and (tables or only_read):
             raise StudyError(
-                f"--storage {shown(url)}: holds no studies, and is left as it is; {_MADE_BY}"
+                f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}"
             )
         storage = _open_tables(url, {"timeout": _BUSY_SECONDS} if is_sqlite else {})
     except ModuleNotFoundError as error:
-        raise StudyError(f"--storage {shown(url)}: needs the package {error.name}") from None
+        raise StudyError(f"{shown(url)}: needs the package {error.name}") from None
     except OSError as error:
-        raise StudyError(f"--storage {shown(url)}: {error.strerror}") from None
+        raise StudyError(f"{shown(url)}: {error.strerror}") from None
     except RuntimeError as error:  # Optuna's, of a schema that another version of it made
         reason = " ".join(str(error).split())
-        raise StudyError(f"--storage {shown(url)}: is of another version: {reason}") from None
+        raise StudyError(f"{shown(url)}: is of another version: {reason}") from None
     if is_sqlite:
         _write_one_at_a_time(storage)
     return storage

@@ -42,6 +42,22 @@ def test_the_database_in_runs_answers(
     assert (content["recommended"], content["storage"]) == ("slow", url)
 
 
+def test_a_damaged_database_that_was_not_named_is_passed_over(
+    filled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "runs" / "damaged").mkdir(parents=True)
+    (tmp_path / "runs" / "damaged" / "study.db").write_bytes(b"not a database " * 100)
+    (tmp_path / "runs" / "tiny").symlink_to(filled / "runs" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    assert main(["lr", "recommend", "--by", "accuracy", "--json"]) == DONE
+    out, errors = capsys.readouterr()
+    assert json.loads(out)[0]["recommended"] == "slow"
+    assert " ".join(errors.split()).startswith("passed over: sqlite:")
+
+
 def test_a_recommendation_takes_no_torch(filled: Path) -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
@@ -66,7 +82,7 @@ def test_a_recommendation_takes_no_torch(filled: Path) -> None:
         (["--target", "0.9", "--storage", "sqlite:///no.db"], "no.db: no such file; `largebatch"),
         (["--target", "0.9", "--storage", "no.journal"], "no.journal: no such file"),
         (["--target", "0.9", "--storage", "sqlite:///broken.db"], "cannot be used: file is not a"),
-        (["--target", "0.9", "--storage", "no url"], "--storage no url: cannot be used"),
+        (["--target", "0.9", "--storage", "no url"], "no url: cannot be used"),
     ],
 )
 def test_a_database_that_is_none_is_one_message(
@@ -112,7 +128,8 @@ def test_suggest_goes_on_without_a_database_that_it_only_found(
     Path("runs/one").mkdir(parents=True)
     Path("runs/one/study.db").write_bytes(b"not a database " * 100)
     assert main(SUGGEST) == DONE
-    text = " ".join(capsys.readouterr().out.split())
-    assert "no measured policies: --storage sqlite:" in text
-    assert "cannot be used: file is not a database" in text
+    out, errors = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "no measured policies: no study of lr bench is in sqlite:" in out
+    assert "passed over: sqlite:" in errors
+    assert "cannot be used: file is not a database" in errors
     assert main([*SUGGEST, "--storage", "sqlite:///runs/one/study.db"]) == USER

@@ -151,7 +151,7 @@ def test_a_run_beats_and_stops_where_the_process_that_started_it_is_gone(
 def test_a_database_that_is_none_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     file.write_bytes(b"not a database " * 100)
-    with pytest.raises(StudyError, match=r"--storage sqlite:.*study.db: .*not a database"):
+    with pytest.raises(StudyError, match=r"sqlite:.*study.db: .*not a database"):
         a_queue(f"sqlite:///{file}").__enter__()
     assert file.read_bytes() == b"not a database " * 100
     journal = tmp_path / "study.journal"
@@ -239,7 +239,7 @@ def test_two_studies_under_one_name_are_refused_with_what_differs(tmp_path: Path
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nonsense", "--storage nonsense: cannot be used: Could not parse"),
+        ("nonsense", "nonsense: cannot be used: Could not parse"),
         ("sqlite:////no/such/folder/a.db", "unable to open database file"),
         ("/no/such/folder/a.journal", "a.journal: No such file"),
         ("nodialect://user:secret@host/name", r"nodialect://user:\*\*\*@host/name: cannot be used"),
