@@ -123,6 +123,8 @@ def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
     from largebatch.studies.database import open_storage
     from largebatch.studies.phases import Progress
 
+    if args.data or not args.dry_run:
+        _require_images(bench, args)
     if args.dry_run:
         print(printable(describe_budget(bench, processes=args.parallel)))
         return 0
@@ -143,6 +145,18 @@ def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
     print(f"{done} of {bench.num_runs} runs are done; to go on: the same command")
     stopped = any(code == INTERRUPTED or -code in STOPS for code in codes)
     return INTERRUPTED if stopped else max(1, *codes)
+
+
+def _require_images(bench: "Bench", args: argparse.Namespace) -> None:
+    """Raise DataError, before processes start, where a recipe reads images that are not there."""
+    from largebatch.data.index.folder import layout
+    from largebatch.data.pipeline import root_of
+
+    sources = [cell.recipe.images for cell in bench.cells]
+    read = [each for each in sources if each.source == "folder" and args.dataset is None]
+    for data in read[:1]:  # the others read the same
+        for split in ("train", "val"):
+            layout(root_of(data, args.data), split)
 
 
 def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:

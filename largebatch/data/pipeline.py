@@ -302,7 +302,7 @@ def _open_indexes(recipe: Recipe, backend: Backend, folder: Path | None) -> tupl
         return train, val
     if backend.rank > 0:
         return share_index(None, None, backend), share_index(None, None, backend)
-    root = _root(data, folder)
+    root = root_of(data, folder)
     unread = recipe.execution.cache is not None  # training reads the cached pixels
     contents = [open_content(root, split, every_file=unread) for split in ("train", "val")]
     _check(data, *(index_of(content, root) for content in contents))
@@ -310,7 +310,8 @@ def _open_indexes(recipe: Recipe, backend: Backend, folder: Path | None) -> tupl
     return train, val
 
 
-def _root(data: Data, folder: Path | None) -> Path:
+def root_of(data: Data, folder: Path | None) -> Path:
+    """Return the folder that holds the images; raise DataError where one has to be given."""
     if data.source == "digits":
         return digits.write_digits()
     if folder is None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, ScalarNode
-from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scanner import Scanner
 from ruamel.yaml.tokens import Token
@@ -210,7 +210,10 @@ def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
         return json.loads(_yaml_as_json(text, source=source))
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        problem = clip(str(error.problem or error.context), 2 * LONGEST_NAME)
+        problem = str(error.problem or error.context)
+        if isinstance(error, DuplicateKeyError):
+            problem = problem.partition(" with value ")[0]  # whose values may be of any size
+        problem = clip(problem, 2 * LONGEST_NAME)
         raise RecipeError(f"{source}{line}: {problem}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: not YAML: {error}") from None

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -24,10 +25,17 @@ _MOVED = {
 
 def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
     """Return what pydantic found wrong with a section and those below it, each by its path."""
-    problems = error.errors(include_url=False)
+    found = error.errors(include_url=False)
+    problems = [one for one in found if one["type"] != "too_short" or not _is_explained(one, found)]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
     return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
+
+
+def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:
+    """Return whether a list is short of nothing but those of its items that have problems."""
+    where = problem["loc"]
+    return any(one["loc"][: len(where)] == where != one["loc"] for one in every)
 
 
 def _explain(problem: ErrorDetails, root: type[Section]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.distributed.environment import BackendName
-from largebatch.errors import LargebatchError, RecipeError
+from largebatch.errors import LargebatchError, RecipeError, nearest
 from largebatch.recipe.loading import load_recipe, validate_tree
 from largebatch.recipe.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
@@ -89,11 +89,14 @@ class Cell:
         """Return the recipe's own value; raise RecipeError where there is no number above 0."""
         value: Any = self.recipe.model_dump(mode="json")
         for word in key.split("."):
-            value = value.get(word) if isinstance(value, dict) else None
+            if isinstance(value, dict) and word not in value:
+                hint = nearest(word, value, otherwise=f"known keys: {', '.join(value)}")
+                raise RecipeError(f"search.keys.{key}: unknown key; {hint}")
+            value = value[word] if isinstance(value, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise RecipeError(
-                f"{self.name}: search.keys.{key}: the recipe has {json.dumps(value)} there, "
-                "expected a number above 0 to search around"
+                f"search.keys.{key}: the recipe has {json.dumps(value)} there, expected a number "
+                "above 0 to search around"
             )
         return float(value)
 
@@ -146,18 +149,18 @@ class Cell:
         """Raise LargebatchError where a run of the cell could not be made."""
         if isinstance(self.recipe.data, Text):
             raise RecipeError(
-                f"{self.name}: a study compares accuracies of images, and data.source is text; "
+                "a study compares accuracies of images, and data.source is text; "
                 "`largebatch report RUN RUN ...` compares runs on a text"
             )
         if self.recipe.protocol is not None:
             raise RecipeError(
-                f"{self.name}: the recipe has a protocol; `largebatch study staleness` compares "
-                "protocols, and `largebatch report RUN RUN ...` runs"
+                "the recipe has a protocol; `largebatch study staleness` compares protocols, and "
+                "`largebatch report RUN RUN ...` runs"
             )
         if self.recipe.data.held_out is not None:
             raise RecipeError(
-                f"{self.name}: the recipe has data.held_out, and a study holds out images by "
-                "itself; leave it out of the recipe"
+                "the recipe has data.held_out, and a study holds out images by itself; leave it "
+                "out of the recipe"
             )
         for end in (0, 1):
             values = {key: bounds[end] for key, bounds in self.ranges.items()}

@@ -112,9 +112,7 @@ def _connect(url: str, *, only_read: bool) -> "BaseStorage":
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
         tables = _tables(url) if is_sqlite or only_read else set()
         if not tables & _OPTUNAS and (tables or only_read):
-            raise StudyError(
-                f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}"
-            )
+            raise StudyError(f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}")
         storage = _open_tables(url, {"timeout": _BUSY_SECONDS} if is_sqlite else {})
     except ModuleNotFoundError as error:
         raise StudyError(f"{shown(url)}: needs the package {error.name}") from None

@@ -26,6 +26,9 @@ every seed has."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 """Names folders."""
 
+_FILES = ("study.db", "study.html")
+"""That stand beside the folders of recipes."""
+
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 
 
@@ -125,15 +128,39 @@ class _Study(Section):
     kind: ClassVar[str]
     """What is compared, as definitions in databases name it."""
 
+    section: ClassVar[str]
+    """The key of what is compared."""
+
     name: Name
     recipes: Annotated[dict[Name, Configuration], Field(min_length=1)]
     """Short names, and what is trained."""
+
+    @model_validator(mode="after")
+    def _nothing_stands_twice(self) -> Self:
+        compared: Mapping[str, object] = getattr(self, self.section)
+        for (one, first), (other, second) in combinations(compared.items(), 2):
+            if first == second:
+                raise ValueError(
+                    f"{self.section}.{one} and {self.section}.{other} are the same: leave one of "
+                    "them out"
+                )
+        for section, names in (("recipes", self.recipes), (self.section, compared)):
+            for one, other in combinations(names, 2):
+                if one.casefold() == other.casefold():
+                    raise ValueError(
+                        f"{section}.{one} and {section}.{other} name the same folder where case "
+                        "makes no difference: give one another name"
+                    )
+        taken = [name for name in self.recipes if name.casefold() in _FILES]
+        if taken:
+            raise ValueError(f"recipes.{taken[0]}: a study has a file of this name; give another")
+        return self
 
 
 class Study(_Study):
     """Recipes x policies x seeds: every policy at the rate that suits it."""
 
-    kind = "policy"
+    kind, section = "policy", "policies"
     policies: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     """Names, and the parts of the recipe's `schedule` that each one changes:
     {warmup: null, decay: {kind: cosine}}."""
@@ -166,7 +193,7 @@ class Study(_Study):
 class ConfigurationStudy(_Study):
     """Recipes x settings x seeds: what each recipe reaches and costs with every setting."""
 
-    kind = "setting"
+    kind, section = "setting", "settings"
     settings: Annotated[dict[Name, Setting], Field(min_length=1)]
     """Names, and how the recipes are carried out."""
 
@@ -188,12 +215,7 @@ class ConfigurationStudy(_Study):
         return self
 
     @model_validator(mode="after")
-    def _nothing_stands_twice(self) -> Self:
-        for (one, first), (other, second) in combinations(self.settings.items(), 2):
-            if first == second:
-                raise ValueError(
-                    f"settings.{one} and settings.{other} are the same: leave one of them out"
-                )
+    def _no_metric_stands_twice(self) -> Self:
         twice = [one for one in self.metrics if self.metrics.count(one) > 1]
         if twice:
             raise ValueError(f"metrics: {twice[0]} stands there twice")

@@ -15,6 +15,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
 from largebatch.schedules.build import build_schedule
 from largebatch.studies.cells import Cell, cells_of, rungs
+from largebatch.studies.page import PAGE
 from largebatch.studies.phases import first_values
 from largebatch.studies.study import RATE, load_study
 
@@ -59,6 +60,18 @@ def rates(recipe: Recipe) -> list[float]:
             {"search": {**STUDY["search"], "keys": {RATE: [2, 1]}}},
             "keys.schedule.peak_lr: the first factor must be below the second one",
         ),
+        (
+            {"policies": {"a": {"decay": {"kind": "fix"}}, "b": {"decay": {"kind": "fix"}}}},
+            "policies.a and policies.b are the same: leave one of them out",
+        ),
+        (
+            {"policies": {"Fix": {"decay": {"kind": "fix"}}, "fix": {}}},
+            "policies.Fix and policies.fix name the same folder where case makes no difference",
+        ),
+        (
+            {"recipes": {PAGE: {"recipe": "digits_96"}}},
+            "recipes.study.html: a study has a file of this name; give another",
+        ),
         ({"robustness_seeds": 3}, r"robustness_seeds \(3\) must not exceed seeds \(2\)"),
         (
             {"recipes": {"digits": {"recipe": "digits_96", "sets": {}}}},
@@ -76,7 +89,7 @@ def test_a_study_file_with_a_mistake_is_refused_by_its_key(
 def test_a_policy_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text("name: a\npolicies:\n  flat: {decay: {kind: fix}}\n  flat: {}\n")
-    with pytest.raises(RecipeError, match=r'study.yaml:4: found duplicate key "flat"'):
+    with pytest.raises(RecipeError, match=r'study.yaml:4: found duplicate key "flat"$'):
         load_study(path)
 
 
@@ -97,7 +110,11 @@ def test_a_policy_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -
         ),
         (
             {"search": {**STUDY["search"], "keys": {"optimizer.moment": [0.1, 2]}}},
-            "search.keys.optimizer.moment: the recipe has null there, expected a number above 0",
+            r"search.keys.optimizer.moment: unknown key; did you mean 'momentum'\?",
+        ),
+        (
+            {"search": {**STUDY["search"], "keys": {"polish.scope": [0.1, 2]}}},
+            "search.keys.polish.scope: the recipe has null there, expected a number above 0",
         ),
         (
             {"search": {**STUDY["search"], "keys": {"optimizer.momentum": [0.1, 2]}}},
