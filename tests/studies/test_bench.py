@@ -31,6 +31,7 @@ from largebatch.studies.cells import cells_of
 from largebatch.studies.console import describe_study
 from largebatch.studies.database import Claim, open_storage
 from largebatch.studies.metrics import measurements, outcome
+from largebatch.studies.owners import Owners
 from largebatch.studies.phases import Bench, Phase, Progress
 from largebatch.studies.results import Result as Recorded
 from largebatch.studies.results import read_results
@@ -252,6 +253,52 @@ def test_time_left_is_that_of_the_runs_that_are_left(tmp_path: Path, world: Worl
 
     assert work(bench, url, note)
     assert left == pytest.approx([24.0 * (8 - done) for done in range(1, 9)])
+
+
+def test_the_runs_that_are_left_are_shared_with_the_processes_that_are_at_work(
+    tmp_path: Path, world: World
+) -> None:
+    """Of 8 runs one is done and two are under way elsewhere: 7 are left to three processes."""
+    del world
+    bench, url = a_bench(tmp_path, search={"trials": 2, "held_out": 300, "prune": False})
+    with open_storage(url) as storage:
+        progress = Progress(bench, storage)
+        done, other = (phase.queue for phase in progress.phases())
+        claim = done.claim(Owners())
+        assert claim is not None
+        record = {**a_record(0.5, seed=100), "values": {RATE: 0.5}, "seconds": 24.0}
+        done.finish(claim, record, value=0.5)
+        for queue in (done, other):
+            assert queue.claim(Owners()) is not None
+        assert progress.remaining_seconds() == pytest.approx(24.0 * 7 / 3)
+
+
+def test_the_metric_of_the_search_is_what_is_told_reported_and_found_by(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By top-5 the lowest rate is the best, by top-1 the highest one."""
+    reported: list[float] = []
+
+    def given(recipe: Recipe, folder: Path, machine: Machine, **rest: Any) -> Result:  # noqa: ANN401
+        rate = recipe.schedule.peak_lr
+        top = {"top1": 0.1 + rate / 10, "top5": 0.9 - rate / 10}
+        found = Evaluation(stage="train", step=6, epoch=1, loss=1, samples=9, **top)
+        if rest["stops"]:
+            reported.append(top["top5"])
+            rest["hopeless"](6, found)
+        world.made.append((folder.parent.name, folder.name, recipe))
+        return {**a_record(top["top1"], seed=recipe.seed), **top}
+
+    monkeypatch.setattr(bench_module, "train", given)
+    search = {"trials": 3, "held_out": 300, "metric": "top5"}
+    bench, url = a_bench(tmp_path, policies=ONE, seeds=1, search=search)
+    assert work(bench, url, ignore)
+    with open_storage(url) as storage:
+        trials = Progress(bench, storage).phases()[0]
+        told = [one.value for one in trials.queue.done().values()]
+        seen = [one.intermediate_values[6] for one in trials.queue.done().values()]
+        assert told == seen == pytest.approx(reported)
+    assert {one.schedule.peak_lr for one in world.of("fall", "seed")} == {0.2}
 
 
 @pytest.mark.parametrize(("held_out", "found"), [(100, 0.2), (300, 0.5), (1000, 1.25)])

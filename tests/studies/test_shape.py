@@ -98,6 +98,14 @@ def test_the_words_name_the_study_the_policy_and_what_was_not_taken(tmp_path: Pa
     )
 
 
+def test_of_two_batches_the_nearest_is_that_of_the_smaller_ratio(tmp_path: Path) -> None:
+    """56 is 32 more than 24 and 40 less than 96; 2.3 times the one, and the other 1.7 times it."""
+    group = measured(tmp_path, COSINE)
+    taken = shape_for(suggested(56), [of_batch(group, 24), group])
+    assert taken is not None
+    assert "in digits-96, lenet5, batch 96, " in taken.words
+
+
 def test_no_shape_is_taken_where_too_little_is_known(tmp_path: Path) -> None:
     group = measured(tmp_path, COSINE)
     few = changed(group, lambda cell: replace(cell, seeds=cell.seeds[:2]))
