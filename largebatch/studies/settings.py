@@ -141,7 +141,7 @@ class Findings:
 
     @property
     def numeric_keys(self) -> tuple[str, ...]:
-        """Those of the keys that are numbers above 0 in all cells, and so can be drawn along."""
+        """Those of the keys that are numbers above 0 in all cells: they are drawn in proportion."""
         return tuple(
             key for key in self.keys if all(_is_positive(one.at(key)) for one in self.cells)
         )

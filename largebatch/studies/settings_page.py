@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from largebatch.report.interactive import Chart, Model, Source, Table
 
 _DRAWN: tuple[Metric, ...] = ("top1", "train_seconds")
-"""What is drawn along the keys."""
+"""What is drawn along every key."""
 
 _STRONGEST = 55
 """Percent of the colour in the cell of the largest loss: the number on it stays readable."""
@@ -56,31 +56,27 @@ def make_page(findings: Findings) -> str:
     """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
     looks = [series(place, name) for place, name in enumerate(findings.recipes)]
     models: dict[str, Model] = {"settings": _table(findings, looks)}
-    axes = {_column(findings, key): key for key in findings.numeric_keys}
-    if axes:
-        models |= {f"along_{name}": _draw(findings, looks, name) for name in _DRAWN}
+    axes = {f"key_{place}": key for place, key in enumerate(findings.keys)}
+    for name in _DRAWN:
+        models |= {f"{name}_{at}": _draw(findings, looks, key, name) for at, key in axes.items()}
     several = len(findings.recipes) > 1 and len(findings.settings) > 1
     metrics = findings.metrics if several else ()
     tags = {f"metric {name}": MEASURES[name].title for name in metrics}
     return make_interactive_page(
         Path(__file__).with_name("settings.html"),
         models,
-        hidden=[*list(tags)[1:], *(only_at(column) for column in list(axes)[1:])],
+        hidden=[*list(tags)[1:], *map(only_at, list(axes)[1:])],
         title=findings.study,
         subtitle=", ".join(findings.recipes),
         sentences=list(describe(findings)),
         good=not findings.waiting,
         legend_of=looks,
         axes=axes,
+        shown_with={at: only_at(at) for at in axes},
         metrics=tags,
         matrices={f"metric {name}": _matrix(findings, name) for name in metrics},
         measures={f"metric {name}": MEASURES[name] for name in metrics},
     )
-
-
-def _column(findings: Findings, key: str) -> str:
-    """Return the name of a key in the data of charts."""
-    return f"key_{findings.keys.index(key)}"
 
 
 def _table(findings: Findings, looks: Sequence[Series]) -> "Table":
@@ -144,70 +140,82 @@ def _reach(found: Interval | None, factor: float) -> float | None:
 
 def _setting_column(findings: Findings, key: str) -> Column:
     """Return what the cells have at a key in which settings differ."""
-    values = [one.at(key) for one in findings.cells]
-    title = key.rpartition(".")[2]
-    if key in findings.numeric_keys:
-        return Column(title, values, "0.[00000000]")
-    return Column(title, [MISSING if value is None else str(value) for value in values])
+    values, title = _along(findings, findings.cells, key), key.rpartition(".")[2]
+    return Column(title, values, "0.[00000000]" if key in findings.numeric_keys else None)
 
 
-def _draw(findings: Findings, looks: Sequence[Series], metric: Metric) -> "Chart":
-    """Draw a metric of every cell along each of the numeric keys."""
-    measure, keys = MEASURES[metric], findings.numeric_keys
+def _draw(findings: Findings, looks: Sequence[Series], key: str, metric: Metric) -> "Chart":
+    """Draw a metric of every cell along a key: of numbers in proportion, of words side by side."""
+    measure, words = MEASURES[metric], _words(findings, key)
     chart = new_chart(
-        x=keys[0], y=f"{measure.title}, {measure.unit}", height=360, log="x",
-        from_zero=measure.is_cost,
+        x=key, y=f"{measure.title}, {measure.unit}", height=360, log="" if words else "x",
+        from_zero=measure.is_cost, categories=words,
     )  # fmt: skip
-    first, marks = _column(findings, keys[0]), []
+    marks = []
     for place, look in enumerate(looks):
         cells = [one for one in findings.of(place) if one.mean_of(metric) is not None]
-        for key in keys:
-            tagged = series(place, look.label, tags=(only_at(_column(findings, key)),))
-            for line in _lines(findings, cells, key):
-                source = _source(findings, line, metric)
-                add_line(chart, tagged, source, _column(findings, key), "value")
+        for line in _lines(findings, cells, key):
+            add_line(chart, look, _source(findings, line, key, metric), "key", "value")
         for one in cells:
-            ends = _ends(findings, one, metric)
+            ends = _ends(findings, one, key, metric)
             if ends is not None:
-                add_line(chart, look, ends, first, "value", moves=True)
-        marks.append(
-            add_points(chart, look, _source(findings, cells, metric), first, "value", moves=True)
-        )
+                add_line(chart, look, ends, "key", "value")
+        source = _source(findings, cells, key, metric)
+        marks.append(add_points(chart, look, source, "key", "value"))
     chart.y_range.update(renderers=marks)
     add_hover(chart, marks, [("setting", "@setting"), (measure.title.lower(), "@text")])
     return chart
 
 
+def _words(findings: Findings, key: str) -> list[str]:
+    """Return what the cells have at a key that is no number, each once; none of a number."""
+    if key in findings.numeric_keys:
+        return []
+    return list(dict.fromkeys(_word(one, key) for one in findings.cells))
+
+
+def _word(one: Measured, key: str) -> str:
+    value = one.at(key)
+    return MISSING if value is None else str(value)
+
+
 def _lines(findings: Findings, cells: Sequence[Measured], key: str) -> Iterator[list[Measured]]:
     """Yield the cells that differ in a key alone, in its order: two or more each."""
+    words = _words(findings, key)
     groups: dict[tuple[str, ...], list[Measured]] = {}
     for one in cells:
         rest = tuple(repr(one.at(other)) for other in findings.keys if other != key)
         groups.setdefault(rest, []).append(one)
     for group in groups.values():
         if len({one.at(key) for one in group}) > 1:
-            yield sorted(group, key=lambda one: one.at(key))
+            yield sorted(
+                group, key=lambda one: words.index(_word(one, key)) if words else one.at(key)
+            )
 
 
-def _source(findings: Findings, cells: Sequence[Measured], metric: Metric) -> "Source":
+def _along(findings: Findings, cells: Sequence[Measured], key: str) -> list[Any]:
+    """Return where the cells are along a key."""
+    return [one.at(key) if key in findings.numeric_keys else _word(one, key) for one in cells]
+
+
+def _source(findings: Findings, cells: Sequence[Measured], key: str, metric: Metric) -> "Source":
     measure = MEASURES[metric]
     means = [one.mean_of(metric) for one in cells]
-    data: dict[str, list[Any]] = {
-        _column(findings, key): [one.at(key) for one in cells] for key in findings.numeric_keys
-    }
-    data["setting"] = [one.found.setting for one in cells]
-    data["value"] = [math.nan if mean is None else measure.factor * mean.mean for mean in means]
-    data["text"] = [_describe(mean, measure) for mean in means]
-    return new_source(data)
+    return new_source({
+        "key": _along(findings, cells, key),
+        "setting": [one.found.setting for one in cells],
+        "value": [math.nan if mean is None else measure.factor * mean.mean for mean in means],
+        "text": [_describe(mean, measure) for mean in means],
+    })  # fmt: skip
 
 
-def _ends(findings: Findings, one: Measured, metric: Metric) -> "Source | None":
+def _ends(findings: Findings, one: Measured, key: str, metric: Metric) -> "Source | None":
     """Return the ends of an interval; None of one value."""
     mean, factor = one.mean_of(metric), MEASURES[metric].factor
     if mean is None or mean.number == 1:
         return None
-    data = {_column(findings, key): [one.at(key)] * 2 for key in findings.numeric_keys}
-    return new_source({**data, "value": [factor * mean.low, factor * mean.high]})
+    along = _along(findings, [one, one], key)
+    return new_source({"key": along, "value": [factor * mean.low, factor * mean.high]})
 
 
 def _describe(mean: Interval | None, measure: Measure) -> str:

@@ -188,14 +188,36 @@ def test_the_matrix_is_of_the_measure_that_is_chosen(page: Page) -> None:
 
 
 def test_the_choice_of_the_key_moves_the_marks(page: Page) -> None:
-    assert shown_axis(page, "along_top1")[0] == "batch.global_batch"
-    (tip, *_) = point_at(page, "along_top1", "mnist", 1)
+    assert shown_axis(page, "top1_key_0")[0] == "batch.global_batch"
+    (tip, *_) = point_at(page, "top1_key_0", "mnist", 1)
     assert tip == "mnist setting large top-1 97.67 % ± 0.38"
+    assert not page.locator("#top1_key_1").is_visible()
     page.locator("#along").get_by_text("threads", exact=True).click()
-    axis = shown_axis(page, "along_time")
+    axis = shown_axis(page, "seconds_key_1")
     assert axis.title == "threads"
     assert 2 <= axis.end < 4
+    assert not page.locator("#top1_key_0").is_visible()
+    (tip, *_) = point_at(page, "seconds_key_1", "mnist", 1)
+    assert tip.startswith("mnist setting large training time 10.8 s")
     page.locator("#along").get_by_text("batch.global_batch", exact=True).click()
+
+
+def test_words_lie_side_by_side_in_the_order_of_the_study(browser: Browser, tmp_path: Path) -> None:
+    cells = [
+        cell("a", name, [run(seed, top1 + seed / 100, seconds=9) for seed in (1, 2)], cache=cache)
+        for name, top1, cache in (("read", 0.8, None), ("kept", 0.9, "memory"))
+    ]
+    path = write_settings_page(find(cells, ("top1",)), tmp_path / "study.html")
+    with opened(browser, path) as page:
+        assert shown_axis(page, "top1_key_0")[0] == "execution.cache"
+        factors = page.evaluate(
+            """() => {
+              const root = document.querySelector("#top1_key_0 [data-root-id]").dataset.rootId;
+              return Bokeh.index.get_by_id(root).model.x_range.factors;
+            }"""
+        )
+        assert factors == ["–", "memory"]
+        assert point_at(page, "top1_key_0", "a", 1)[0].startswith("a setting kept top-1 91.50 %")
 
 
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
