@@ -16,7 +16,7 @@ from largebatch.studies.metrics import (
     Cost,
     Interval,
     Ratio,
-    by_scale,
+    at_every_scale,
     ratio_of_updates,
     robustness,
 )
@@ -89,7 +89,7 @@ def points(policies: Policies, one: str, other: str, *, together: int = 1) -> In
 def areas_of(cell: Mapping[str, Any]) -> BySeed:
     """Return the mean top-1 over rates from a tenth to ten times that found, by seed."""
     runs = (*cell["seeds"], *cell["scaled"])
-    every = by_scale((one["seed"], one["scale"], one["top1"]) for one in runs)
+    every = at_every_scale((one["seed"], one["scale"], one["top1"]) for one in runs)
     return {seed: robustness(scales).area for seed, scales in every.items()}
 
 

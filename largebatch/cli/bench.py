@@ -123,15 +123,16 @@ def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
     from largebatch.studies.database import open_storage
     from largebatch.studies.phases import Progress
 
-    if args.data or not args.dry_run:
-        _require_images(bench, args)
     if args.dry_run:
+        if args.data:
+            _require_images(bench, args)
         print(printable(describe_budget(bench, processes=args.parallel)))
         return 0
     _make_folder(bench.out)
     url = _url(args, bench.out)
     with open_storage(url) as storage:
-        Progress(bench, storage).phases()  # what is wrong is found before processes start
+        if not Progress(bench, storage).is_done:  # what is wrong is found before processes start
+            _require_images(bench, args)
     if args.parallel == 1:
         codes = [0 if work(bench, url, print_run) else INTERRUPTED]
     else:

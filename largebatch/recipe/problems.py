@@ -26,7 +26,7 @@ _MOVED = {
 def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
     """Return what pydantic found wrong with a section and those below it, each by its path."""
     found = error.errors(include_url=False)
-    problems = [one for one in found if one["type"] != "too_short" or not _is_explained(one, found)]
+    problems = [one for one in found if not _is_explained(one, found)]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
     return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
@@ -35,6 +35,8 @@ def explain_problems(error: ValidationError, root: type[Section], *, source: str
 def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:
     """Return whether a list is short of nothing but those of its items that have problems."""
     where = problem["loc"]
+    if problem["type"] != "too_short" or len(problem["input"]) < problem["ctx"]["min_length"]:
+        return False
     return any(one["loc"][: len(where)] == where != one["loc"] for one in every)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from largebatch.errors import LONGEST_NAME, StudyError, clip
+from largebatch.errors import LONGEST_NAME, StudyError, clip, shorten
 from largebatch.optional import require_optuna
 from largebatch.recipe.loading import differences
 from largebatch.studies.owners import Owners
@@ -40,9 +40,6 @@ DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
 
 KINDS = ("policy", "setting")
 """What studies compare: the key of a definition that has its name."""
-
-_OPTUNAS = {"studies", "version_info"}
-"""Tables of Optuna's, of which one is the first that it makes."""
 
 _MADE_BY = (
     "`largebatch lr bench` and `largebatch bench` make one, by default study.db in their --out"
@@ -110,10 +107,10 @@ def _connect(url: str, *, only_read: bool) -> "BaseStorage":
         if url.endswith(JOURNAL):
             return _replay(url)
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
-        tables = _tables(url) if is_sqlite or only_read else set()
-        if not tables & _OPTUNAS and (tables or only_read):
-            raise StudyError(f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}")
-        storage = _open_tables(url, {"timeout": _BUSY_SECONDS} if is_sqlite else {})
+        arguments = {"timeout": _BUSY_SECONDS} if is_sqlite else {}
+        if is_sqlite or only_read:
+            _require_own_tables(url, arguments, only_read=only_read)
+        storage = _open_tables(url, arguments)
     except ModuleNotFoundError as error:
         raise StudyError(f"{shown(url)}: needs the package {error.name}") from None
     except OSError as error:
@@ -138,13 +135,29 @@ def _replay(journal: str) -> "BaseStorage":
         raise _unusable(journal, found) from None
 
 
-def _tables(url: str) -> set[str]:
-    """Return the names of the tables in a database; none of a file that does not exist."""
+def _require_own_tables(url: str, arguments: dict[str, Any], *, only_read: bool) -> None:
+    """Raise StudyError where a database has tables, and none of Optuna's.
+
+    `only_read`: where it has not all of Optuna's. To be filled it may have some, which another
+    process is making: of these `studies` is the first, or `version_info`.
+    """
     from sqlalchemy import create_engine, inspect
     from sqlalchemy.pool import NullPool
 
-    engine = create_engine(url, poolclass=NullPool)
-    return set(inspect(engine).get_table_names())
+    engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
+    with engine.connect() as connection:
+        found = inspect(connection)
+        tables = found.get_table_names()
+        if "version_info" in tables and ("trials" in tables or not only_read):
+            return
+        columns = found.get_columns("studies") if "studies" in tables else []
+    if only_read:
+        raise StudyError(f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}")
+    if tables and "study_name" not in {column["name"] for column in columns}:
+        raise StudyError(
+            f"{shown(url)}: holds tables of another program ({shorten(tables)}), and is left as it "
+            "is: give another --storage"
+        )
 
 
 def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":

@@ -362,7 +362,7 @@ class Robustness:
     average top-1 of a rate that is off by a factor drawn from the range on a logarithmic scale."""
 
 
-def by_scale(top1: Iterable[tuple[int, float, float]]) -> dict[int, dict[float, list[float]]]:
+def at_every_scale(top1: Iterable[tuple[int, float, float]]) -> dict[int, dict[float, list[float]]]:
     """Return accuracies, given as (seed, scale, top-1), by the seeds that were run at every scale.
 
     Each as robustness takes them; means of a study under way would be over other seeds elsewhere.

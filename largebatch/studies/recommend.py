@@ -195,20 +195,35 @@ def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -
 def _is_costlier(one: Standing, first: Standing, *, together: int) -> bool:
     """Return whether a policy surely takes more updates to the target than the first one.
 
-    A seed that never reached it takes more than its whole run. Where a seed reached it that did not
-    with the first policy, which of the two takes more is open.
+    That is so where fewer of its seeds reached it (Fisher's exact test), and where it takes longer
+    with the seeds that both bring there, or with those of the first policy if a seed that never
+    reached it takes no more than its whole run. Where a seed reached it that did not with the first
+    policy, which of the two takes more is open.
     """
+    if _is_rarer(one, first, together=together):
+        return True
     least: dict[int, float | None] = {}
     for run in one.cell.seeds:
         own, other = one.reached[run.seed], first.reached.get(run.seed)
         if own is not None and other is None and run.seed in first.reached:
             return False
         least[run.seed] = run.updates if own is None else own.updates_before
+    times = ratio_of_updates(one.reached, first.reached, together=together).interval
+    if times is not None and times.low > 1:
+        return True
     if 0 in least.values():
         return False
     at = {seed: None if cost is None else cost.updates for seed, cost in first.reached.items()}
     found = ratio(least, at, together=together).interval
     return found is not None and found.low > 1
+
+
+def _is_rarer(one: Standing, first: Standing, *, together: int) -> bool:
+    from scipy.stats import fisher_exact
+
+    reached = [(len(_scored(each)), len(each.scores)) for each in (one, first)]
+    table = [(number, runs - number) for number, runs in reached]
+    return bool(fisher_exact(table, alternative="less").pvalue < (1 - CONFIDENCE) / 2 / together)
 
 
 def _reasons(one: Standing, first: Standing) -> Iterator[str]:

@@ -15,7 +15,14 @@ from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.cells import Cell
 from largebatch.studies.database import DEFINITION, RESULT, SLOT, Json, require_format
-from largebatch.studies.metrics import Cost, Measurement, Robustness, by_scale, cost, robustness
+from largebatch.studies.metrics import (
+    Cost,
+    Measurement,
+    Robustness,
+    at_every_scale,
+    cost,
+    robustness,
+)
 from largebatch.studies.study import SCALES, Search, Setting
 from largebatch.studies.usage import Usage
 from largebatch.tracking.events import Measured
@@ -157,9 +164,9 @@ class CellResults:
 
     @property
     def by_scale(self) -> dict[int, dict[float, list[float]]]:
-        """Top-1 by seed and multiple of the rate, as metrics.by_scale has it."""
+        """Top-1 by seed and multiple of the rate, as metrics.at_every_scale has it."""
         runs = (*self.seeds, *self.scaled)
-        return by_scale((one.seed, one.scale, one.top1) for one in runs)
+        return at_every_scale((one.seed, one.scale, one.top1) for one in runs)
 
     @property
     def robustness(self) -> Robustness | None:

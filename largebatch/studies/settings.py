@@ -93,11 +93,15 @@ class Measured:
         """How many seeds diverged."""
         return sum(run.diverged is not None for run in self.found.seeds)
 
+    @cached_property
+    def _tree(self) -> dict[str, Any]:
+        return self.found.recipe.model_dump(mode="json")
+
     def at(self, key: str) -> Any:  # noqa: ANN401 -- any value of a recipe
         """Return what is set at a dotted key of the recipe, or at `workers` and `threads`."""
         if key in {"workers", "threads", "backend"}:
             return getattr(self.found, key)
-        value: Any = self.found.recipe.model_dump(mode="json")
+        value: Any = self._tree
         for word in key.split("."):
             value = value.get(word) if isinstance(value, dict) else None
         return value
@@ -127,7 +131,7 @@ class Findings:
         return tuple(dict.fromkeys(one.found.setting for one in self.cells))
 
     @cached_property
-    def keys(self) -> tuple[str, ...]:
+    def all_keys(self) -> tuple[str, ...]:
         """The keys in which settings differ: of the recipe, and workers, threads and backend."""
         keys: dict[str, None] = {}
         for place in range(len(self.recipes)):
@@ -137,9 +141,16 @@ class Findings:
             for key in ("workers", "threads", "backend"):
                 if len({one.at(key) for one in (first, *others)}) > 1:
                     keys[key] = None
-        return tuple(key for key in keys if not any(_is_whole(one.at(key)) for one in self.cells))
+        return tuple(keys)
 
-    @property
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Those of them that are values, and no whole sections or lists."""
+        return tuple(
+            key for key in self.all_keys if not any(_is_whole(one.at(key)) for one in self.cells)
+        )
+
+    @cached_property
     def numeric_keys(self) -> tuple[str, ...]:
         """Those of the keys that are numbers above 0 in all cells: they are drawn in proportion."""
         return tuple(

@@ -171,7 +171,10 @@ def _words(findings: Findings, key: str) -> list[str]:
     """Return what the cells have at a key that is no number, each once; none of a number."""
     if key in findings.numeric_keys:
         return []
-    return list(dict.fromkeys(_word(one, key) for one in findings.cells))
+    cells = list(findings.cells)
+    if all(type(one.at(key)) in {int, float} for one in cells):  # with a 0, which has no logarithm
+        cells.sort(key=lambda one: float(one.at(key)))
+    return list(dict.fromkeys(_word(one, key) for one in cells))
 
 
 def _word(one: Measured, key: str) -> str:
@@ -184,7 +187,7 @@ def _lines(findings: Findings, cells: Sequence[Measured], key: str) -> Iterator[
     words = _words(findings, key)
     groups: dict[tuple[str, ...], list[Measured]] = {}
     for one in cells:
-        rest = tuple(repr(one.at(other)) for other in findings.keys if other != key)
+        rest = tuple(repr(one.at(other)) for other in findings.all_keys if other != key)
         groups.setdefault(rest, []).append(one)
     for group in groups.values():
         if len({one.at(key) for one in group}) > 1:

@@ -4,6 +4,7 @@ The first kind searches the rate that suits every policy. The second one measure
 reaches and costs with every setting of the training and of the machine.
 """
 
+import json
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -27,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 """Names folders."""
 
 _FILES = ("study.db", "study.html")
-"""That stand beside the folders of recipes."""
+"""What the names of files begin with that stand beside the folders of recipes."""
 
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -137,9 +138,9 @@ class _Study(Section):
 
     @model_validator(mode="after")
     def _nothing_stands_twice(self) -> Self:
-        compared: Mapping[str, object] = getattr(self, self.section)
+        compared: Mapping[str, object] = self.model_dump(mode="json")[self.section]
         for (one, first), (other, second) in combinations(compared.items(), 2):
-            if first == second:
+            if json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True):
                 raise ValueError(
                     f"{self.section}.{one} and {self.section}.{other} are the same: leave one of "
                     "them out"
@@ -151,7 +152,7 @@ class _Study(Section):
                         f"{section}.{one} and {section}.{other} name the same folder where case "
                         "makes no difference: give one another name"
                     )
-        taken = [name for name in self.recipes if name.casefold() in _FILES]
+        taken = [name for name in self.recipes if name.casefold().startswith(_FILES)]
         if taken:
             raise ValueError(f"recipes.{taken[0]}: a study has a file of this name; give another")
         return self

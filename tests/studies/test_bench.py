@@ -282,7 +282,9 @@ def test_the_metric_of_the_search_is_what_is_told_reported_and_found_by(
     def given(recipe: Recipe, folder: Path, machine: Machine, **rest: Any) -> Result:  # noqa: ANN401
         rate = recipe.schedule.peak_lr
         top = {"top1": 0.1 + rate / 10, "top5": 0.9 - rate / 10}
-        found = Evaluation(stage="train", step=6, epoch=1, loss=1, samples=9, **top)
+        found = Evaluation(
+            stage="train", step=6, epoch=1, loss=1, samples=9, top1=top["top1"], top5=top["top5"]
+        )
         if rest["stops"]:
             reported.append(top["top5"])
             rest["hopeless"](6, found)

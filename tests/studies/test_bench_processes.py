@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from policy_databases import Policy, fill
 from short_studies import write_study
 
 import largebatch
@@ -97,6 +98,18 @@ def test_a_study_whose_processes_are_killed_at_any_moment_goes_on_to_the_same_en
     recipe = load_recipe(Path(seed.folder, "recipe.yaml"))
     alone = run(recipe, out=tmp_path / "alone", report=False)
     assert alone.weights_sha256 == seed.weights_sha256
+
+
+def test_a_study_that_is_done_is_shown_without_its_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"duration": {"steps": 12}, "schedule.peak_lr": 0.5, "polish": None}
+    images = {"recipe": "cifar10_resnet8_128", "set": changes}
+    measured = Policy(reached=[4, 5], top1=[0.9, 0.92])
+    fill(tmp_path, {"one": measured}, recipes={"images": images})
+    words = ["lr", "bench", str(tmp_path / "study.yaml"), "--out", str(tmp_path)]
+    assert main(words) == DONE
+    assert "images  one" in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_the_runs_and_leaves_nothing(

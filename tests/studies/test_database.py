@@ -179,9 +179,23 @@ def test_the_database_of_another_program_is_refused_and_stays_as_it_is(tmp_path:
         connection.execute("CREATE TABLE customers (name TEXT)")
         connection.commit()
     before = file.read_bytes()
-    for opened in (a_queue, open_existing):
-        with pytest.raises(StudyError, match=r"study.db: holds no studies, and is left as it is"):
-            opened(f"sqlite:///{file}").__enter__()
+    with pytest.raises(StudyError, match=r"study.db: holds tables of another program \(customers"):
+        a_queue(f"sqlite:///{file}").__enter__()
+    with pytest.raises(StudyError, match=r"study.db: holds no studies, and is left as it is"):
+        open_existing(f"sqlite:///{file}").__enter__()
+    assert file.read_bytes() == before
+
+
+def test_tables_that_are_called_as_optunas_are_left_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE studies (uid TEXT, patient TEXT)")
+        connection.commit()
+    before = file.read_bytes()
+    with pytest.raises(StudyError, match=r"holds tables of another program \(studies\)"):
+        a_queue(f"sqlite:///{file}").__enter__()
+    with pytest.raises(StudyError, match="holds no studies, and is left as it is"):
+        open_existing(f"sqlite:///{file}").__enter__()
     assert file.read_bytes() == before
 
 

@@ -1,7 +1,7 @@
 """What a database of known numbers recommends, held against SciPy and NumPy."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,6 +224,64 @@ def test_a_policy_of_which_no_seed_gets_there_takes_more_than_its_whole_runs(gro
     assert "avoid" not in text
 
 
+def counted(
+    tmp_path: Path, first: Sequence[int | None], other: Sequence[int | None], *more: Policy
+) -> Recommendation:
+    """Return the recommendation by cost of runs of 12 updates that reached 90 % after so many."""
+    storage = InMemoryStorage()
+    policies = {
+        name: Policy(reached=reached, top1=[0.92] * len(reached))
+        for name, reached in (("first", first), ("other", other))
+    }
+    policies |= {f"more-{number}": policy for number, policy in enumerate(more)}
+    fill_storage(storage, tmp_path, policies)
+    (group,) = groups_of("a database", read_results(storage))
+    return recommend(group, by="cost", target=0.9)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "is_level"),
+    [
+        pytest.param([12] * 6, [None] * 6, False, id="fewer, by Fisher's test"),
+        pytest.param([12] * 3, [None] * 3, True, id="fewer, and it may be chance"),
+        pytest.param([4, 4, 5, 12, 12], [9, 9, 10, None, None], False, id="longer with both"),
+        pytest.param(
+            [4, 5, 6, None, 4], [9, 10, 11, 12, None], True, id="reached by the other alone"
+        ),
+        pytest.param([1, 1, 2, 12], [1, None, None, None], True, id="at the first evaluation"),
+        pytest.param([5, 6, 5, 6], [6, 7, 6, 7], True, id="between two evaluations"),
+    ],
+)
+def test_a_policy_is_costlier_where_that_is_sure(
+    tmp_path: Path, first: Sequence[int | None], other: Sequence[int | None], *, is_level: bool
+) -> None:
+    found = counted(tmp_path, first, other)
+    assert [one.cell.policy for one in found.standings] == ["first", "other"]
+    assert found.standings[1].is_level is is_level
+    assert bool(found.standings[1].avoid) is not is_level
+
+
+def test_what_is_sure_of_one_policy_need_not_be_of_one_among_many(tmp_path: Path) -> None:
+    """All of 4 seeds and none: 1 in 70 by chance, which is too much for one of four policies."""
+    first, other = [12] * 4, [None] * 4
+    assert stats.fisher_exact([[0, 4], [4, 0]], alternative="less").pvalue == pytest.approx(1 / 70)
+    assert not counted(tmp_path, first, other).standings[1].is_level
+    more = [Policy(reached=first, top1=[0.91] * 4)] * 3
+    among = {one.cell.policy: one for one in counted(tmp_path, first, other, *more).standings}
+    assert among["other"].is_level
+
+
+def test_where_all_policies_diverged_once_they_can_be_level(group: Group) -> None:
+    def once(cell: CellResults) -> CellResults:
+        top1 = (0.95, 0.94, 0.1) if cell.policy == "slow" else (0.94, 0.95, 0.1)
+        runs = [replace(run, top1=top1[run.seed - 1]) for run in cell.seeds]
+        runs[2] = replace(runs[2], diverged="the loss is nan")
+        return replace(cell, seeds=tuple(runs))
+
+    found = recommend(every(once, group), by="accuracy")
+    assert all(one.is_level for one in found.standings[1:])
+
+
 def test_where_one_seed_gets_to_the_target_nothing_is_recommended(group: Group) -> None:
     found = recommend(missing(group, {"slow": [1, 2, 3], "quick": [1, 3]}), by="cost", target=0.9)
     assert found.first is not None
@@ -256,6 +314,8 @@ def test_a_rate_at_an_end_of_its_search_speaks_for_a_policy_that_is_behind(group
     def at_an_end(cell: CellResults) -> CellResults:
         return replace(cell, values={RATE: 0.2}) if cell.policy == "slow" else cell
 
+    only_it = recommend(every(at_an_end, group), by="accuracy")
+    assert [one.avoid for one in only_it.standings if one.cell.policy == "slow"] == [()]
     found = recommend(every(at_an_end, group), by="cost", target=0.9)
     assert found.standings[1].avoid[1:] == (
         "schedule.peak_lr 0.2 is the lowest tried: a better one may lie beyond",

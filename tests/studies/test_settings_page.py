@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page
 from setting_results import cell, run
 from test_page import HOSTILE
 
+from largebatch import load_recipe
 from largebatch.errors import StudyError
 from largebatch.studies.results import SettingResults
 from largebatch.studies.settings import Findings, describe, find, overlapping
@@ -218,6 +219,30 @@ def test_words_lie_side_by_side_in_the_order_of_the_study(browser: Browser, tmp_
         )
         assert factors == ["–", "memory"]
         assert point_at(page, "top1_key_0", "a", 1)[0].startswith("a setting kept top-1 91.50 %")
+
+
+def test_numbers_with_a_zero_lie_side_by_side_in_their_order(tmp_path: Path) -> None:
+    def decayed(name: str, decay: float) -> SettingResults:
+        found = cell("a", name, [run(1, 0.9, seconds=9)])
+        optimizer = found.recipe.optimizer.model_copy(update={"weight_decay": decay})
+        return replace(found, recipe=found.recipe.model_copy(update={"optimizer": optimizer}))
+
+    findings = find([decayed(str(it), it) for it in (1e-4, 1e-2, 0.0, 1e-3)], ("top1",))
+    assert (findings.keys, findings.numeric_keys) == (("optimizer.weight_decay",), ())
+    page = write_settings_page(findings, tmp_path / "study.html").read_text("utf-8")
+    assert '"factors":["0.0","0.0001","0.001","0.01"]' in page
+
+
+def test_settings_that_differ_in_a_section_too_are_not_joined(tmp_path: Path) -> None:
+    batches = [cell("a", str(it), [run(1, 0.9, seconds=9)], batch=it) for it in (96, 192)]
+    polished = load_recipe("digits_96", ["batch.global_batch=192", "duration={steps: 600}"])
+    apart = [batches[0], replace(batches[1], recipe=polished)]
+    joined, alone = (
+        write_settings_page(find(each, ("top1",)), tmp_path / "study.html").read_text("utf-8")
+        for each in (batches, apart)
+    )
+    assert find(apart, ("top1",)).keys == ("batch.global_batch",)
+    assert joined.count('"name":"Line"') > alone.count('"name":"Line"')
 
 
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(

@@ -69,6 +69,10 @@ def rates(recipe: Recipe) -> list[float]:
             "policies.Fix and policies.fix name the same folder where case makes no difference",
         ),
         (
+            {"recipes": {"Study.db-wal": {"recipe": "digits_96"}}},
+            "recipes.Study.db-wal: a study has a file of this name",
+        ),
+        (
             {"recipes": {PAGE: {"recipe": "digits_96"}}},
             "recipes.study.html: a study has a file of this name; give another",
         ),
@@ -99,6 +103,10 @@ def test_a_policy_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -
         (
             {"policies": {"up": {"decay": {"kind": "cosin"}}}},
             "recipe digits with policy up: (?s:.*)cosin",
+        ),
+        (
+            {"policies": {"low": {"plateau": {"levels": ["high"]}}}},
+            "2 problems(?s:.*)plateau.levels.0: (?s:.*)plateau.levels: tuple should have at least",
         ),
         (
             {"recipes": {"no": {"recipe": "no_such_recipe"}}},
