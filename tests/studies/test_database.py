@@ -173,28 +173,19 @@ def test_a_journal_with_a_line_that_is_no_record_is_refused(tmp_path: Path, line
     assert journal.read_bytes() == line * 2
 
 
-def test_the_database_of_another_program_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", ["customers", "studies"])
+def test_the_database_of_another_program_is_refused_and_stays_as_it_is(
+    tmp_path: Path, table: str
+) -> None:
+    """Also where a table of it is called as one of Optuna's."""
     file = tmp_path / "study.db"
     with closing(sqlite3.connect(file)) as connection:
-        connection.execute("CREATE TABLE customers (name TEXT)")
+        connection.execute(f"CREATE TABLE {table} (uid TEXT, patient TEXT)")
         connection.commit()
     before = file.read_bytes()
-    with pytest.raises(StudyError, match=r"study.db: holds tables of another program \(customers"):
+    with pytest.raises(StudyError, match=rf"holds tables of another program \({table}\), and is"):
         a_queue(f"sqlite:///{file}").__enter__()
     with pytest.raises(StudyError, match=r"study.db: holds no studies, and is left as it is"):
-        open_existing(f"sqlite:///{file}").__enter__()
-    assert file.read_bytes() == before
-
-
-def test_tables_that_are_called_as_optunas_are_left_as_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "study.db"
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("CREATE TABLE studies (uid TEXT, patient TEXT)")
-        connection.commit()
-    before = file.read_bytes()
-    with pytest.raises(StudyError, match=r"holds tables of another program \(studies\)"):
-        a_queue(f"sqlite:///{file}").__enter__()
-    with pytest.raises(StudyError, match="holds no studies, and is left as it is"):
         open_existing(f"sqlite:///{file}").__enter__()
     assert file.read_bytes() == before
 
