@@ -179,8 +179,8 @@ def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -
     only_it_diverged = one.diverged > 0 and not first.diverged
     if by == "cost":
         times = ratio_of_updates(one.reached, first.reached, together=together)
-        is_level = not only_it_diverged and not _is_costlier(one, first, together=together)
-        return replace(one, against=times, is_level=is_level)
+        costlier = _is_rarer(one, first, together) or _is_longer(one, first, times, together)
+        return replace(one, against=times, is_level=not only_it_diverged and not costlier)
     if not _scored(one):
         return one
     scores = (
@@ -192,24 +192,20 @@ def _compared(one: Standing, first: Standing, by: Criterion, *, together: int) -
     return replace(one, against=below, is_level=is_level)
 
 
-def _is_costlier(one: Standing, first: Standing, *, together: int) -> bool:
+def _is_longer(one: Standing, first: Standing, times: Ratio, together: int) -> bool:
     """Return whether a policy surely takes more updates to the target than the first one.
 
-    That is so where fewer of its seeds reached it (Fisher's exact test), and where it takes longer
-    with the seeds that both bring there, or with those of the first policy if a seed that never
-    reached it takes no more than its whole run. Where a seed reached it that did not with the first
-    policy, which of the two takes more is open.
+    By the seeds that both bring there, whose ratio is `times`, or by all that the first one does,
+    of which those that it does not take more than their whole run. Where a seed reached the target
+    that did not with the first policy, which of the two takes more is open.
     """
-    if _is_rarer(one, first, together=together):
-        return True
     least: dict[int, float | None] = {}
     for run in one.cell.seeds:
         own, other = one.reached[run.seed], first.reached.get(run.seed)
         if own is not None and other is None and run.seed in first.reached:
             return False
         least[run.seed] = run.updates if own is None else own.updates_before
-    times = ratio_of_updates(one.reached, first.reached, together=together).interval
-    if times is not None and times.low > 1:
+    if times.interval is not None and times.interval.low > 1:
         return True
     if 0 in least.values():
         return False
@@ -218,7 +214,8 @@ def _is_costlier(one: Standing, first: Standing, *, together: int) -> bool:
     return found is not None and found.low > 1
 
 
-def _is_rarer(one: Standing, first: Standing, *, together: int) -> bool:
+def _is_rarer(one: Standing, first: Standing, together: int) -> bool:
+    """Return whether fewer seeds of a policy surely reached the target, by Fisher's exact test."""
     from scipy.stats import fisher_exact
 
     reached = [(len(_scored(each)), len(each.scores)) for each in (one, first)]
