@@ -285,5 +285,5 @@ def test_it_answers_without_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "mine.yaml")]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)  # without databases
     assert load_recipe(tmp_path / "mine.yaml").batch.global_batch == 4096

@@ -143,11 +143,13 @@ IMAGES = {"recipes": {"images": {"recipe": "cifar10_resnet8_128"}}}
 )
 def test_what_a_user_can_mend_is_one_message(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, object],
     words: tuple[str, ...],
     message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # whose runs/ a study takes
     path = write_study(tmp_path, **changes)
     assert main(["lr", "bench", str(path), *words]) == USER
     assert capsys.readouterr().err.count(message) == 1
