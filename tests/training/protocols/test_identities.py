@@ -138,7 +138,9 @@ def test_the_record_of_an_asynchronous_run_gives_its_weights_again(
             final[n] = history[-1][n]
     torch.testing.assert_close(list(ours.values()), final, rtol=1e-10, atol=1e-10)
     for arrivals in record.arrivals:
-        assert [one.staleness for one in arrivals[:4]] == [0, 1, 2, 3]  # all read the first weights
+        first = {one.learner: one for one in reversed(arrivals)}  # a quick one may be back before
+        assert [first[learner].clock_read for learner in range(4)] == [0] * 4
+        assert max(one.staleness for one in first.values()) >= 3
         assert all(one.staleness == one.update - one.clock_read for one in arrivals)
     assert all(sorted(reads) == list(range(STEPS)) for reads in replay.reads)
 
