@@ -138,9 +138,10 @@ class _Study(Section):
 
     @model_validator(mode="after")
     def _nothing_stands_twice(self) -> Self:
-        compared: Mapping[str, object] = self.model_dump(mode="json")[self.section]
+        sections = self.model_dump(mode="json")[self.section]
+        compared = {name: json.dumps(part, sort_keys=True) for name, part in sections.items()}
         for (one, first), (other, second) in combinations(compared.items(), 2):
-            if json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True):
+            if first == second:
                 raise ValueError(
                     f"{self.section}.{one} and {self.section}.{other} are the same: leave one of "
                     "them out"
