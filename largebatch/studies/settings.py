@@ -13,11 +13,11 @@ from typing import Any
 from largebatch.errors import StudyError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.report.comparison import plural
-from largebatch.studies.metrics import Interval, interval, ratio
+from largebatch.studies.metrics import Interval, interval
 from largebatch.studies.results import Result, SettingResults
 from largebatch.studies.standings import describe_interval
 from largebatch.studies.study import Metric
-from largebatch.studies.transfer import Transfer, best_setting, lost, transfer_matrix
+from largebatch.studies.transfer import Transfer, best_setting, gap, lost, transfer_matrix
 
 _NAMED = 4
 """Names and pairs that a sentence has at most."""
@@ -255,8 +255,10 @@ def _as_fast(times: Mapping[str, Mapping[int, float]], fastest: str) -> list[str
     own = times[fastest]
     others = {name: found for name, found in times.items() if found.keys() == own.keys()}
     del others[fastest]
-    found = {name: ratio(each, own, together=len(others)).interval for name, each in others.items()}
-    return [name for name, each in found.items() if each is None or each.low <= 1]
+    gaps = {
+        name: gap(each, own, higher=False, together=len(others)) for name, each in others.items()
+    }
+    return [name for name, each in gaps.items() if each is None or each.low <= 1]
 
 
 def _transfers(findings: Findings, metric: Metric) -> Iterator[str]:

@@ -86,13 +86,17 @@ def _transfer(
         setting=setting,
         value=interval(value.values()) if value else None,
         own=interval(own.values()) if own else None,
-        gap=_gap(value, own, higher=higher, together=max(1, len(values[used_on]) - 1)),
+        gap=gap(value, own, higher=higher, together=max(1, len(values[used_on]) - 1)),
     )
 
 
-def _gap(
+def gap(
     value: Mapping[int, float], own: Mapping[int, float], *, higher: bool, together: int
 ) -> Interval | None:
+    """Return a value minus the own best one by seed, or of costs how many times it is.
+
+    One of so many gaps `together`. None where seeds are missing, and for a cost of 0.
+    """
     if not own or value.keys() != own.keys():
         return None
     if higher:
