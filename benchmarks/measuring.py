@@ -4,6 +4,9 @@ Times of rivals are compared round by round, as pairs measured one after the oth
 machine that slows down for a while then slows both.
 """
 
+import ast
+import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +39,28 @@ from largebatch.studies.metrics import Interval
 from largebatch.tracking.environment import source_commit, versions
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGE = Path(__file__).parents[1] / "largebatch"
+
+MEASURED = {
+    "checkpoint": ("training/checkpoint.py", "training/state.py"),
+    "checkpoint_busy": ("training/checkpoint.py", "training/state.py"),
+    "index": ("data/index",),
+    "input_gpu": ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py"),
+    "input_pipeline": ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py"),
+    "lars": ("optim/kernels", "optim/lars.py"),
+    "loop": ("distributed/reducer.py", "models/batchnorm.py", "training/loop.py"),
+    "noise_cost": ("distributed/reducer.py", "training/loop.py"),
+    "norm": ("models/batchnorm.py", "models/batchnorm_functional.py"),
+    "polish": ("models/batchnorm.py", "models/batchnorm_functional.py", "polish"),
+    "reduction": (
+        "distributed/horovod.py",
+        "distributed/reducer.py",
+        "distributed/torch_distributed.py",
+    ),
+    "simulator": ("training/protocols/simulator.py",),
+}
+"""Files and folders of the package whose speed a benchmark measures."""
+
 RESAMPLES = 2000
 WARM_UP = 3
 """Steps of every rival before the first round."""
@@ -132,9 +158,37 @@ def write(name: str, command: str, result: dict[str, Any]) -> Path:
     """Write results/<name>_<hardware>_<date>.json: where and how it was measured, and `result`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}_{hardware()}_{today()}.json"
-    content = {**circumstances(command), **result}
+    code = {"code": fingerprint(name)} if name in MEASURED else {}
+    content = {**circumstances(command), **code, **result}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def measured_files(name: str) -> list[Path]:
+    """Return the source files that a benchmark measures, in order."""
+    paths = [PACKAGE / path for path in MEASURED[name]]
+    return [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+
+
+def fingerprint(name: str) -> str:
+    """Return a digest of the code that a benchmark measures, without comments and docstrings."""
+    code = sorted(_code(file.read_text(encoding="utf-8")) for file in measured_files(name))
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
+
+
+def _code(source: str) -> str:
+    """Return the lines of a module that are code, the same on every version of Python."""
+    lines: list[str] = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            assert node.end_lineno is not None
+            for row in range(node.lineno - 1, node.end_lineno):
+                lines[row] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def circumstances(command: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     python benchmarks/table.py
 
 A cell says the median of the paired ratio, its 95 % interval and n; a benchmark that no file in
-benchmarks/results/ holds for a kind of machine is "not measured" there.
+benchmarks/results/ holds for a kind of machine is "not measured" there. A figure whose code has
+changed since it was measured, comments and docstrings aside, is marked "older than the code".
 """
 
 import json
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import RESULTS
+from measuring import MEASURED, RESULTS, fingerprint
 
 PAGE = Path(__file__).parent / "README.md"
 MACHINES = ("CPU", "GPU")
@@ -138,7 +139,8 @@ HEAD = """# Measurements
 
 Written by `python benchmarks/table.py` from the files in `results/`, which hold the command, the
 machine, versions, commit, n and spread. Ratios are of times, ours first, paired round by round:
-median (95 % bootstrap interval, n). What Final Polishing does to accuracy is in
+median (95 % bootstrap interval, n); "older than the code": measured before the code that it
+measures was changed. What Final Polishing does to accuracy is in
 [docs/final-polishing.md](../docs/final-polishing.md#when-it-helps-and-when-not), from
 `make study`; what recipes reach when they are trained to their end, in
 [docs/recipes/pairs.md](../docs/recipes/pairs.md), from `make measure`.
@@ -156,7 +158,7 @@ def page() -> str:
     newest = {kind: _newest(kind) for kind in MACHINES}
     lines = ["| what | target | CPU | GPU |", "|---|---|---|---|"]
     for row in ROWS:
-        cells = [_cell(newest[kind].get(row.benchmark), row.path) for kind in MACHINES]
+        cells = [_cell(newest[kind].get(row.benchmark), row) for kind in MACHINES]
         lines.append(f"| {row.what} | {row.target} | {' | '.join(cells)} |")
     lines.append("")
     for kind in MACHINES:
@@ -164,6 +166,7 @@ def page() -> str:
             about = result if "command" in result else next(iter(result.values()))
             lines.append(f"- {name}, {kind}: {about['machine']}, {about['date']}, ")
             lines[-1] += f"torch {about['versions']['torch']}: `{about['command']}`"
+            lines[-1] += _age(name, result)
         if not newest[kind]:
             lines.append(f"- {kind}: not measured")
     return HEAD + "\n".join(lines) + "\n"
@@ -182,14 +185,23 @@ def _newest(kind: str) -> dict[str, Any]:
     return found
 
 
-def _cell(result: Any, path: tuple[str, ...]) -> str:  # noqa: ANN401 -- JSON
-    for key in path:
-        if result is None:
+def _cell(result: Any, row: Row) -> str:  # noqa: ANN401 -- JSON
+    figure = result
+    for key in row.path:
+        if figure is None:
             return "not measured"
-        result = result.get(key)
-    if result is None:
+        figure = figure.get(key)
+    if figure is None:
         return "not measured"
-    return "{median:.3f} ({low:.3f} to {high:.3f}, {n})".format(**result)
+    return "{median:.3f} ({low:.3f} to {high:.3f}, {n})".format(**figure) + _age(
+        row.benchmark, result
+    )
+
+
+def _age(name: str, result: Any) -> str:  # noqa: ANN401 -- JSON
+    """Return the mark of a figure whose code is not that of today."""
+    changed = name in MEASURED and result.get("code") != fingerprint(name)
+    return ", older than the code" if changed else ""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the documents tell people to copy works: recipes load, commands are understood."""
 
+import json
 import re
 import sys
 from argparse import ArgumentParser
@@ -14,6 +15,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.sections import SWA, SWAP, Affine, Duration, Polish, Statistics
 
 sys.path.append(str(ROOT / "benchmarks"))
+import measuring
 import table
 
 POLISHING = DOCS / "final-polishing.md"
@@ -152,3 +154,37 @@ def test_the_document_on_clusters_has_a_command_for_each_kind_of_job() -> None:
 
 def test_the_table_of_benchmarks_is_that_of_the_results() -> None:
     assert (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8") == table.page()
+
+
+def test_a_figure_older_than_the_code_it_measures_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in measuring.measured_files("lars"):
+        copy = tmp_path / file.relative_to(measuring.PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(measuring, "PACKAGE", tmp_path)
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    file = tmp_path / "optim" / "lars.py"
+    ratio = {"median": 1.0, "low": 0.9, "high": 1.1, "n": 3}
+    result = {
+        **measuring.circumstances("python benchmarks/lars.py"),
+        "code": measuring.fingerprint("lars"),
+        "ratios": {"ours / sgd": ratio},
+    }
+    (tmp_path / "lars_cpu2_2026-01-01.json").write_text(json.dumps(result), encoding="utf-8")
+
+    def cell() -> str:
+        (row,) = (line for line in table.page().splitlines() if "SGD(fused=True)" in line)
+        return row.split("|")[3].strip()
+
+    assert cell() == "1.000 (0.900 to 1.100, 3)"
+    file.write_text("# A comment.\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
+    assert cell() == "1.000 (0.900 to 1.100, 3)"
+    file.write_text(file.read_text(encoding="utf-8") + "\nCHANGED = 1\n", encoding="utf-8")
+    assert cell() == "1.000 (0.900 to 1.100, 3), older than the code"
+
+
+@pytest.mark.parametrize("name", measuring.MEASURED)
+def test_what_a_benchmark_measures_is_there(name: str) -> None:
+    assert measuring.measured_files(name)

@@ -241,8 +241,12 @@ class Reducer:
 
         All workers find the same, for all have the same sums.
         """
-        held = [gradient for group in self._groups for gradient in group.held.values()]
-        return torch.stack(torch._foreach_norm(held, ord=math.inf)).isfinite().all()
+        held = [grad for group in self._groups for grad in group.held.values() if grad.numel()]
+        if self.device.type == "cpu":  # where the infinity norm takes ten times as long
+            ends = [end for gradient in held for end in torch.aminmax(gradient)]
+        else:  # one launch for many tensors
+            ends = list(torch._foreach_norm(held, ord=math.inf))
+        return torch.stack(ends).isfinite().all()
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the gradients."""

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,23 @@ def test_a_parameter_that_no_gradient_reaches_is_named(workers: Callable[[], Ser
             UnusedParametersError, match=r"no gradient reached idle\.bias, idle\.weight, on which"
         ):
             reducer.wait()
+
+
+@one_or_two
+@pytest.mark.parametrize(
+    ("element", "finite"), [(1e30, True), (math.nan, False), (math.inf, False), (-math.inf, False)]
+)
+def test_one_element_decides_whether_gradients_are_finite(
+    workers: Callable[[], Serial], element: float, *, finite: bool
+) -> None:
+    """The square of 1e30 is infinite in float32; a tensor without elements decides nothing."""
+    weight, empty = nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(0))
+    with Reducer([("empty", empty), ("weight", weight)], workers()) as reducer:
+        reducer.arm()
+        factors = torch.ones(1000).index_fill(0, torch.tensor([500]), element)
+        (torch.dot(weight, factors) + empty.sum()).backward()
+        reducer.wait()
+        assert bool(reducer.finite()) is finite
 
 
 def test_frozen_parameters_are_left_out_and_shared_ones_count_once() -> None:
