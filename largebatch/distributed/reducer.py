@@ -246,7 +246,8 @@ class Reducer:
             ends = [end for gradient in held for end in torch.aminmax(gradient)]
         else:  # one launch for many tensors
             ends = list(torch._foreach_norm(held, ord=math.inf))
-        return torch.stack(ends).isfinite().all()
+        finite: Tensor = torch.linalg.vector_norm(torch.stack(ends), math.inf) < math.inf
+        return finite
 
     def close(self) -> None:
         """Take the hooks off the parameters and let go of the gradients."""

@@ -19,6 +19,7 @@ normalises the spans it holds by itself.
 """
 
 import math
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend, Group, Work
-from largebatch.models.batchnorm_functional import normalise
+from largebatch.models.batchnorm_functional import Moments, exact_type, normalise
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,10 +37,9 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class SpanBatchNorm(_BatchNorm):
     """BatchNorm over contiguous groups of `span` samples; 1d, 2d and 3d inputs (N x C x ...).
 
-    A forward pass in training mode moves the running buffers towards the mean over its groups.
-    Where `Spans` moves them, each group's mean, unbiased variance and a one are added to `moments`
-    instead. Children of the layer it stands for (an activation) are kept under their names and come
-    after it, in their order.
+    A forward pass in training mode moves the running buffers towards the mean over its groups, or
+    `moments` where `Spans` moves the buffers. Children of the layer it stands for (an activation)
+    are kept under their names and come after it, in their order.
 
     A copy, pickled or not, belongs to no workers and no `Spans`: it normalises the samples it is
     given and moves its own buffers, until `Spans` is given the copy.
@@ -63,12 +63,15 @@ class SpanBatchNorm(_BatchNorm):
         self.group: Group | None = None
         """The workers that share each span while training, or None: this one holds whole spans."""
 
-        self.moments: Tensor | None = None
-        """Sums over the spans of a step (C + C + 1), where `Spans` moves the buffers."""
+        self.moments: Moments | None = None
+        """Mean over the spans of a step so far, where `Spans` moves the buffers."""
+
+        self.num_spans = 0
+        """How many spans that is."""
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy has: not the process group, which belongs to this process."""
-        return {**self.__dict__, "group": None, "moments": None}
+        return {**self.__dict__, "group": None, "moments": None, "num_spans": 0}
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""
@@ -80,27 +83,29 @@ class SpanBatchNorm(_BatchNorm):
     def _normalise(self, images: Tensor) -> Tensor:
         self._check_input_dim(images)
         group = self.group if self.track_running_stats else None
-        out, moments = normalise(
-            images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
+        normalised = partial(
+            normalise, images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
         )
-        if self.track_running_stats and not _in_backward():
-            # A span over several workers counts once: for the first of them.
-            self._count(moments, first=group is None or group.rank == 0)
+        if not self.track_running_stats:
+            return normalised()
+        # A span over several workers counts once: for the first of them.
+        counts = not _in_backward() and (group is None or group.rank == 0)
+        if counts and self.moments is not None:
+            before = self.num_spans
+            self.num_spans += -(-len(images) // self.span) if group is None else 1
+            return normalised(moments=self.moments, num=before)
+        empty = torch.zeros(2, self.num_features, dtype=exact_type(images), device=images.device)
+        moments = Moments(*empty)  # also in backward, where as many tensors are saved as before
+        out = normalised(moments=moments)
+        if counts:
+            self._move_buffers(moments)
         return out
 
     @torch.no_grad()
-    def _count(self, moments: Tensor, *, first: bool) -> None:
-        """Take the moments of S spans, S x 2 x C: add them up, or move the buffers."""
-        if self.moments is None:
-            self._move_buffers(moments.mean(0))
-        elif first:
-            self.moments[:-1] += moments.sum(0).flatten()
-            self.moments[-1] += len(moments)
-
-    def _move_buffers(self, means: Tensor) -> None:
-        """Move the buffers once towards the spans' mean mean and variance, 2 x C, as PyTorch."""
+    def _move_buffers(self, means: Moments) -> None:
+        """Move the buffers once towards the spans' mean mean and variance, as PyTorch."""
         self.num_batches_tracked += 1
-        average = (1 / self.num_batches_tracked).to(means.dtype)  # PyTorch's, without momentum
+        average = (1 / self.num_batches_tracked).to(means.mean.dtype)  # PyTorch's, without momentum
         weight = average if self.momentum is None else self.momentum
         for buffer, mean in zip((self.running_mean, self.running_var), means, strict=True):
             buffer.copy_(buffer.to(mean.dtype).lerp(mean, weight))
@@ -118,10 +123,12 @@ def _in_backward() -> bool:
 def with_span(model: M, span: int) -> M:
     """Replace every BatchNorm of the model, in place, by one with a span; return the model.
 
-    Parameters and buffers keep their names and values. While it trains, the model can be
-    differentiated once only: a loss with gradients of its own (a gradient penalty) needs plain
-    BatchNorm. Raises ValueError for a kind of BatchNorm that does more than normalise and then
-    apply its children in turn, naming the layer.
+    Parameters and buffers keep their names and values. While it trains with several spans in a
+    device batch, or one over several workers, the model can be differentiated once only: a loss
+    with gradients of its own (a gradient penalty) needs plain BatchNorm there.
+
+    Raises ValueError for a kind of BatchNorm that does more than normalise and then apply its
+    children in turn, naming the layer.
     """
     replaced: dict[nn.Module, SpanBatchNorm] = {}  # a layer may stand in a model under two names
     for name, layer in list(model.named_modules(remove_duplicate=False)):
@@ -171,22 +178,36 @@ class Spans:
 
     def __init__(self, model: nn.Module, backend: Backend, *, sync_workers: int = 1) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, SpanBatchNorm)]
-        sizes = [2 * layer.num_features + 1 for layer in self._layers]
+        self._backend = backend
+        self._group = _neighbours(backend, sync_workers) if self._layers else None
+        self._work: Work | None = None
         dtypes = {layer.running_mean.dtype for layer in self._layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        sizes = [2 * layer.num_features for layer in self._layers]
         self._moments = torch.zeros(sum(sizes), dtype=dtype, device=backend.device)
-        self._sums = torch.zeros_like(self._moments)  # what has been sent, while more is added
-        self._group = _neighbours(backend, sync_workers) if self._layers else None
+        self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
+        """What has been sent while more is added: moments times spans, and each layer's spans."""
+
+        self._counts: tuple[int, ...] = ()
+        """How many spans each layer had in the last step."""
+
+        owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+        self._owners = owners.to(backend.device)
+        """The number of the layer that each of the moments belongs to."""
+
+        momenta = [math.nan if m.momentum is None else m.momentum for m in self._layers]
+        self._momentum = torch.tensor(momenta, dtype=dtype).to(backend.device)
+        self._cumulative = any(layer.momentum is None for layer in self._layers)
         self.attach()
-        self._backend = backend
-        self._work: Work | None = None
-        self._lay_out()
 
     def attach(self) -> None:
         """Let the model's layers count here from now on, after other Spans had them."""
-        sizes = [2 * layer.num_features + 1 for layer in self._layers]
-        for layer, part in zip(self._layers, self._moments.split(sizes), strict=True):
-            layer.moments = part
+        sizes = [layer.num_features for layer in self._layers for _ in Moments._fields]
+        # Autograd saves what batch_norm is given, and would miss it when the buffer is zeroed:
+        # tensors of `.data` have versions of their own.
+        parts = [part.data for part in self._moments.split(sizes)]
+        for layer, mean, variance in zip(self._layers, parts[::2], parts[1::2], strict=True):
+            layer.moments, layer.num_spans = Moments(mean, variance), 0
             layer.group = self._group
 
     def reduce(self) -> None:
@@ -194,10 +215,17 @@ class Spans:
 
         A forward pass between this and `update` counts for the step after.
         """
-        if self._layers:
-            self._sums.copy_(self._moments)
-            self._moments.zero_()
-            self._work = self._backend.all_reduce(self._sums)
+        if not self._layers:
+            return
+        counts = tuple(layer.num_spans for layer in self._layers)
+        if counts != self._counts:  # as good as never: a step is like the one before
+            self._counts = counts
+            self._spans = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
+            self._weights = self._spans[self._owners]
+        torch.mul(self._moments, self._weights, out=self._sums[: len(self._moments)])
+        self._sums[len(self._moments) :].copy_(self._spans)
+        self._forget()
+        self._work = self._backend.all_reduce(self._sums)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -210,15 +238,17 @@ class Spans:
         self._work.wait()
         self._work = None
         layers = self._layers
-        spans = self._sums[self._counts]
+        sums, spans = self._sums.split([len(self._moments), len(layers)])
         used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
         tracked = [layer.num_batches_tracked for layer in layers]
         torch._foreach_add_(tracked, list(used.long().unbind()))
-        average = used / torch.stack(tracked).clamp(min=1)  # PyTorch's, without momentum
-        weights = torch.where(self._momentum.isnan(), average, used * self._momentum)
+        momentum = self._momentum
+        if self._cumulative:
+            average = 1 / torch.stack(tracked).clamp(min=1)  # PyTorch's, without momentum
+            momentum = torch.where(momentum.isnan(), average.to(momentum.dtype), momentum)
+        weights, means = (used * momentum)[self._owners], sums / spans.clamp(min=1)[self._owners]
         buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
-        means = self._sums[self._values] / spans.clamp(min=1)[self._owners]
-        moved = torch.cat(buffers).to(means.dtype).lerp(means, weights[self._owners])
+        moved = torch.cat(buffers).to(means.dtype).lerp(means, weights)
         torch._foreach_copy_(buffers, list(moved.split([len(buffer) for buffer in buffers])))
 
     def discard(self) -> None:
@@ -226,23 +256,12 @@ class Spans:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self._moments.zero_()
+        self._forget()
 
-    def _lay_out(self) -> None:
-        """Note where in the flat tensor the counts and the moments of each layer are.
-
-        With these, all running buffers move in a few operations, however many layers there are.
-        """
-        device, dtype = self._moments.device, self._moments.dtype
-        channels = torch.tensor([layer.num_features for layer in self._layers], dtype=torch.int64)
-        counts = (2 * channels + 1).cumsum(0) - 1
-        is_value = torch.ones(len(self._moments), dtype=torch.bool)
-        is_value[counts] = False
-        numbers = [math.nan if m.momentum is None else m.momentum for m in self._layers]
-        self._counts = counts.to(device)
-        self._values = is_value.nonzero().flatten().to(device)
-        self._owners = torch.arange(len(channels)).repeat_interleave(2 * channels).to(device)
-        self._momentum = torch.tensor(numbers, dtype=dtype, device=device)
+    def _forget(self) -> None:
+        self._moments.zero_()  # or a number that is not finite would stay
+        for layer in self._layers:
+            layer.num_spans = 0
 
 
 def _neighbours(backend: Backend, num: int) -> Group | None:

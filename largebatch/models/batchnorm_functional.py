@@ -12,9 +12,11 @@ section 3), so backward needs no more of the other workers than two sums.
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,24 +29,62 @@ passes over it. A GPU's parts are whole groups: there, launching a kernel costs 
 _aten = torch.ops.aten
 
 
-def normalise(
+class Moments(NamedTuple):
+    """Of every channel; float32 or longer."""
+
+    mean: Tensor
+    variance: Tensor
+    """Unbiased, as PyTorch keeps it."""
+
+
+def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     images: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     *,
     eps: float,
     span: int,
-    group: Group | None,
-) -> tuple[Tensor, Tensor]:
-    """Return normalised N x C x ... images, and S x 2 x C: the S groups' means and variances.
+    group: Group | None = None,
+    moments: Moments | None = None,
+    num: int = 0,
+) -> Tensor:
+    """Return N x C x ... images, each group normalised by its own moments.
 
     Without a `group` of workers, groups are `span` samples that lie side by side; the last may be
     smaller. With one, its workers together hold a single span, each an equal number of samples of
-    any size, and all call this alike. Variances have Bessel's correction, as PyTorch keeps them.
-    Moments are float32 or longer, whatever the images are. Cannot be differentiated twice.
+    any size, and all call this alike.
+
+    `moments` is the mean over `num` groups so far and becomes, in place, the mean over these groups
+    too. They are computed in float32 or longer, whatever the images are. Several groups, and one of
+    several workers, cannot be differentiated twice.
 
     Raises ValueError where a channel has a single value, or a worker not its part of the span.
     """
+    _check(images, span=span, group=group)
+    exact = exact_type(images)  # PyTorch's kernels take weights of the type of the moments
+    weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
+    into = None if moments is None else Moments(*(each.to(exact) for each in moments))
+    if group is None and len(images) <= span:
+        mean, variance = into or (None, None)
+        out = F.batch_norm(
+            images,
+            mean,
+            variance,
+            weight=weight,
+            bias=bias,
+            training=True,
+            momentum=1 / (num + 1),
+            eps=eps,
+        )
+    else:
+        out = _Normalise.apply(images, weight, bias, eps, span, group, into, num)  # type: ignore[no-untyped-call]  # torch's
+    for kept, moved in zip(moments or (), into or (), strict=True):
+        if kept is not moved:
+            kept.copy_(moved)
+    return out
+
+
+def _check(images: Tensor, *, span: int, group: Group | None) -> None:
     samples = len(images) % span or span
     if group is not None:
         if len(images) * group.world_size != span:
@@ -58,8 +98,6 @@ def normalise(
             f"one value per channel has no variance: a group of {samples} samples of shape "
             f"{tuple(images.shape[1:])}; give whole spans, or one sample more or less"
         )
-    found: tuple[Tensor, Tensor] = _Normalise.apply(images, weight, bias, eps, span, group)  # type: ignore[no-untyped-call]  # torch's
-    return found
 
 
 class _Normalise(torch.autograd.Function):
@@ -72,89 +110,133 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         span: int,
         group: Group | None,
-    ) -> tuple[Tensor, Tensor]:
-        exact = _exact(images)  # PyTorch's kernels take weights of the type of the moments
-        weight = weight if weight is None else weight.to(exact)
-        bias = bias if bias is None else bias.to(exact)
+        moments: Moments | None,
+        num: int,
+    ) -> Tensor:
         if group is None:
-            out, found, saved = _over_parts(images, (weight, bias), eps=eps, span=span)
+            out, saved = _over_parts(
+                images, (weight, bias), eps=eps, span=span, moments=moments, num=num
+            )
             shared = None
         else:
             out, found, saved, shared = _over_workers(images, (weight, bias), eps=eps, group=group)
+            for kept, one in zip(moments or (), found, strict=False):
+                kept.lerp_(one, 1 / (num + 1))
         ctx.save_for_backward(images, weight, saved, shared)
-        ctx.span, ctx.group = span, group
-        ctx.mark_non_differentiable(found)
-        return out, found
+        ctx.span, ctx.group, ctx.eps = span, group, eps
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- PyTorch's, untyped
         images, weight, saved, shared = ctx.saved_tensors
-        with_images, with_weight, with_bias = ctx.needs_input_grad[:3]
-        result = torch.empty_like(images) if with_images else None
-        totals = torch.zeros_like(saved[0])
-        for start, (mean, inverse) in zip(range(0, len(images), ctx.span), saved, strict=True):
-            part = slice(start, start + ctx.span)
-            sums = _sums(images[part], grad[part], mean, inverse)
-            totals += sums
-            if result is None:
-                continue
-            num = images[part].numel() // len(mean) if shared is None else shared
-            if ctx.group is not None:
-                ctx.group.all_reduce(sums).wait()
-            gain = inverse if weight is None else inverse * weight
-            shift, slope = -gain * sums / num
-            _input_gradient(
-                result[part], images[part], grad[part], mean, (gain, slope * inverse, shift)
+        needs = ctx.needs_input_grad[:3]
+        if ctx.group is None:
+            found = _backward_over_parts(
+                grad, images, weight, saved, eps=ctx.eps, span=ctx.span, needs=needs
             )
-        by_bias, by_weight = totals
-        return (
-            result,
-            by_weight if with_weight else None,
-            by_bias if with_bias else None,
-            *(None, None, None),
-        )
+        else:
+            found = _backward_over_workers(
+                grad, images, weight, saved, num=shared, group=ctx.group, needs=needs
+            )
+        return (*found, None, None, None, None, None)
 
 
 def _over_parts(
-    images: Tensor, affine: tuple[Tensor | None, Tensor | None], *, eps: float, span: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, the groups' means and variances, and their means and 1 / std."""
+    images: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    *,
+    eps: float,
+    span: int,
+    moments: Moments | None,
+    num: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the result, and 2 S x C: mean and 1 / std of one group after the other."""
     out = torch.empty_like(images)
-    shape = (-(-len(images) // span), 2, images.shape[1])
-    found = torch.zeros(shape, dtype=_exact(images), device=images.device)
-    saved = torch.empty_like(found)
-    for start, (mean, var), (same, inverse) in zip(
-        range(0, len(images), span), found, saved, strict=True
-    ):
-        part = slice(start, start + span)
-        # Momentum 1 makes PyTorch's kernel hand out the moments it normalises with.
+    shape = (2 * -(-len(images) // span), images.shape[1])
+    saved = torch.empty(shape, dtype=exact_type(images), device=images.device)
+    running = moments or (None, None)
+    rows = saved.unbind()
+    parts = zip(images.split(span), out.split(span), rows[::2], rows[1::2], strict=True)
+    for done, (part, result, mean, inverse) in enumerate(parts, start=num):
+        # The kernel moves the running statistics by momentum: to the mean over the groups so far.
         _aten.native_batch_norm.out(
-            images[part],
+            part,
             *affine,
-            mean,
-            var,
+            *running,
             training=True,
-            momentum=1.0,
+            momentum=1 / (done + 1),
             eps=eps,
-            out=out[part],
-            save_mean=same,
+            out=result,
+            save_mean=mean,
             save_invstd=inverse,
         )
-    return out, found, saved
+    return out, saved
+
+
+def _backward_over_parts(  # noqa: PLR0913 -- as PyTorch's own
+    grad: Tensor,
+    images: Tensor,
+    weight: Tensor | None,
+    saved: Tensor,
+    *,
+    eps: float,
+    span: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of images, weight and bias, None for those not needed."""
+    settings = {"train": True, "eps": eps, "output_mask": list(needs)}
+    rows = saved.unbind()
+    parts = [
+        _aten.native_batch_norm_backward(*pair, weight, None, None, mean, inverse, **settings)
+        for *pair, mean, inverse in zip(
+            grad.split(span), images.split(span), rows[::2], rows[1::2], strict=True
+        )
+    ]
+    by_images, by_weight, by_bias = zip(*parts, strict=True)
+    image_grad = torch.cat(by_images) if needs[0] else None
+    if not any(needs[1:]):
+        return image_grad, None, None
+    sums = torch.stack([by for by in by_weight + by_bias if by is not None])
+    affine_grads = iter(sums.view(-1, len(parts), sums.shape[1]).sum(1))
+    return image_grad, *(next(affine_grads) if need else None for need in needs[1:])
+
+
+def _backward_over_workers(  # noqa: PLR0913 -- as PyTorch's own
+    grad: Tensor,
+    images: Tensor,
+    weight: Tensor | None,
+    saved: Tensor,
+    *,
+    num: Tensor,
+    group: Group,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """As _backward_over_parts, for one span of `num` values that workers hold parts of."""
+    mean, inverse = saved.unbind()
+    sums = _sums(images, grad, mean, inverse)
+    by_bias, by_weight = sums.clone()
+    result = None
+    if needs[0]:
+        group.all_reduce(sums).wait()
+        gain = inverse if weight is None else inverse * weight
+        shift, slope = -gain * sums / num
+        result = torch.empty_like(images)
+        _input_gradient(result, images, grad, mean, (gain, slope * inverse, shift))
+    return result, by_weight if needs[1] else None, by_bias if needs[2] else None
 
 
 def _over_workers(
     images: Tensor, affine: tuple[Tensor | None, Tensor | None], *, eps: float, group: Group
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Moments, Tensor, Tensor]:
     """As _over_parts, for one span that the workers of the group hold parts of.
 
     Each finds its own mean and squared deviations from that, which then are merged (Chan, Golub
     and LeVeque 1983, equation 2.1): sums of squares would cancel where the mean is large. Workers
-    weigh by the values that a channel has there, for images may differ in size. Also returns their
-    number, over all workers, 0-d.
+    weigh by the values that a channel has there, for images may differ in size. Also returns, after
+    the result, the moments, and last the number of values over all workers, 0-d.
     """
-    zeros = torch.zeros(images.shape[1], dtype=_exact(images), device=images.device)
+    zeros = torch.zeros(images.shape[1], dtype=exact_type(images), device=images.device)
     # The buffers only tell PyTorch's kernel the type to compute in.
     local = _aten.batch_norm_update_stats(images, zeros, zeros.clone(), 0.0)
     count = zeros.new_tensor([images.numel() // len(zeros)])
@@ -167,9 +249,8 @@ def _over_workers(
     out, _, _ = _aten.native_batch_norm(
         images, *affine, mean, var, training=False, momentum=0.0, eps=eps
     )
-    found = torch.stack([mean, var * (num / (num - 1))])
-    saved = torch.stack([mean, (var + eps).rsqrt()])
-    return out, found.unsqueeze(0), saved.unsqueeze(0), num
+    found = Moments(mean, var * (num / (num - 1)))
+    return out, found, torch.stack([mean, (var + eps).rsqrt()]), num
 
 
 def _sums(images: Tensor, grad: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
@@ -228,6 +309,6 @@ def _area(images: Tensor) -> int:
     return math.prod(images.shape[2:])
 
 
-def _exact(images: Tensor) -> torch.dtype:
+def exact_type(images: Tensor) -> torch.dtype:
     """Return the type of the moments: at least float32."""
     return torch.promote_types(images.dtype, torch.float32)

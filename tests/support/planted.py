@@ -83,22 +83,22 @@ MUTANTS = (
     Mutant(
         "moments of the step before count again",
         "models/batchnorm.py",
-        "            self._sums.copy_(self._moments)\n            self._moments.zero_()\n",
-        "            self._sums.copy_(self._moments)\n",
+        "            layer.num_spans = 0\n",
+        "            pass\n",
         "models/test_batchnorm.py::test_without_momentum_the_running_statistics_are_the_mean_over_steps",
     ),
     Mutant(
         "what backward computes again counts again",
         "models/batchnorm.py",
-        "if self.track_running_stats and not _in_backward():",
-        "if self.track_running_stats:",
+        "counts = not _in_backward() and (group is None or group.rank == 0)",
+        "counts = group is None or group.rank == 0",
         "models/test_activation_checkpointing.py::test_recomputed_layers_count_once_on_one_worker",
     ),
     Mutant(
         "the groups of a device batch count as one span",
         "models/batchnorm.py",
-        "self.moments[-1] += len(moments)",
-        "self.moments[-1] += 1",
+        "self.num_spans += -(-len(images) // self.span) if group is None else 1",
+        "self.num_spans += 1",
         "models/test_batchnorm.py::test_running_statistics_move_once_a_step_towards_the_mean_of_all_spans",
     ),
     Mutant(

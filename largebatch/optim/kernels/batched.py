@@ -55,7 +55,7 @@ def trust_ratios(weights: Tensors, grads: Tensors, rule: Rule) -> Tensor:
     """
     w, g = norms(weights), norms(grads)
     ratios = rule.eta * w / (g + rule.ratio_decay * w + rule.eps)
-    ratios = torch.where((w > 0) & (g > 0), ratios, 1.0)
+    ratios = torch.where(torch.minimum(w, g) > 0, ratios, 1.0)
     if rule.clip_ratio is not None:
         ratios = ratios.clamp(max=rule.clip_ratio)
     return ratios

@@ -1,0 +1,454 @@
+"""A simulated accelerator: the numbers of the CPU behind a device of their own, and counts.
+
+`simulate()` registers the device "sim" through PyTorch's Python backend. It cannot be taken back:
+call it in a forked worker (`on_forked_workers`). From then on `torch.accelerator` finds one
+accelerator. Its tensors hold a CPU tensor, which computes; every operation on them
+
+    is refused    if it mixes tensors of both devices, as CUDA does (0-d CPU tensors aside), or uses
+                  memory that a collective is still using (see `late_group`)
+    is counted    in `COUNTS`: operations, of these launches (all but views and allocations), host
+                  syncs, transfers between host and device, and of these the pageable copies, which
+                  hold the host until the device has done all that was asked of it before
+
+Each count is a Counter by the line of largebatch that caused it; autograd's own have "backward".
+"""
+
+import copy
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+import largebatch
+
+aten = torch.ops.aten
+
+NAME = "sim"
+
+Value = Any
+"""What torch hands to an operation, and gets from it."""
+
+_FREE = {
+    "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like", "empty_strided",
+    "expand", "new_empty", "new_empty_strided", "permute", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    "_unsafe_view", "_reshape_alias", "reshape", "view_as_real", "narrow", "movedim", "real",
+}  # fmt: skip
+"""Operations that launch nothing: views and allocations."""
+
+_SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
+"""Operations whose result, or its shape, the host reads."""
+
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts by line."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    syncs: Counter[str] = field(default_factory=Counter)
+    transfers: Counter[str] = field(default_factory=Counter)
+    pageable: Counter[str] = field(default_factory=Counter)
+
+    def clear(self) -> None:
+        """Set all counts to zero."""
+        for counter in self._all():
+            counter.clear()
+
+    def totals(self) -> dict[str, int]:
+        """Return the sum of each counter by its name."""
+        return {name: getattr(self, name).total() for name in self.__slots__}
+
+    def _all(self) -> Iterable[Counter[str]]:
+        return (getattr(self, name) for name in self.__slots__)
+
+
+COUNTS = Counts()
+
+_PINNED: dict[int, Tensor] = {}
+"""Pinned host memory by its address; kept alive, so that no address is used twice."""
+
+_BUSY: dict[int, "Busy"] = {}
+"""What uses the memory at an address outside the order of the device; see `late_group`."""
+
+
+class Busy:
+    """Something that uses the memory of a tensor until it is complete."""
+
+    ordered = False
+    """True if the device waits for it: the next operation on the memory completes it."""
+
+    def complete(self) -> None:
+        """Carry it out to its end."""
+
+
+class SimTensor(Tensor):
+    """A tensor on the simulated device; `raw` holds its values."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls: type[Self], raw: Tensor) -> Self:
+        wrapper = Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            layout=raw.layout,
+            device=torch.device(NAME, 0),
+            requires_grad=False,
+        )
+        wrapper.raw = raw
+        made: Self = wrapper
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's contents are its own
+        return f"SimTensor({self.raw})"
+
+    def data_ptr(self) -> int:
+        """Return the address, which the device's memory has too."""
+        return self.raw.data_ptr()
+
+    def tolist(self) -> Value:
+        """Return the values; the host waits for them."""
+        return self.cpu().tolist()
+
+    def new_tensor(self, data: Value, **settings: Value) -> Tensor:  # type: ignore[override]  # settings are torch's
+        """Copy numbers of the host, from memory that is not pinned."""
+        host = self.raw.new_tensor(data, **{k: v for k, v in settings.items() if k != "device"})
+        return host.to(NAME)
+
+    def __deepcopy__(self, memo: dict[int, Value]) -> Tensor:
+        made: Tensor = SimTensor(self.raw.clone())
+        if getattr(self, "_is_param", False):
+            made = nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return _rebuilt, (self.raw, self.requires_grad, getattr(self, "_is_param", False))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's
+        cls,
+        func: Value,
+        types: Value,
+        args: Value = (),
+        kwargs: Value = None,
+    ) -> Value:
+        """Carry out an operation."""
+        return _run(func, args, kwargs or {})
+
+
+def _rebuilt(raw: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    if is_parameter:
+        return nn.Parameter(SimTensor(raw), requires_grad)
+    return SimTensor(raw).requires_grad_(requires_grad)
+
+
+def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
+    name = func.overloadpacket.__name__
+    flat, _ = tree_flatten((args, kwargs))
+    ours = [x for x in flat if isinstance(x, SimTensor)]
+    host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, SimTensor) and x.dim()]
+    if name not in _FREE:
+        for tensor in ours:
+            _require_idle(tensor, name)
+    stays = _count(name, args, kwargs, ours, host)
+    target = kwargs.get("device")
+    if target is not None and torch.device(target).type == NAME:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    known = {id(x.raw): x for x in ours}
+    raw_args, raw_kwargs = tree_map_only(SimTensor, lambda x: x.raw, (args, kwargs))
+    with torch.no_grad():
+        out = func(*raw_args, **raw_kwargs)
+    if not stays:
+        return out
+    return tree_map_only(
+        Tensor,
+        lambda x: known.get(id(x), x if isinstance(x, SimTensor) else SimTensor(x)),
+        out,
+    )
+
+
+def _count(
+    name: str, args: Value, kwargs: dict[str, Value], ours: list[SimTensor], host: list[Tensor]
+) -> bool:
+    """Count an operation; return whether its result is on the device."""
+    line = _line()
+    COUNTS.operations[line] += 1
+    if name in _COPIES:
+        source, to, waits = _COPIES[name](args, kwargs)
+        if to != isinstance(source, SimTensor):
+            _count_transfer(line, source, to_host=not to, waits=waits)
+            return to
+    elif ours and host:
+        if name not in _INDEXED:
+            raise RuntimeError(f"{name}: tensors on {NAME} and on the CPU")
+        COUNTS.pageable[line] += 1  # an index is copied
+        COUNTS.transfers[line] += 1
+    COUNTS.syncs[line] += _reads(name, kwargs, ours)
+    COUNTS.launches[line] += name not in _FREE
+    return name not in {"_local_scalar_dense", "equal"}
+
+
+def _of_copy(args: Value, kwargs: dict[str, Value]) -> tuple[Tensor, bool, bool]:
+    """Return what is copied, whether to the device, and whether the host waits."""
+    waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    return args[1], isinstance(args[0], SimTensor), waits
+
+
+def _of_conversion(args: Value, kwargs: dict[str, Value]) -> tuple[Tensor, bool, bool]:
+    target = kwargs.get("device")
+    ours = isinstance(args[0], SimTensor)
+    to = ours if target is None else torch.device(target).type == NAME
+    return args[0], to, not kwargs.get("non_blocking")
+
+
+_COPIES = {"copy_": _of_copy, "_to_copy": _of_conversion}
+
+
+def _reads(name: str, kwargs: dict[str, Value], ours: list[SimTensor]) -> bool:
+    """Return whether the host reads the result of an operation, or its shape."""
+    masked = name in _INDEXED and any(x.dtype is torch.bool for x in ours[1:])
+    counted = name == "repeat_interleave" and not kwargs.get("output_size")
+    return name in _SYNCS or masked or counted
+
+
+def _count_transfer(line: str, source: Tensor, *, to_host: bool, waits: bool) -> None:
+    COUNTS.transfers[line] += 1
+    if to_host:
+        COUNTS.syncs[line] += waits
+    elif source.dim() and not is_pinned(source):
+        COUNTS.pageable[line] += 1
+
+
+_PACKAGE = str(Path(largebatch.__file__).parent) + "/"
+
+
+def _line() -> str:
+    """Return the innermost line of largebatch that is running."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            return f"{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]  # None ends it
+    return "backward"
+
+
+def _address(tensor: SimTensor) -> int:
+    return tensor.raw.untyped_storage().data_ptr()
+
+
+def _require_idle(tensor: SimTensor, name: str) -> None:
+    """Complete what the device waits for; raise RuntimeError where it does not wait."""
+    busy = _BUSY.get(_address(tensor))
+    if busy is None:
+        return
+    if not busy.ordered:
+        raise RuntimeError(
+            f"{name} uses memory of a collective that is under way; its work was not waited for"
+        )
+    busy.complete()
+
+
+def mark_busy(tensor: SimTensor, busy: Busy) -> None:
+    """Let something use the memory of a tensor outside the order of the device."""
+    _BUSY[_address(tensor)] = busy
+
+
+def mark_idle(tensor: SimTensor, busy: Busy) -> None:
+    """End that, unless something else uses the memory by now."""
+    if _BUSY.get(_address(tensor)) is busy:
+        del _BUSY[_address(tensor)]
+
+
+def synchronize(*_: object) -> None:
+    """Hold the host until the device has done all that it was asked."""
+    for busy in [busy for busy in _BUSY.values() if busy.ordered]:
+        busy.complete()
+
+
+class Event:
+    """An event in the stream of the device, whose operations are complete when they return."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def record(self, *_: object) -> None:
+        """Do nothing: all before is complete."""
+
+    def synchronize(self) -> None:
+        """Hold the host until the event."""
+        synchronize()
+
+    def elapsed_time(self, _: "Event") -> float:
+        """Return milliseconds to another event."""
+        return 0.0
+
+
+class Stream:
+    """A stream of the device; all run in the order in which they are asked."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def wait_event(self, _: Event) -> None:
+        """Do nothing: all before is complete."""
+
+    def wait_stream(self, _: "Stream") -> None:
+        """Do nothing: all before is complete."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Module:
+    """What torch asks of torch.sim, the module of the device."""
+
+    manual_seeds: ClassVar[Counter[int]] = Counter()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, _: object) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        self.manual_seeds[seed] += 1
+
+    manual_seed_all = manual_seed
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, *_: object) -> None:
+        synchronize()
+
+    def get_rng_state(self, *_: object) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, *_: object) -> None:
+        torch.set_rng_state(state)
+
+
+@functools.cache
+def simulate() -> torch.device:
+    """Register the device for the rest of this process and return it."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _KEPT.append(library)
+    _autocast()
+    for target, name, replacement in (
+        (torch, "Event", Event),
+        (torch, "Stream", Stream),
+        (torch.accelerator, "synchronize", synchronize),
+        (torch.accelerator, "current_stream", Stream),
+        (torch.accelerator, "max_memory_allocated", lambda *_: 0),
+        (torch, "tensor", _factory(torch.tensor)),
+        (torch, "empty", _factory(torch.empty)),
+        (torch, "zeros", _factory(torch.zeros)),
+        (Tensor, "pin_memory", lambda tensor, *_: pinned(tensor.clone())),
+        (Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor)),
+    ):
+        mock.patch.object(target, name, replacement).start()
+    return torch.device(NAME, 0)
+
+
+_KEPT: list[Any] = []
+"""Libraries, whose kernels are removed with them."""
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Return the tensor, its memory counted as pinned."""
+    _PINNED[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Return True if the memory of a tensor is pinned."""
+    return tensor.untyped_storage().data_ptr() in _PINNED
+
+
+def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a factory of tensors whose pinned memory is noted, and whose copies are counted."""
+
+    @functools.wraps(make)
+    def made(
+        *args: Value, pin_memory: bool = False, device: Value = None, **settings: Value
+    ) -> Tensor:
+        if device is not None and torch.device(device).type == NAME and make is _TENSOR:
+            requires_grad = settings.pop("requires_grad", False)
+            return make(*args, **settings).to(NAME).requires_grad_(requires_grad)
+        tensor = make(*args, device=device, **settings)
+        return pinned(tensor) if pin_memory else tensor
+
+    return made
+
+
+_TENSOR = torch.tensor
+
+_LOWER = ("conv1d", "conv2d", "conv3d", "linear", "matmul", "mm", "addmm", "bmm", "baddbmm")
+_FLOAT = ("nll_loss", "mse_loss", "binary_cross_entropy_with_logits", "cumsum", "prod")
+"""Operations that autocast carries out in the lower type, and in float32, as on the CPU."""
+
+
+def _autocast() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    _KEPT.append(library)
+    for names, lower in ((_LOWER, True), (_FLOAT, False)):
+        for name in names:
+            with suppress(RuntimeError):  # not with this version
+                library.impl(name, _cast(getattr(aten, name), lower=lower), "AutocastPrivateUse1")
+
+
+def _cast(packet: Value, *, lower: bool) -> Callable[..., Value]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]  # stubs
+
+    def cast(*args: Value, **kwargs: Value) -> Value:
+        dtype = torch.get_autocast_dtype(NAME) if lower else torch.float32
+        floating = (torch.float32, torch.bfloat16, torch.float16)
+
+        def to(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.dtype in floating else tensor
+
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return packet(*tree_map_only(Tensor, to, args), **kwargs)
+
+    return cast

@@ -1,0 +1,183 @@
+"""Updates on a simulated accelerator: the numbers of the CPU, and what they ask of the device."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import accelerator
+import late_group
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerator import COUNTS
+from on_forked_workers import on_forked_workers
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from largebatch.data.types import Batch
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.reducer import Reducer
+from largebatch.distributed.serial import Serial
+from largebatch.distributed.torch_distributed import RunningTorch
+from largebatch.models import build, param_groups
+from largebatch.models.batchnorm import Spans, with_span
+from largebatch.optim.lars import LARS
+from largebatch.training.loop import step_seeds, train
+from largebatch.training.loss import cross_entropy
+
+CPU = torch.device("cpu")
+SAMPLES, STEPS = 8, 3
+
+
+def small() -> nn.Module:
+    """Return a network that is quick in fp16 on a CPU too."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(channels, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        for channels in (3, 4)
+    ]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2 * SAMPLES, 3, 16, 16, generator=generator)
+    return images, torch.randint(10, (2 * SAMPLES,), generator=generator)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an update is made with."""
+
+    span: int = SAMPLES
+    accumulation: int = 1
+    precision: torch.dtype = torch.float32
+
+
+def updates(
+    backend: Backend, case: Case, network: nn.Module | None = None
+) -> tuple[nn.Module, list[float], dict[str, int]]:
+    """Train; return the model, the losses, and what the last update asked of the device."""
+    network = with_span((network or small()).to(backend.device), case.span)
+    optimizer = LARS(param_groups(network, weight_decay=1e-4), lr=0.1)
+    if case.precision is not torch.float32:
+        lower = torch.autocast(backend.device.type, case.precision)
+        network.forward = lower(network.forward)
+    parts = list(zip(*(part.to(backend.device).chunk(2) for part in data()), strict=True))
+    batches = itertools.cycle(Batch(*part) for part in parts[backend.rank :: backend.world_size])
+    losses = []
+    with Reducer(network.named_parameters(), backend) as reducer:
+        made = train(
+            network,
+            optimizer,
+            batches,
+            lambda _: 0.1,
+            cross_entropy(smoothing=0.0, off_target="all"),
+            reducer,
+            Spans(network, backend),
+            GradScaler(backend.device.type, enabled=case.precision is torch.float16),
+            steps=range(STEPS),
+            accumulation=case.accumulation,
+            global_batch=SAMPLES * case.accumulation * backend.world_size,
+            seed=step_seeds(0, 0),
+        )
+        for _ in range(STEPS):
+            COUNTS.clear()
+            losses.append(next(made).loss)
+            counts = COUNTS.totals()
+    return network, [loss.item() for loss in losses], counts
+
+
+def plain_counts(device: torch.device) -> dict[str, int]:
+    """Return what an update of a plain loop asks of the device."""
+    network = build("resnet18", num_classes=10).to(device).train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    images, labels = (part[:SAMPLES].to(device) for part in data())
+    for _ in range(2):
+        COUNTS.clear()
+        optimizer.zero_grad()
+        F.cross_entropy(network(images), labels).backward()
+        optimizer.step()
+    return COUNTS.totals()
+
+
+def difference(ours: nn.Module, theirs: nn.Module) -> float:
+    """Return the largest difference of any weight or buffer."""
+    states = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return max(float((a.cpu().double() - b.double()).abs().max()) for a, b in states)
+
+
+def on_both(case: Case) -> dict[str, float]:
+    """Return how far apart the CPU and the device are, and the counts of an update."""
+    device = accelerator.simulate()  # first, for autograd notes the devices in its first pass
+    expected, losses, _ = updates(Serial(CPU), case)
+    network, ours, counts = updates(Serial(device), case)
+    apart = max(abs(a - b) for a, b in zip(ours, losses, strict=True))
+    return {**counts, "weights": difference(network, expected), "losses": apart}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(), id="one span"),
+        pytest.param(Case(span=4), id="two spans"),
+        pytest.param(Case(span=4, accumulation=2), id="accumulated"),
+        pytest.param(Case(precision=torch.bfloat16), id="bf16"),
+        pytest.param(Case(precision=torch.float16), id="fp16"),
+    ],
+)
+def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
+    found = on_forked_workers(on_both, case, workers=1)
+    assert found["losses"] < 1e-6
+    assert found["weights"] < 1e-6
+    if case.precision is not torch.float16:
+        assert found["syncs"] == found["transfers"] == found["pageable"] == 0
+
+
+def budgets() -> dict[str, dict[str, int]]:
+    device = accelerator.simulate()
+    networks = {span: build("resnet18", num_classes=10) for span in (8, 4)}
+    ours = {
+        str(span): updates(Serial(device), Case(span=span), network)[2]
+        for span, network in networks.items()
+    }
+    return {"plain": plain_counts(device), **ours}
+
+
+def test_an_update_launches_little_more_than_a_plain_loop() -> None:
+    """LARS and spans of BatchNorm included; the plain loop has SGD and nn.BatchNorm2d."""
+    found = on_forked_workers(budgets, workers=1)
+    plain = found["plain"]
+    for span, launches, operations in (("8", 1.25, 1.6), ("4", 1.75, 2.2)):
+        assert found[span]["launches"] <= launches * plain["launches"]
+        assert found[span]["operations"] <= operations * plain["operations"]
+
+
+def late(work: Callable[[RunningTorch], dict[str, float]]) -> dict[str, float]:
+    """Work on workers whose collectives complete late."""
+    device = accelerator.simulate()
+    late_group.register()
+    dist.init_process_group(late_group.BACKEND)
+    try:
+        return work(RunningTorch(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def beside_one_process(backend: RunningTorch) -> dict[str, float]:
+    """Return how far apart two workers are from one process, and the counts of an update."""
+    network, own, counts = updates(backend, Case())
+    losses = torch.tensor(own).to(backend.device)
+    backend.all_reduce(losses).wait()
+    expected, whole, _ = updates(Serial(CPU), Case(accumulation=2))
+    apart = (losses.cpu() - torch.tensor(whole)).abs().max().item()
+    return {**counts, "weights": difference(network, expected), "losses": apart}
+
+
+def test_two_workers_whose_sums_come_late_train_as_one_process() -> None:
+    """No buffer is touched while it is being summed, and the host waits for nothing."""
+    found = on_forked_workers(late, beside_one_process, workers=2)
+    assert found["losses"] < 1e-6
+    assert found["weights"] < 1e-6
+    assert found["syncs"] == found["transfers"] == found["pageable"] == 0
