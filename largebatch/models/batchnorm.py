@@ -40,6 +40,9 @@ class SpanBatchNorm(_BatchNorm):
     Where `Spans` moves them, each group's mean, unbiased variance and a one are added to `moments`
     instead. Children of the layer it stands for (an activation) are kept under their names and come
     after it, in their order.
+
+    A copy, pickled or not, belongs to no workers and no `Spans`: it normalises the samples it is
+    given and moves its own buffers, until `Spans` is given the copy.
     """
 
     running_mean: Tensor
@@ -62,6 +65,10 @@ class SpanBatchNorm(_BatchNorm):
 
         self.moments: Tensor | None = None
         """Sums over the spans of a step (C + C + 1), where `Spans` moves the buffers."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copy has: not the process group, which belongs to this process."""
+        return {**self.__dict__, "group": None, "moments": None}
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""

@@ -5,7 +5,10 @@ here between threads, and over the real communication libraries in test_crown.py
 """
 
 import copy
+import io
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe
 from largebatch.distributed.backend import Group
+from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.models import batchnorm_functional
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
@@ -250,6 +254,47 @@ def test_a_worker_without_its_part_of_the_span_is_told() -> None:
 def test_workers_that_cannot_be_grouped_evenly_are_refused() -> None:
     with pytest.raises(ValueError, match="1 workers cannot be divided into groups of 2"):
         Spans(with_span(nn.Sequential(nn.BatchNorm1d(3)), 8), CPU, sync_workers=2)
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES: list[Callable[[nn.Module], nn.Module]] = [
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+    saved,
+]
+
+
+def copies_of_shared_spans() -> None:
+    """Copy a model whose spans two workers share, on worker 0; train the copy there alone."""
+    backend = connect("torch")
+    model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 8).double()
+    spans = Spans(model, backend, sync_workers=2)
+    x = images(8, 3)[4 * backend.rank :][:4]
+    plain = nn.BatchNorm1d(3).double()
+    for make in COPIES if backend.rank == 0 else []:
+        alone = make(model)
+        torch.testing.assert_close(alone.state_dict(), model.state_dict())
+        plain.load_state_dict(model[0].state_dict())
+        torch.testing.assert_close(alone(x), plain(x))
+        torch.testing.assert_close(alone[0].state_dict(), plain.state_dict())
+    out = model(x)  # both workers: the model itself still shares its spans
+    torch.testing.assert_close(
+        out, nn.BatchNorm1d(3).double()(images(8, 3))[4 * backend.rank :][:4]
+    )
+    spans.reduce()
+    spans.update()
+    backend.close()
+
+
+def test_a_copy_of_a_model_with_shared_spans_has_no_process_group() -> None:
+    on_forked_workers(copies_of_shared_spans, workers=2)
 
 
 def train(recipe: Recipe, folder: Path) -> Summary:
