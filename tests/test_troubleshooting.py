@@ -52,6 +52,9 @@ plan digits_96 --set model.arguments.layer=3
 plan digits_96 --set monitor=noise_scale --set batch.bn_span=96
 check digits_96 --set "polish={swa: {over: {epochs: 5}, every: {epochs: 1}}}"
 launch slrum digits_96 --nodes 1
+launch mpirun digits_96_softsync --nodes 1 --gpus-per-node 6
+train digits_96_softsync --workers 6 --backend horovod
+train digits_96 --workers 2 --backend horovod --set reduction.dtype=bf16
 suggest --batch 100000
 suggest --batch 512
 train resnet50_8192_mlperf

@@ -39,7 +39,7 @@ from largebatch.recipe.plan import (
     measuring_plan,
     replica_plan,
 )
-from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.recipe import Recipe, anywhere, require_backend
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.options import Options
@@ -245,6 +245,8 @@ def build_trainer(
     begun = time.monotonic()  # reading a folder for the first time is a part of the time limit
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
+    if not measuring:
+        require_backend(recipe, backend.name)
     with backend.busy():  # the first worker that reads a folder may take long for all of them
         pipeline = open_pipeline(
             recipe, plan, backend, folder=options.data, dataset=options.dataset

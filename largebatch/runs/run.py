@@ -34,7 +34,7 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.recipe.plan import make_plan, require_workers
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.recipe import Recipe, require_backend
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.build import open_trainer
@@ -128,6 +128,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         return run_worker(recipe, chosen)
     make_plan(recipe, workers=workers)
     require_workers(recipe, workers=workers)
+    require_backend(recipe, backend)
     if workers == 1:
         return run_worker(recipe, chosen)
     if backend == "serial":
