@@ -29,6 +29,7 @@ from largebatch.errors import (
     DataError,
     DivergedError,
     LargebatchError,
+    LogError,
     PeerLostError,
     PlanError,
     WorkerFailedError,
@@ -254,8 +255,12 @@ def record(
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
-    """Save the state after an error that came between two updates; worker 0 alone can."""
-    if isinstance(error, (DataError, CheckpointError, PeerLostError)):
+    """Save the state after an error that came between two updates; worker 0 alone can.
+
+    After one of the log nothing is saved: a run that went on from there would lack a record.
+    """
+    sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
+    if sound and not isinstance(error, LogError):
         with suppress(LargebatchError, PeerLostError):
             trainer.step_log.flush()  # else a record would be missing before the checkpoint
             trainer.save_own()
