@@ -1,14 +1,17 @@
 """Train image classifiers with very large mini-batches.
 
     from largebatch import load_recipe, run
-    summary = run(load_recipe("recipes/quickstart/digits_96.yaml"), workers=2, out="runs/digits")
+    summary = run("digits_96", workers=2, out="runs/digits")
+    summary = run(load_recipe("mine.yaml", ["seed=2"]), out="runs/mine")
 
 `run` and PyTorch are imported when they are first asked for: a recipe can be read, checked and
 planned without them.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from largebatch.distributed.environment import let_threads_sleep
 from largebatch.errors import LargebatchError
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -22,6 +25,8 @@ __all__ = ["LargebatchError", "Recipe", "__version__", "load_recipe", "run"]
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives it (PEP 562)
     if name == "run":
+        if "torch" not in sys.modules:  # else it is too late for this process
+            let_threads_sleep()
         from largebatch.runs.run import run
 
         return run

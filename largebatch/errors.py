@@ -81,6 +81,10 @@ class CheckpointError(LargebatchError):
     """A checkpoint or run folder cannot be read, or belongs to something else."""
 
 
+class LogError(CheckpointError):
+    """The log of a run cannot be written, so a record is missing from here on."""
+
+
 class BackendError(LargebatchError):
     """The workers cannot be connected as asked."""
 

@@ -243,6 +243,29 @@ def test_what_cannot_be_launched_is_one_line(
     assert found.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        (["digits_96_softsync"], "protocol: Horovod cannot send to one worker alone"),
+        (["digits_96", "--set", "reduction.dtype=bf16"], "reduction.dtype: bf16: Horovod has no"),
+    ],
+    ids=["protocol", "bf16"],
+)
+def test_a_recipe_that_horovod_cannot_train_is_no_job_of_its_workers(
+    kind: str, words: list[str], needs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_torch = ["slurm", "pytorchjob", "torchrun"]
+    expected = DONE if kind in by_torch else USER
+    assert main(["launch", kind, *words, "--nodes", "1", "--gpus-per-node", "6"]) == expected
+    found = capsys.readouterr()
+    if expected == USER:
+        assert found.out == ""
+        assert found.err.startswith(f"largebatch: launch {kind}: {needs}")
+        assert f"use launch {', '.join(by_torch[:-1])} or {by_torch[-1]}" in found.err
+        assert found.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("kind", ["slurm", "mpijob"])
 def test_a_path_that_is_no_utf_8_is_one_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

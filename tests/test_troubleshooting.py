@@ -32,6 +32,7 @@ from largebatch.polish import polish
 from largebatch.recipe.loading import dump_recipe
 from largebatch.runs.launch import _cause
 from largebatch.studies.database import Queue, open_storage
+from largebatch.tracking.events import Note
 from largebatch.tracking.log import JsonLines
 from largebatch.training.protocols.exchange import _refusal
 
@@ -52,6 +53,9 @@ plan digits_96 --set model.arguments.layer=3
 plan digits_96 --set monitor=noise_scale --set batch.bn_span=96
 check digits_96 --set "polish={swa: {over: {epochs: 5}, every: {epochs: 1}}}"
 launch slrum digits_96 --nodes 1
+launch mpirun digits_96_softsync --nodes 1 --gpus-per-node 6
+train digits_96_softsync --workers 6 --backend horovod
+train digits_96 --workers 2 --backend horovod --set reduction.dtype=bf16
 suggest --batch 100000
 suggest --batch 512
 train resnet50_8192_mlperf
@@ -238,6 +242,16 @@ def two_runs_in_a_folder() -> None:
         first.close()
 
 
+def a_log_that_was_replaced() -> None:
+    log = JsonLines(Path("run/log.jsonl"), resume=True)
+    try:
+        Path("run/log.jsonl").rename("old.jsonl")
+        Path("run/log.jsonl").write_bytes(Path("old.jsonl").read_bytes())
+        log.record(Note(stage="train", step=0, text=""))
+    finally:
+        log.close()
+
+
 def a_worker_that_died() -> None:
     with lost_peers_named(0):
         raise torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:4711")
@@ -285,6 +299,7 @@ CALLS: list[Callable[[], None]] = [
     polished_without_a_group,
     more_workers_than_gpus,
     two_runs_in_a_folder,
+    a_log_that_was_replaced,
     a_worker_that_died,
     a_worker_that_was_killed,
     a_learner_that_was_given_up,

@@ -15,9 +15,10 @@ from pathlib import Path
 from string import Template
 
 from largebatch.cli.arguments import Call, add_set, count
-from largebatch.errors import LargebatchError, PlanError, nearest
+from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan, require_workers
+from largebatch.recipe.recipe import Recipe, require_backend
 
 KINDS = {
     "slurm": "slurm.sh",
@@ -30,6 +31,9 @@ KINDS = {
     "mpirun": "mpirun.sh",
 }
 """The files of launch/ that are filled in, by what takes them."""
+
+BY_TORCH = ("slurm", "pytorchjob", "torchrun")
+"""Kinds whose workers torch.distributed connects; Horovod connects those of the others."""
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -52,6 +56,8 @@ def _launch(args: argparse.Namespace) -> int:
             f"launch {args.kind}: no such kind of job; {nearest(args.kind, KINDS, otherwise=known)}"
         )
     recipe = load_recipe(args.recipe, args.set)
+    if args.kind not in BY_TORCH:
+        _require_horovod_trains(recipe, args.kind)
     workers = args.nodes * args.gpus_per_node
     try:
         require_workers(recipe, workers=workers)
@@ -78,6 +84,15 @@ def _launch(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _require_horovod_trains(recipe: Recipe, kind: str) -> None:
+    """Raise RecipeError where Horovod cannot train a recipe, with the kinds of job that can."""
+    *others, last = BY_TORCH
+    try:
+        require_backend(recipe, "horovod", use=f"launch {', '.join(others)} or {last}")
+    except RecipeError as error:
+        raise RecipeError(f"launch {kind}: {error}") from None
 
 
 def _require_utf8(word: str) -> None:

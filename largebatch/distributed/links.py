@@ -14,7 +14,6 @@ from torch import Tensor
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.torch_distributed import RunningTorch, lost_peers_named
-from largebatch.errors import BackendError
 
 
 class Link:
@@ -44,16 +43,12 @@ class Link:
 def open_links(backend: Backend, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Link]:
     """Open a link for each of these pairs of ranks, and return those of this worker.
 
-    Every worker calls this with the same pairs. Raises BackendError where the workers are not
-    connected by torch.distributed, which alone can send to one worker.
+    Every worker calls this with the same pairs. torch.distributed connects them, which alone can
+    send to one worker.
     """
     if not pairs:
         return {}
-    if not isinstance(backend, RunningTorch):
-        raise BackendError(
-            f"protocol: --backend {backend.name} cannot send to one worker alone; use --backend "
-            "torch, or leave protocol out of the recipe"
-        )
+    assert isinstance(backend, RunningTorch)
     groups = backend.pair_groups(pairs)
     return {
         pair: Link(group, peer=pair[1] if backend.rank == pair[0] else pair[0])

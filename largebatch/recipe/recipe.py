@@ -377,3 +377,19 @@ def anywhere(recipe: Recipe) -> Recipe:
     return recipe.with_execution(kernels="torch").model_copy(
         update={"reduction": Reduction(), "protocol": None}
     )
+
+
+def require_backend(
+    recipe: Recipe, name: str, *, use: str = "--workers N, torchrun or srun, and --backend torch"
+) -> None:
+    """Raise RecipeError, with what to `use`, where the backend of this name cannot train it."""
+    if name != "horovod":
+        return
+    if recipe.protocol is not None and recipe.protocol.workers > 1:
+        raise RecipeError(
+            f"protocol: Horovod cannot send to one worker alone; use {use}, or leave protocol out"
+        )
+    if recipe.reduction.dtype == "bf16":
+        raise RecipeError(
+            f"reduction.dtype: bf16: Horovod has no such type; use {use}, or another dtype"
+        )

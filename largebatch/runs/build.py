@@ -1,5 +1,6 @@
 """Recipe and machine -> every object of a run: the model, the optimizer, what sums gradients."""
 
+import logging
 import math
 import os
 import time
@@ -39,7 +40,7 @@ from largebatch.recipe.plan import (
     measuring_plan,
     replica_plan,
 )
-from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.recipe import Recipe, anywhere, require_backend
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.options import Options
@@ -57,6 +58,13 @@ from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
 from largebatch.training.trainer import Trainer
+
+_LOG = logging.getLogger(__name__)
+
+_SPIN = (
+    "PyTorch's threads spin while they wait for each other, and on a busy machine a run takes "
+    "several times as long: import run from largebatch before torch, or set OMP_WAIT_POLICY=PASSIVE"
+)
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
@@ -212,7 +220,10 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
     backend = connect(options.backend, timeout=options.timeout, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, available_cores() // backend.local_size))
+        threads = max(1, available_cores() // backend.local_size)
+        torch.set_num_threads(threads)
+        if threads > 1 and backend.device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
+            _LOG.warning(_SPIN)
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
     yield backend
     backend.close()
@@ -245,6 +256,8 @@ def build_trainer(
     begun = time.monotonic()  # reading a folder for the first time is a part of the time limit
     divide = measuring_plan if measuring else make_plan
     plan = divide(recipe, workers=backend.world_size)
+    if not measuring:
+        require_backend(recipe, backend.name)
     with backend.busy():  # the first worker that reads a folder may take long for all of them
         pipeline = open_pipeline(
             recipe, plan, backend, folder=options.data, dataset=options.dataset

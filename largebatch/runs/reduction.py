@@ -17,7 +17,6 @@ from largebatch.distributed.reducer import (
     quadratic,
 )
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
 from largebatch.models import build, norm_parameters
 from largebatch.recipe import sections
 from largebatch.recipe.plan import Plan
@@ -36,19 +35,12 @@ def summing(recipe: Recipe, backend: Backend) -> Backend:
 
 
 def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
-    """Build what sums or combines the gradients.
-
-    Raises RecipeError where the backend cannot send the type.
-    """
+    """Build what sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
     backend = summing(recipe, backend)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
-    if section.dtype == "bf16" and backend.name == "horovod":
-        raise RecipeError(
-            "reduction.dtype: bf16: Horovod has no such type; use fp16, or --backend torch"
-        )
     return Reducer(
         model.named_parameters(),
         backend,

@@ -29,12 +29,14 @@ from largebatch.errors import (
     DataError,
     DivergedError,
     LargebatchError,
+    LogError,
     PeerLostError,
     PlanError,
     WorkerFailedError,
 )
+from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan, require_workers
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.recipe import Recipe, require_backend
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
 from largebatch.runs.build import open_trainer
@@ -67,7 +69,7 @@ JOB = TypeAdapter(tuple[Recipe, Options])
 
 
 def run(  # noqa: PLR0913 -- the command line's options, one to one
-    recipe: Recipe,
+    recipe: Recipe | Path | str,
     *,
     workers: int = 1,
     out: Path | str | None = None,
@@ -84,8 +86,9 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     min_workers: int | None = None,
     report: bool = True,
 ) -> Summary:
-    """Train, polish and evaluate as the recipe says; return what summary.json holds.
+    """Train, polish and evaluate a recipe; return what summary.json holds.
 
+    `recipe` is one that load_recipe returned, the name of an installed one or the path of a file.
     Starts `workers` processes on this machine, unless this process is itself one of several that
     torchrun, horovodrun or srun started. `out` is the run folder, by default runs/<name>-<time>;
     `restarts` and `min_workers` are as in restarting; the rest is as in Options.
@@ -96,6 +99,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
 
     Raises LargebatchError for what the user can fix.
     """
+    recipe = _as_recipe(recipe)
     join_slurm()
     chosen = Options(
         out=Path(out) if out else default_folder(recipe),
@@ -128,6 +132,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         return run_worker(recipe, chosen)
     make_plan(recipe, workers=workers)
     require_workers(recipe, workers=workers)
+    require_backend(recipe, backend)
     if workers == 1:
         return run_worker(recipe, chosen)
     if backend == "serial":
@@ -136,6 +141,17 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         )
     restarting(recipe, chosen, workers, restarts=restarts, least=min_workers or workers)
     return TypeAdapter(Summary).validate_json((chosen.out / SUMMARY).read_bytes())
+
+
+def _as_recipe(recipe: Recipe | Path | str) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, (str, Path)):
+        return load_recipe(recipe)
+    raise TypeError(
+        "recipe: expected the name of an installed recipe, the path of a file or what load_recipe "
+        f"returns, got {type(recipe).__name__}"
+    )
 
 
 def restarting(
@@ -253,8 +269,12 @@ def record(
 
 
 def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
-    """Save the state after an error that came between two updates; worker 0 alone can."""
-    if isinstance(error, (DataError, CheckpointError, PeerLostError)):
+    """Save the state after an error that came between two updates; worker 0 alone can.
+
+    After one of the log nothing is saved: a run that went on from there would lack a record.
+    """
+    sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
+    if sound and not isinstance(error, LogError):
         with suppress(LargebatchError, PeerLostError):
             trainer.step_log.flush()  # else a record would be missing before the checkpoint
             trainer.save_own()

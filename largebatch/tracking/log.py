@@ -5,9 +5,8 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, LogError
 from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Tracker
 
 _LOG = logging.getLogger(__name__)
@@ -26,8 +25,9 @@ class Clock:
 class JsonLines:
     """A Tracker that appends each record at once, so that a killed run leaves all it did.
 
-    The file is locked while it is open: a run folder has one owner. The system takes the lock from
-    a process that ends, however it ends; NFS keeps it on the server.
+    The file and its folder are locked while it is open: a run folder has one owner. The folder's
+    lock holds where another file takes the place of the log, and the file's between hosts: NFS
+    keeps that one on the server. The system takes both from a process that ends, however it ends.
 
     Raises CheckpointError where another process has the file, or where a new run finds records.
     """
@@ -35,32 +35,45 @@ class JsonLines:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self._path = path
         with ExitStack() as opened:
+            self._folder = os.open(path.parent, os.O_RDONLY)
+            opened.callback(os.close, self._folder)
             self._file = opened.enter_context(path.open("ab", buffering=0))
-            _lock(self._file)
+            _lock(path.parent, self._folder, self._file.fileno())
             if not resume and os.fstat(self._file.fileno()).st_size:
                 raise CheckpointError(
                     f"{path.parent}: another run began here; choose another --out"
                 )
             drop_unfinished_line(path)
-            opened.pop_all()  # it stays open until `close`
+            self._opened = opened.pop_all()  # until `close`
 
     def record(self, event: Event) -> None:
-        """Write one line. Raises CheckpointError where it cannot be written whole."""
+        """Write one line. Raises LogError where it cannot be written whole."""
         line = EVENTS.dump_json(event) + b"\n"
         before = os.fstat(self._file.fileno())
-        if before.st_nlink == 0:
-            raise CheckpointError(f"{self._path}: was removed while the run wrote to it")
+        self._require_in_place(before)
         try:
             whole, reason = self._file.write(line) == len(line), "no space left on the device"
         except OSError as error:
             whole, reason = False, str(error.strerror)
         if not whole:
             os.ftruncate(self._file.fileno(), before.st_size)
-            raise CheckpointError(f"{self._path}: cannot be written: {reason}")
+            raise LogError(f"{self._path}: cannot be written: {reason}")
+
+    def _require_in_place(self, own: os.stat_result) -> None:
+        """Raise LogError unless the log in the folder is this file still."""
+        try:
+            there = os.stat(self._path.name, dir_fd=self._folder)
+        except FileNotFoundError:
+            raise LogError(f"{self._path}: was removed while the run wrote to it") from None
+        if not os.path.samestat(there, own):
+            raise LogError(
+                f"{self._path}: was replaced by another file while the run wrote to it; put back "
+                "the one that was there, or resume without the records that it alone has"
+            )
 
     def close(self) -> None:
-        """Let another process own the file."""
-        self._file.close()
+        """Close the file and unlock the folder: another process may own it."""
+        self._opened.close()
 
 
 def record(trackers: list[Tracker], event: Event) -> None:
@@ -103,20 +116,27 @@ def _note_at(event: Event, text: str) -> Note:
             return Note(stage=event.stage, step=event.step, text=text)
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Lock a file for this process; log a warning where the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(
-            f"{Path(file.name).parent}: another run is writing to this folder; wait for its end or "
-            "choose another --out"
-        ) from None
-    except OSError as error:
+def _lock(folder: Path, *descriptors: int) -> None:
+    """Lock what is open of a folder; log a warning where the file system has no locks at all.
+
+    NFS has none for a folder, only for a file that is open for writing.
+    """
+    reasons = []
+    for descriptor in descriptors:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder}: another run is writing to this folder; wait for its end or choose "
+                "another --out"
+            ) from None
+        except OSError as error:
+            reasons.append(error.strerror)
+    if len(reasons) == len(descriptors):
         _LOG.warning(
-            "%s: cannot be locked (%s); see that no other run writes to its folder",
-            file.name,
-            error.strerror,
+            "%s: cannot be locked (%s); make sure that no other run writes to it",
+            folder,
+            reasons[-1],
         )
 
 

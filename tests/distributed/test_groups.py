@@ -12,15 +12,15 @@ import group_work
 import pytest
 import torch
 from on_forked_workers import on_forked_workers
-from torch import nn
 
 import largebatch
 from largebatch import load_recipe
 from largebatch.cli.main import DONE, main
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
-from largebatch.recipe.plan import make_plan
-from largebatch.runs.reduction import build_reducer
+from largebatch.runs.build import build_trainer
+from largebatch.runs.options import Options
+from largebatch.runs.run import run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = RECIPES / "quickstart" / "digits_96.yaml"
@@ -74,12 +74,33 @@ def test_parts_of_four_workers_compute_together_and_compressed_sums_stay_finite(
     start(names if start is on_horovod else f"{names} compressed_bf16", 4)
 
 
-def test_bf16_on_horovod_is_refused_by_name() -> None:
-    recipe = load_recipe(DIGITS, ["reduction.dtype=bf16"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "reduction.dtype=bf16",
+            "reduction.dtype: bf16: Horovod has no such type; use --workers N, ",
+        ),
+        (
+            "protocol={kind: hardsync, learners: 1, servers: {centralised: 1}}",
+            "protocol: Horovod cannot send to one worker alone; use --workers N, torchrun",
+        ),
+    ],
+    ids=["bf16", "protocol"],
+)
+def test_what_horovod_cannot_do_is_refused_by_name_before_data_are_read(
+    change: str, message: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe(DIGITS, [change, "data.source=folder"])
     backend = Serial(torch.device("cpu"))
     backend.name = "horovod"
-    with pytest.raises(RecipeError, match="reduction.dtype: bf16: Horovod has no such type"):
-        build_reducer(recipe, make_plan(recipe, workers=1), nn.Linear(2, 2), backend)
+    with (
+        pytest.raises(RecipeError, match=message),
+        build_trainer(recipe, Options(out=tmp_path), backend, measuring=False),
+    ):
+        pass
+    with pytest.raises(RecipeError, match=message):  # nor are workers started for it
+        run(recipe, workers=2, backend="horovod", out=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from short_runs import CLEAN, STATISTICS, a_recipe, weights
 
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
+from largebatch.runs import build
+from largebatch.runs.options import Options
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +78,59 @@ def test_threads_sleep_while_they_wait_unless_the_user_chose(
             monkeypatch.setenv("OMP_WAIT_POLICY", before)
         assert main(["recipes"]) == DONE
         assert os.environ["OMP_WAIT_POLICY"] == after
+
+
+IMPORTS = """
+import os
+import sys
+
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"))
+            sys.exit()
+
+sys.meta_path.insert(0, Torch())
+from largebatch import run
+"""
+"""A script that ends where it imports PyTorch, which reads the variable then."""
+
+
+def test_threads_of_run_sleep_too_for_they_begin_after_the_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for before, after in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if before:
+            monkeypatch.setenv("OMP_WAIT_POLICY", before)
+        command = [sys.executable, "-c", IMPORTS]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{after}\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cores", "warned"),
+    [
+        pytest.param({}, 2, True, id="too late"),
+        pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, 2, False, id="chosen in time"),
+        pytest.param({"OMP_NUM_THREADS": "2"}, 2, False, id="threads chosen"),
+        pytest.param({}, 1, False, id="one thread"),
+    ],
+)
+def test_a_program_whose_threads_spin_is_told_what_to_import_first(
+    chosen: dict[str, str],
+    cores: int,
+    warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(build, "available_cores", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with build.join(Options(out=tmp_path), {}):
+        pass
+    assert ("import run from largebatch before torch" in caplog.text) == warned

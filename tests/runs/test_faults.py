@@ -135,6 +135,27 @@ def test_a_folder_that_is_removed_is_the_error_that_is_reported(
     assert not out.exists()
 
 
+def test_nothing_is_saved_after_a_record_that_is_missing(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went on from there would lack the record of a step for good."""
+    out = tmp_path / "run"
+    real = Trainer.comparison_is_due
+
+    def replace_log(trainer: Trainer) -> bool:
+        if trainer.state.progress.step == 3:
+            (out / "log.jsonl").rename(tmp_path / "old")
+            shutil.copy(tmp_path / "old", out / "log.jsonl")
+        return real(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "comparison_is_due", replace_log)
+        with pytest.raises(CheckpointError, match="was replaced by another file"):
+            run(recipe(), out=out)
+    run(recipe(), out=out, resume="auto")
+    assert_same_end(out, whole)
+
+
 def test_a_finished_run_keeps_its_record_when_it_is_resumed(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole, out)

@@ -23,7 +23,7 @@ from short_runs import SMALL, a_recipe
 from largebatch import load_recipe, run
 from largebatch.cli.arguments import INTERRUPTED
 from largebatch.cli.main import main
-from largebatch.errors import BackendError, DivergedError
+from largebatch.errors import BackendError, DivergedError, RecipeError
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.tracking.events import Summary
@@ -416,6 +416,30 @@ def test_torchrun_finds_its_workers(tmp_path: Path) -> None:
     words = [DIGITS, "--max-steps", "2", "--out", str(tmp_path / "run")]
     subprocess.run([*command, *words], check=True, timeout=600)
     assert summary(tmp_path / "run")["workers"] == 2
+
+
+def test_a_recipe_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Recipe] = []
+    monkeypatch.setattr("largebatch.runs.run.run_worker", lambda recipe, _: trained.append(recipe))
+    for named in ("digits_96", DIGITS, Path(DIGITS), load_recipe(DIGITS)):
+        run(named, out=tmp_path)
+    assert trained == 4 * [load_recipe(DIGITS)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        ("digits_69", RecipeError, "digits_69: neither a file nor an installed recipe; did you"),
+        ("no.yaml", RecipeError, "no.yaml: cannot read the recipe: No such file"),
+        ({"name": "a"}, TypeError, "recipe: expected the name of an installed recipe, the path of"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_by_what_it_is(
+    recipe: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        run(recipe, out=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -151,6 +152,40 @@ sys.stdin.read()
         JsonLines(path, resume=False)
     JsonLines(path, resume=True).close()
     assert len(read(path)) == 1
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["beside it", "nowhere"])
+def test_a_log_that_is_replaced_gives_its_folder_to_no_other_run(
+    kept: bool, tmp_path: Path
+) -> None:
+    """As an editor or a restored backup does: a copy takes its place, and its records go on."""
+    path, old = tmp_path / "log.jsonl", tmp_path / "log.jsonl~"
+    first = JsonLines(path, resume=False)
+    first.record(START)
+    path.rename(old)
+    shutil.copy(old, path)
+    if not kept:
+        old.unlink()
+    with pytest.raises(CheckpointError, match="another run is writing to this folder"):
+        JsonLines(path, resume=True)
+    with pytest.raises(CheckpointError, match=r"log.jsonl: was replaced by another file while"):
+        first.record(STEPS[0])
+    first.close()
+    second = JsonLines(path, resume=True)
+    second.record(STEPS[0])
+    second.close()
+    assert read(path) == [START, STEPS[0]]
+
+
+def test_a_log_of_another_folder_under_a_second_name_has_one_owner_too(tmp_path: Path) -> None:
+    here, there = (tmp_path / name / "log.jsonl" for name in ("here", "there"))
+    for path in (here, there):
+        path.parent.mkdir()
+    first = JsonLines(here, resume=False)
+    there.hardlink_to(here)
+    with pytest.raises(CheckpointError, match="another run is writing to this folder"):
+        JsonLines(there, resume=True)
+    first.close()
 
 
 def test_a_log_that_is_removed_or_cannot_grow_is_an_error_in_words(tmp_path: Path) -> None:

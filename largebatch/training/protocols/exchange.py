@@ -94,7 +94,7 @@ class Exchange:
 
     @classmethod
     def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
-        """Connect every learner to every server; raise BackendError where that cannot be."""
+        """Connect every learner to every server."""
         layout = Layout.of(protocol)
         spare = protocol.spare if isinstance(backend, TorchDistributed) else ()
         return cls(backend, layout, open_links(backend, layout.pairs), spare)
