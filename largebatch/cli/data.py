@@ -38,7 +38,7 @@ OPENING = ("classes", "val_name", "val_fraction", "seed", "label")
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands below `data`."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
 
     index = command("index", _index, "verify the header of every image of DIR/{train,val}")
@@ -66,7 +66,7 @@ def _add_imports(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
     imported = commands.add_parser("import", help="turn an archive on disk into shards")
-    names = imported.add_subparsers(required=True, metavar="NAME", dest="name")
+    names = imported.add_subparsers(metavar="NAME", dest="name")
     parsers = {name: add_command(names, name, _import, text) for name, text in NAMES.items()}
     for parser in parsers.values():
         parser.add_argument("source", type=Path, metavar="SOURCE")

@@ -12,11 +12,12 @@ import argparse
 import os
 import select
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from largebatch import __version__
 from largebatch.cli import bench as cli_bench
@@ -46,6 +47,7 @@ from largebatch.cli.arguments import (
     options_of,
     seconds,
 )
+from largebatch.cli.parser import Parser, commands_of, cut
 from largebatch.distributed.environment import (
     LAUNCHER,
     join_slurm,
@@ -76,11 +78,14 @@ DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 _FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
 """What every worker finds and worker 0 prints."""
 
-_LONGEST_LINE, _LONGEST_MESSAGE = 600, 1900
+_LONGEST_MESSAGE = 1900
 """Characters of a message that are printed: what it quotes may be of any length."""
 
 _HEAD_START = 1.0
 """Seconds that it has for that: launchers end all workers when the first one has ended."""
+
+_FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
+"""Commands that a bare `largebatch` shows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,14 +160,8 @@ def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _show(message: str) -> None:
     """Print what the user can mend, however long or strange is what it quotes."""
-    lines = map(_cut, printable(message).splitlines())
+    lines = map(cut, printable(message).splitlines())
     print(f"largebatch: {clip(chr(10).join(lines), _LONGEST_MESSAGE)}", file=sys.stderr)
-
-
-def _cut(line: str) -> str:
-    """Return a line without its middle if it is long: what is wrong often stands at its end."""
-    half = _LONGEST_LINE // 2
-    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _reader_is_gone() -> bool:
@@ -293,10 +292,15 @@ def _doctor(args: argparse.Namespace) -> int:
     return DONE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """End the program with what is wrong about its arguments, which it may quote."""
-        super().error(_cut(printable(message)))
+def _overview(parser: argparse.ArgumentParser) -> int:
+    """Print how to begin, and the names of all commands."""
+    commands = commands_of(parser)
+    print(f"{parser.description}\n")
+    for words in _FIRST:
+        print(f"  largebatch {words:15}  {commands[words.split()[0]].description}")
+    names = textwrap.fill(f"all commands: {', '.join(commands)}", 80, subsequent_indent="  ")
+    print(f"\n{names}\n`largebatch COMMAND --help` describes one.")
+    return DONE
 
 
 def _add_doctor(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -323,15 +327,16 @@ def _add_evaluate(command: Callable[[str, Call, str], argparse.ArgumentParser]) 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; what a command does is `call` of its arguments."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser = Parser(
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )
     parser.add_argument("--version", action="version", version=f"largebatch {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(call=lambda _: _overview(parser))
+    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
 
-    train = command("train", _train, "train, polish and evaluate as a recipe says")
+    train = command("train", _train, "train, polish and evaluate a recipe")
     train.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
     add_set(train)
     add_execution(train)

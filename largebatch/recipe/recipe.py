@@ -174,7 +174,7 @@ class Recipe(Section):
     all images trained on, shown as validation images are, and the validation loss minus it; one
     forward pass over them."""
 
-    @field_validator("monitor", mode="before")
+    @field_validator("monitor", "tracking", mode="before")
     @classmethod
     def _one_word_is_a_list(cls, value: object) -> object:
         words = [value] if isinstance(value, str) else value

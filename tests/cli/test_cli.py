@@ -58,12 +58,6 @@ def with_too_few(root: Path) -> Path:
     return root
 
 
-def test_no_words_at_all_show_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "usage: largebatch" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
