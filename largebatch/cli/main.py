@@ -12,7 +12,6 @@ import argparse
 import os
 import select
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -47,11 +46,12 @@ from largebatch.cli.arguments import (
     options_of,
     seconds,
 )
-from largebatch.cli.parser import Parser, commands_of, cut
+from largebatch.cli.parser import Parser, cut, print_overview
 from largebatch.distributed.environment import (
     LAUNCHER,
     join_slurm,
     let_threads_sleep,
+    noting_start,
     own_rank,
     worker_rank,
 )
@@ -84,9 +84,6 @@ _LONGEST_MESSAGE = 1900
 _HEAD_START = 1.0
 """Seconds that it has for that: launchers end all workers when the first one has ended."""
 
-_FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
-"""Commands that a bare `largebatch` shows."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
@@ -95,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_threads_sleep()
     args = make_parser().parse_args(_with_resume(words))
     try:
-        code = _call(args, words)
+        with noting_start(of_process=argv is None):
+            code = _call(args, words)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
@@ -292,14 +290,8 @@ def _doctor(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _overview(parser: argparse.ArgumentParser) -> int:
-    """Print how to begin, and the names of all commands."""
-    commands = commands_of(parser)
-    print(f"{parser.description}\n")
-    for words in _FIRST:
-        print(f"  largebatch {words:15}  {commands[words.split()[0]].description}")
-    names = textwrap.fill(f"all commands: {', '.join(commands)}", 80, subsequent_indent="  ")
-    print(f"\n{names}\n`largebatch COMMAND --help` describes one.")
+def _overview(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
+    print_overview(parser)
     return DONE
 
 
@@ -327,12 +319,12 @@ def _add_evaluate(command: Callable[[str, Call, str], argparse.ArgumentParser]) 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; what a command does is `call` of its arguments."""
-    parser = Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )
     parser.add_argument("--version", action="version", version=f"largebatch {__version__}")
-    parser.set_defaults(call=lambda _: _overview(parser))
+    parser.set_defaults(call=partial(_overview, parser))
     commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
 

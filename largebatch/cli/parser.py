@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +12,9 @@ from largebatch.recipe.recipe import Recipe
 
 _LONGEST_LINE = 600
 """Characters of a line that are printed: what it quotes may be of any length."""
+
+_FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
+"""Commands that show how to begin."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,6 +75,16 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     actions = parser._actions  # argparse has no other list of them
     below = (each for each in actions if isinstance(each, argparse._SubParsersAction))
     return {name: command for each in below for name, command in each.choices.items()}
+
+
+def print_overview(parser: argparse.ArgumentParser) -> None:
+    """Print how to begin, and the names of all commands, on a terminal of 80 columns."""
+    commands = commands_of(parser)
+    print(f"{parser.description}\n")
+    for words in _FIRST:
+        print(f"  {parser.prog} {words:15}  {commands[words.split()[0]].description}")
+    names = textwrap.fill(f"all commands: {', '.join(commands)}", 80, subsequent_indent="  ")
+    print(f"\n{names}\n`{parser.prog} COMMAND --help` describes one.")
 
 
 def cut(line: str) -> str:
