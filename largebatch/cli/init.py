@@ -126,7 +126,9 @@ def _show_choices(found: "Survey", recipe: "Recipe") -> None:
 def _show_time(found: "TimeEstimate") -> None:
     print(
         f"about {_duration(found.seconds)} on this machine, one worker on {found.device}: "
-        f"{found.trained_per_second:,.0f} images a second were trained on"
+        f"{found.trained_per_second:,.0f} images a second were trained on\n"
+        "  included: training and polishing, evaluations, reading the images\n"
+        "  not included: starting, checkpoints, the report"
     )
 
 

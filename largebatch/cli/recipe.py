@@ -116,6 +116,11 @@ def _plan(args: argparse.Namespace) -> int:
         import_own(module)
     print(f"gradient groups  {describe_groups(recipe)}", flush=True)  # last: this takes seconds
     print(f"{'this machine':>15}  {_this_machine(recipe, plan)}")
+    print(f"{'included':>15}  forward, backward and update of every step")
+    print(
+        f"{'not included':>15}  starting, reading images, sums over workers, evaluations, "
+        "statistics, the report"
+    )
     return 0
 
 
@@ -161,8 +166,7 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
         run += step * rounds * replica.steps * replica.global_batch / share
     return (
         f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
-        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples; "
-        "reading images, communication and evaluations come on top"
+        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
     )
 
 

@@ -309,6 +309,17 @@ def test_plan_prints_the_arithmetic(
         assert part in shown
 
 
+def test_the_time_of_a_plan_says_what_it_includes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
+    assert main(["plan", DIGITS]) == DONE
+    *_, time, included, others = capsys.readouterr().out.splitlines()
+    assert time == "   this machine  not measured"
+    assert included == "       included  forward, backward and update of every step"
+    assert others.startswith("   not included  starting, reading images, sums over workers, eval")
+
+
 def test_light_commands_never_import_torch() -> None:
     program = (
         "import sys; from largebatch.cli.main import main; "
