@@ -2,6 +2,9 @@
 
 import argparse
 import math
+import re
+import shutil
+import textwrap
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -11,7 +14,7 @@ from largebatch.cli import planning
 from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
-from largebatch.recipe.installed import installed, origin, read_installed
+from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.mlperf import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.optimizers import LARS
@@ -266,14 +269,29 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _recipes(_: argparse.Namespace) -> int:
-    """Print a row of each installed recipe."""
-    for name, text in installed().items():
-        recipe = parse_recipe(text, source=name)
-        plan, found = make_plan(recipe.mathematics, workers=1), origin(text)
-        print(
-            f"{name:<30}  batch {plan.global_batch:>6,}  {plan.epoch(plan.steps):>5.1f} epochs  "
-            f"{found.measured or 'not measured here'}{found.after and f'; after {found.after}'}"
-        )
+    """Print a row of each installed recipe by data set, what was measured and needs no data first.
+
+    A terminal of 80 columns holds them; on a wider one more is seen of whom a recipe follows.
+    """
+    width = max(80, shutil.get_terminal_size().columns) - 51
+    print(f"  {'recipe':31}  {'batch':>6}  epochs  measured here, or after whom")
+    groups = []
+    for data_set, texts in by_data_set().items():
+        found = {name: (parse_recipe(text), origin(text)) for name, text in texts.items()}
+        embedded = any(recipe.data.source == "digits" for recipe, _ in found.values())
+        measured = any(header.measured for _, header in found.values())
+        groups.append((not embedded, not measured, data_set, found))
+    for needs_data, _, data_set, found in sorted(groups, key=lambda group: group[:3]):
+        print(f"\n{data_set} ({'needs --data DIR' if needs_data else 'embedded, needs no --data'})")
+        for name in sorted(found, key=lambda name: not found[name][1].measured):
+            recipe, header = found[name]
+            plan = make_plan(recipe.mathematics, workers=1)
+            words = re.split(r" \(|, ", header.measured)[0] or f"after {header.after}"
+            print(
+                f"  {name:31}  {plan.global_batch:>6,}  {plan.epoch(plan.steps):>6.1f}  "
+                f"{textwrap.shorten(words, width, placeholder='...')}"
+            )
+    print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
     return 0
 
 
