@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         hint = f"; {nearest(name, known, otherwise=f'`{self.prog} --help` lists them', most=1)}"
         key = meant_key(name.lstrip("-"), Recipe) if "--set" in known else None
         if key is not None:
-            hint = f", write {set_words(key, value or 'VALUE')}"
+            hint = f": write {set_words(key, value or 'VALUE')}"
         return f"there is no option {name}{hint}"
 
 
