@@ -264,6 +264,6 @@ def _plain_lines(text: str) -> "Progress":
         nonlocal last
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            print(f"{text}: {done:,} of {total:,} images", file=sys.stderr, flush=True)
+            print(f"{text}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     return show

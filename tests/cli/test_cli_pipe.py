@@ -27,7 +27,7 @@ def test_importing_and_indexing_show_progress_in_a_pipe(
     number = len(list(folder.glob("*/*/*")))
     assert main(["data", "import", "imagefolder", str(folder), "--out", "shards"]) == DONE
     first, *others = capsys.readouterr().err.splitlines()
-    assert first == f"importing: {number} of {number} images"
+    assert first == f"importing: {number} of {number}"
     assert [line.split(":")[0] for line in others] == ["train", "val"]
 
 
@@ -44,7 +44,7 @@ def test_the_first_sheet_of_a_folder_shows_progress_and_the_second_has_nothing_t
     assert main(show) == DONE
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("reading: ") for line in lines)
-    ends = [line for line in lines if line == "reading: 4 of 4 images"]
+    ends = [line for line in lines if line == "reading: 4 of 4"]
     assert len(ends) == 4, "the indexes and the decoded pixels of two splits"
     assert main(show) == DONE
     assert capsys.readouterr().err == ""
