@@ -268,7 +268,7 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _recipes(_: argparse.Namespace) -> int:
+def _recipes(_args: argparse.Namespace) -> int:
     """Print a row of each installed recipe by data set, what was measured and needs no data first.
 
     A terminal of 80 columns holds them; on a wider one more is seen of whom a recipe follows.
@@ -286,7 +286,8 @@ def _recipes(_: argparse.Namespace) -> int:
         for name in sorted(found, key=lambda name: not found[name][1].measured):
             recipe, header = found[name]
             plan = make_plan(recipe.mathematics, workers=1)
-            words = re.split(r" \(|, ", header.measured)[0] or f"after {header.after}"
+            source = f"after {header.after}" if header.after else "not measured here"
+            words = re.split(r" \(|, ", header.measured)[0] or source
             print(
                 f"  {name:31}  {plan.global_batch:>6,}  {plan.epoch(plan.steps):>6.1f}  "
                 f"{textwrap.shorten(words, width, placeholder='...')}"
