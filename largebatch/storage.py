@@ -48,7 +48,12 @@ CHUNK = 2**18
 CHECKSUM_BYTES = 4
 
 Progress = Callable[[int, int], None]
-"""Told how many of how many files are done, after every few."""
+"""Called with the number of files that are done and of all, after every few."""
+
+
+def silent(_done: int, _total: int) -> None:
+    """Show no progress."""
+
 
 _PARTIAL = ".partial"
 """Ends the name of what is being written."""

@@ -41,6 +41,7 @@ ENTRIES = re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf
 COMMANDS = """
 check mistakes.yaml
 check no.yaml
+check digits_96.yaml
 check broken.yaml
 explain optimizer.etta
 train digits_96 --set peak_lr

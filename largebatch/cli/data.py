@@ -3,6 +3,7 @@
 import argparse
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ OPENING = ("classes", "val_name", "val_fraction", "seed", "label")
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands below `data`."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
 
     index = command("index", _index, "verify the header of every image of DIR/{train,val}")
@@ -66,7 +67,7 @@ def _add_imports(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
     imported = commands.add_parser("import", help="turn an archive on disk into shards")
-    names = imported.add_subparsers(required=True, metavar="NAME", dest="name")
+    names = imported.add_subparsers(metavar="NAME", dest="name")
     parsers = {name: add_command(names, name, _import, text) for name, text in NAMES.items()}
     for parser in parsers.values():
         parser.add_argument("source", type=Path, metavar="SOURCE")
@@ -221,14 +222,15 @@ def _show(args: argparse.Namespace) -> int:
     path = args.out or Path(f"{recipe.name}-sheet.png")
     from largebatch.report.contact_sheet import write_sheet
 
-    write_sheet(path, recipe, folder=args.data)
+    with _progress("reading") as progress:
+        write_sheet(path, recipe, folder=args.data, progress=progress)
     print(printable(f"sheet: {path}"))
     return 0
 
 
 @contextmanager
 def _progress(text: str) -> Iterator["Progress"]:
-    """Show a bar on the terminal, and nothing where there is none.
+    """Show a bar on the terminal, and a plain line every few seconds where there is none.
 
     A SIGTERM meanwhile becomes an exception, so that what is half done is removed.
     """
@@ -242,10 +244,26 @@ def _progress(text: str) -> Iterator["Progress"]:
     )
 
     console = Console(stderr=True)
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM),
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with answering(lambda *_: sys.exit(TERMINATED), signal.SIGTERM):
+        if not console.is_terminal:
+            yield _plain_lines(text)
+            return
+        columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(text, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _plain_lines(text: str) -> "Progress":
+    """Return what prints progress on standard error, a line every LINE_SECONDS at most."""
+    from largebatch.tracking.console import LINE_SECONDS
+
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            print(f"{text}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+
+    return show

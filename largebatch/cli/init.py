@@ -30,7 +30,7 @@ VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
-    init = command("init", _init, "look at a folder of images and write a recipe for it")
+    init = command("init", _init, "write a recipe for a folder of images")
     init.add_argument("folder", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar")
     init.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<DIR>.yaml)")
 
@@ -126,7 +126,9 @@ def _show_choices(found: "Survey", recipe: "Recipe") -> None:
 def _show_time(found: "TimeEstimate") -> None:
     print(
         f"about {_duration(found.seconds)} on this machine, one worker on {found.device}: "
-        f"{found.trained_per_second:,.0f} images a second were trained on"
+        f"{found.trained_per_second:,.0f} images a second were trained on\n"
+        "  included: training and polishing, evaluations, reading the images\n"
+        "  not included: starting, checkpoints, the report"
     )
 
 

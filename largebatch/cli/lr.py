@@ -37,7 +37,7 @@ COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "las
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands below `lr`."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
 
     shown = command("show", _show, "draw the learning rates of several recipes in one figure")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from largebatch import __version__
 from largebatch.cli import bench as cli_bench
@@ -46,10 +46,12 @@ from largebatch.cli.arguments import (
     options_of,
     seconds,
 )
+from largebatch.cli.parser import Parser, cut, print_overview
 from largebatch.distributed.environment import (
     LAUNCHER,
     join_slurm,
     let_threads_sleep,
+    noting_start,
     own_rank,
     worker_rank,
 )
@@ -76,7 +78,7 @@ DONE, FAILED, USER, STOPPED, UNREAD = 0, 1, 2, 130, 141
 _FOUND_ALIKE = (RecipeError, PlanError, MismatchError)
 """What every worker finds and worker 0 prints."""
 
-_LONGEST_LINE, _LONGEST_MESSAGE = 600, 1900
+_LONGEST_MESSAGE = 1900
 """Characters of a message that are printed: what it quotes may be of any length."""
 
 _HEAD_START = 1.0
@@ -90,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_threads_sleep()
     args = make_parser().parse_args(_with_resume(words))
     try:
-        code = _call(args, words)
+        with noting_start(of_process=argv is None):
+            code = _call(args, words)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
@@ -155,14 +158,8 @@ def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _show(message: str) -> None:
     """Print what the user can mend, however long or strange is what it quotes."""
-    lines = map(_cut, printable(message).splitlines())
+    lines = map(cut, printable(message).splitlines())
     print(f"largebatch: {clip(chr(10).join(lines), _LONGEST_MESSAGE)}", file=sys.stderr)
-
-
-def _cut(line: str) -> str:
-    """Return a line without its middle if it is long: what is wrong often stands at its end."""
-    half = _LONGEST_LINE // 2
-    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _reader_is_gone() -> bool:
@@ -293,10 +290,9 @@ def _doctor(args: argparse.Namespace) -> int:
     return DONE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """End the program with what is wrong about its arguments, which it may quote."""
-        super().error(_cut(printable(message)))
+def _overview(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
+    print_overview(parser)
+    return DONE
 
 
 def _add_doctor(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -323,15 +319,16 @@ def _add_evaluate(command: Callable[[str, Call, str], argparse.ArgumentParser]) 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; what a command does is `call` of its arguments."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="largebatch",
         description="Train image classifiers with very large mini-batches, then polish them.",
     )
     parser.add_argument("--version", action="version", version=f"largebatch {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(call=partial(_overview, parser))
+    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
 
-    train = command("train", _train, "train, polish and evaluate as a recipe says")
+    train = command("train", _train, "train, polish and evaluate a recipe")
     train.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
     add_set(train)
     add_execution(train)

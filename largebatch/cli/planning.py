@@ -85,6 +85,8 @@ def _rows(found: "Prediction") -> dict[str, str]:
         f"{time(found.low)} to {time(found.high)}",
         "a step": f"{1000 * step:.2f} ms, {found.steps:,} of them: {_shares(found.step, step)}",
         "the run": _shares(found.parts, found.seconds),
+        "included": "getting up to speed, updates, waits for input, evaluations, statistics",
+        "not included": "the job's own start (a minute or two), queues, checkpoints, the report",
         "throughput": f"{found.images_per_second:,.0f} images/s, "
         f"{found.images_per_second / found.workers:,.0f} a worker, efficiency "
         f"{found.efficiency:.0%}",

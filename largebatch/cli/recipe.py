@@ -2,6 +2,9 @@
 
 import argparse
 import math
+import re
+import shutil
+import textwrap
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -11,7 +14,7 @@ from largebatch.cli import planning
 from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.explain import explain
-from largebatch.recipe.installed import installed, origin, read_installed
+from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.mlperf import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.optimizers import LARS
@@ -116,6 +119,11 @@ def _plan(args: argparse.Namespace) -> int:
         import_own(module)
     print(f"gradient groups  {describe_groups(recipe)}", flush=True)  # last: this takes seconds
     print(f"{'this machine':>15}  {_this_machine(recipe, plan)}")
+    print(f"{'included':>15}  forward, backward and update of every step")
+    print(
+        f"{'not included':>15}  starting, reading images, sums over workers, evaluations, "
+        "statistics, the report"
+    )
     return 0
 
 
@@ -161,8 +169,7 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
         run += step * rounds * replica.steps * replica.global_batch / share
     return (
         f"{_time(step)} a step of one worker on {found.device} in {found.precision}, {_time(run)} "
-        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples; "
-        "reading images, communication and evaluations come on top"
+        f"for all; {found.memory_bytes / 2**30:.2g} GiB; measured on {found.samples} samples"
     )
 
 
@@ -261,15 +268,31 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _recipes(_: argparse.Namespace) -> int:
-    """Print a row of each installed recipe."""
-    for name, text in installed().items():
-        recipe = parse_recipe(text, source=name)
-        plan, found = make_plan(recipe.mathematics, workers=1), origin(text)
-        print(
-            f"{name:<30}  batch {plan.global_batch:>6,}  {plan.epoch(plan.steps):>5.1f} epochs  "
-            f"{found.measured or 'not measured here'}{found.after and f'; after {found.after}'}"
-        )
+def _recipes(_args: argparse.Namespace) -> int:
+    """Print a row of each installed recipe by data set, what was measured and needs no data first.
+
+    A terminal of 80 columns holds them; on a wider one more is seen of whom a recipe follows.
+    """
+    width = max(80, shutil.get_terminal_size().columns) - 51
+    print(f"  {'recipe':31}  {'batch':>6}  epochs  measured here, or after whom")
+    groups = []
+    for data_set, texts in by_data_set().items():
+        found = {name: (parse_recipe(text), origin(text)) for name, text in texts.items()}
+        embedded = any(recipe.data.source == "digits" for recipe, _ in found.values())
+        measured = any(header.measured for _, header in found.values())
+        groups.append((not embedded, not measured, data_set, found))
+    for needs_data, _, data_set, found in sorted(groups, key=lambda group: group[:3]):
+        print(f"\n{data_set} ({'needs --data DIR' if needs_data else 'embedded, needs no --data'})")
+        for name in sorted(found, key=lambda name: not found[name][1].measured):
+            recipe, header = found[name]
+            plan = make_plan(recipe.mathematics, workers=1)
+            source = f"after {header.after}" if header.after else "not measured here"
+            words = re.split(r" \(|, ", header.measured)[0] or source
+            print(
+                f"  {name:31}  {plan.global_batch:>6,}  {plan.epoch(plan.steps):>6.1f}  "
+                f"{textwrap.shorten(words, width, placeholder='...')}"
+            )
+    print("\ntrain one: largebatch train NAME; edit one: largebatch recipes copy NAME")
     return 0
 
 

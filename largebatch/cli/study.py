@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands below `study`."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
     command = partial(add_command, commands)
     text = "what staleness costs in accuracy and saves in time, by simulated learners"
     staleness = command("staleness", _staleness, text)

@@ -4,7 +4,7 @@ Everything here is a function of the recipe, the plan and the worker's rank; the
 chosen only turns the requests into tensors.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,16 +12,18 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from largebatch.data.augment import clean_request, train_request, training_samples
 from largebatch.data.batches import Pipeline, Split, divide_samples, require_described
 from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
 from largebatch.data.text import open_text
-from largebatch.data.types import Batches, IntArray, Request, View
+from largebatch.data.types import Batches, Bytes, IntArray, Request, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -29,6 +31,7 @@ from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.recipe.text import Text
+from largebatch.storage import Progress, silent
 
 Decode = Callable[[Index, Iterator[Request]], Batches]
 DecodeView = Callable[[Index, Iterator[Request], View], Batches]
@@ -165,10 +168,12 @@ def open_images(
     *,
     folder: Path | None,
     dataset: str | None = None,
+    progress: Progress = silent,
 ) -> ImagePipeline:
     """Find the images a recipe names and prepare to decode them on this worker's device.
 
-    They are in `folder`, or what `dataset`, a function as in datasets/own.py, opens.
+    They are in `folder`, or what `dataset`, a function as in datasets/own.py, opens. `progress` is
+    that of reading a folder that has no index, and of decoding what is cached.
 
     Worker 0 reads and checks the folder and gives the index to the others. Raises DataError where
     the folder is not what the recipe describes, MissingPackageError where the decoder is missing,
@@ -184,9 +189,13 @@ def open_images(
         _require_own(recipe, folder, dataset)
         train, val, decode_view = _open_own(recipe, dataset, backend, threads=threads)
         return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
-    train, val = _open_indexes(recipe, backend, folder)
+    train, val = _open_indexes(recipe, backend, folder, progress)
     if recipe.execution.cache is not None:
-        decode_view = _open_cache(recipe, train, val, backend=backend, threads=threads)
+        open_cache = partial(
+            pixel_cache.open_cache, backend=backend, threads=threads, progress=progress
+        )
+        caches = [open_cache(index) for index in (train, val)]
+        decode_view = _decode_cached(recipe, caches, device=backend.device, threads=threads)
     else:
         decode_view = partial(
             _choose_decode(recipe),
@@ -264,12 +273,11 @@ def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
     return dali.decode if recipe.execution.decoder == "dali" else torchvision.decode
 
 
-def _open_cache(recipe: Recipe, *indexes: Index, backend: Backend, threads: int) -> DecodeView:
-    """Keep the decoded images of the indexes; return what cuts and resizes from them."""
-    device = backend.device
-    in_memory = {
-        one.digest: pixel_cache.open_cache(one, backend=backend, threads=threads) for one in indexes
-    }
+def _decode_cached(
+    recipe: Recipe, caches: Sequence[PixelCache[Bytes]], *, device: torch.device, threads: int
+) -> DecodeView:
+    """Return what cuts and resizes from the decoded images, which a device may hold as well."""
+    in_memory = {cache.index.digest: cache for cache in caches}
     # The memory of a CPU "device" is the same.
     if recipe.execution.cache == "memory" or device.type == "cpu":
 
@@ -294,7 +302,9 @@ def _view(data: Data) -> View:
     )
 
 
-def _open_indexes(recipe: Recipe, backend: Backend, folder: Path | None) -> tuple[Index, Index]:
+def _open_indexes(
+    recipe: Recipe, backend: Backend, folder: Path | None, progress: Progress
+) -> tuple[Index, Index]:
     data = recipe.images
     if data.source == "synthetic":
         sizes = (data.train_samples, data.val_samples)
@@ -304,7 +314,10 @@ def _open_indexes(recipe: Recipe, backend: Backend, folder: Path | None) -> tupl
         return share_index(None, None, backend), share_index(None, None, backend)
     root = root_of(data, folder)
     unread = recipe.execution.cache is not None  # training reads the cached pixels
-    contents = [open_content(root, split, every_file=unread) for split in ("train", "val")]
+    contents = [
+        open_content(root, split, every_file=unread, progress=progress)
+        for split in ("train", "val")
+    ]
     _check(data, *(index_of(content, root) for content in contents))
     train, val = (share_index(root, content, backend) for content in contents)
     return train, val

@@ -4,12 +4,19 @@ import os
 import re
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 BackendName = Literal["auto", "serial", "torch", "horovod"]
 
 LAUNCHER = "LARGEBATCH_LAUNCHER"
 """The variable in which a local worker finds the process that started it."""
+
+_STARTED = "LARGEBATCH_STARTED"
+"""The variable with the time at which the command was started, in seconds since 1970."""
 
 LOST, ABSENT = 3, 4
 """Exit codes of a worker that lost another one, and of one that waited for an absent one."""
@@ -121,6 +128,34 @@ def _joined() -> tuple[int, int] | None:
     elif hvd is not None and hvd.is_initialized():
         found = hvd.rank(), hvd.size()
     return found if found is not None and found[1] > 1 else None
+
+
+@contextmanager
+def noting_start(*, of_process: bool) -> Iterator[None]:
+    """Note that a command starts now, or started with this process, for it and its workers."""
+    if LAUNCHER in os.environ:  # whose command it is, and that has noted it
+        yield
+        return
+    os.environ[_STARTED] = str(time.time() - (_process_seconds() if of_process else 0.0))
+    try:
+        yield
+    finally:
+        del os.environ[_STARTED]
+
+
+def command_started() -> float | None:
+    """Return when the command was started, in seconds since 1970; None: this is no command."""
+    noted = os.environ.get(_STARTED)
+    return None if noted is None else float(noted)
+
+
+def _process_seconds() -> float:
+    """Return the seconds since this process was started; 0 where the system does not record it."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:  # macOS has no /proc; in a container it may be hidden
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def let_threads_sleep() -> None:

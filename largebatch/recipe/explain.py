@@ -3,14 +3,14 @@
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.kinds import CHOOSERS, chooser_of, kinds_of, sections_of
+from largebatch.recipe.kinds import CHOOSERS, chooser_of, every_field, kinds_of, sections_of
+from largebatch.recipe.problems import meant_key
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
 
@@ -84,22 +84,13 @@ def sections_below(key: str, root: type[Section] = Recipe) -> list[type[Section]
 
 def _find(key: str, root: type[Section]) -> list[tuple[type[Section], FieldInfo]]:
     """Return everything that a dotted key may be: the kinds of a union may share names of keys."""
-    found = [(section, field) for name, section, field in _every_field(root, "") if name == key]
+    found = [(section, field) for name, section, field in every_field(root) if name == key]
     if not found:
-        known = dict.fromkeys(name for name, _, _ in _every_field(root, ""))
-        hint = nearest(key, known, otherwise="`largebatch explain` lists them")
+        meant = meant_key(key, root)
+        known = dict.fromkeys([meant] if meant else (name for name, _, _ in every_field(root)))
+        hint = nearest(meant or key, known, otherwise="`largebatch explain` lists them")
         raise RecipeError(f"no recipe has the key {clip(repr(key), LONGEST_NAME)}; {hint}")
     return found
-
-
-def _every_field(
-    section: type[Section], prefix: str
-) -> Iterator[tuple[str, type[Section], FieldInfo]]:
-    for name, field in section.model_fields.items():
-        dotted = f"{prefix}{name}"
-        yield dotted, section, field
-        for below in sections_of(field.annotation):
-            yield from _every_field(below, f"{dotted}.")
 
 
 def _block(key: str, meaning: Meaning) -> str:

@@ -10,19 +10,30 @@ from largebatch.errors import RecipeError, nearest
 _PARTS = re.compile(r"(\d+)")
 
 
-def installed() -> dict[str, str]:
-    """Return the text of every recipe that is installed, by name and number in it.
+def by_data_set() -> dict[str, dict[str, str]]:
+    """Return the text of every installed recipe by its folder, which is a data set, and its name.
 
-    Their folders are data sets.
+    Those of a data set are sorted by name and number in it.
     """
     folders = (files("largebatch") / "recipes").iterdir()
     texts = {
-        Path(file.name).stem: file.read_text(encoding="utf-8")
+        folder.name: {
+            Path(file.name).stem: file.read_text(encoding="utf-8")
+            for file in folder.iterdir()
+            if file.name.endswith(".yaml")
+        }
         for folder in folders
         if folder.is_dir()
-        for file in folder.iterdir()
-        if file.name.endswith(".yaml")
     }
+    return {
+        data_set: {name: recipes[name] for name in sorted(recipes, key=_natural)}
+        for data_set, recipes in texts.items()
+    }
+
+
+def installed() -> dict[str, str]:
+    """Return the text of every recipe that is installed, by name and number in it."""
+    texts = {name: text for recipes in by_data_set().values() for name, text in recipes.items()}
     return {name: texts[name] for name in sorted(texts, key=_natural)}
 
 
@@ -61,5 +72,6 @@ def origin(text: str) -> Origin:
     lines = re.match(r"(?:#.*\n?)*", text)
     header = " ".join(lines[0].replace("#", " ").split()) if lines else ""
     after = re.search(r"After: (.+?)(?:[,:] | \(|$)", header)
-    measured = re.search(r"Measured(?: here)?: (?!not yet)(.+?)(?:, \S+\.json|$)", header)
+    end = r"(?:, \S+\.json| \(docs/|\. |\.?$)"
+    measured = re.search(rf"Measured(?: here)?: (?!not yet)(.+?){end}", header)
     return Origin(after[1] if after else "", measured[1] if measured else "")

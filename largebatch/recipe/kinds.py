@@ -1,6 +1,9 @@
 """Which sections a key of a recipe may hold, and the words that choose one of several."""
 
+from collections.abc import Iterator
 from typing import get_args
+
+from pydantic.fields import FieldInfo
 
 from largebatch.recipe.sections import Section
 
@@ -35,3 +38,14 @@ def kinds_of(section: type[Section]) -> tuple[str, ...]:
 def chooser_of(section: type[Section]) -> str | None:
     """Return the key that chooses this section in its union; None if it stands in no union."""
     return next((key for key in CHOOSERS if key in section.model_fields), None)
+
+
+def every_field(
+    section: type[Section], prefix: str = ""
+) -> Iterator[tuple[str, type[Section], FieldInfo]]:
+    """Yield the dotted key of every field of a section and of those below it, and its owner."""
+    for name, field in section.model_fields.items():
+        dotted = f"{prefix}{name}"
+        yield dotted, section, field
+        for below in sections_of(field.annotation):
+            yield from every_field(below, f"{dotted}.")

@@ -12,9 +12,10 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -24,8 +25,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scanner import Scanner
 from ruamel.yaml.tokens import Token
 
-from largebatch.errors import LONGEST_NAME, RecipeError, clip
-from largebatch.recipe.installed import read_installed
+from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
+from largebatch.recipe.installed import installed, read_installed
 from largebatch.recipe.kinds import CHOOSERS, kinds_of, sections_of
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
@@ -125,7 +126,9 @@ def read_text(path: Path, *, what: str) -> str:
         raise RecipeError(f"{path}: a {what} is UTF-8 text, this file is not") from None
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
+        hint = nearest(path.stem, installed(), otherwise="", most=1) if what == "recipe" else ""
+        hint = hint and f"; an installed recipe is named without folder and .yaml: {hint}"
+        raise RecipeError(f"{path}: cannot read the {what}: {reason}{hint}") from None
 
 
 def _read(path: Path, *, what: str) -> bytes:
@@ -156,15 +159,26 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
         )
     for override in overrides:
         _override(tree, override)
-    return validate_tree(Recipe, tree, source=source)
+    words = (override.partition("=") for override in overrides)
+    typed = {key.strip(): value for key, _, value in words}
+    return validate_tree(Recipe, tree, source=source, typed=typed)
 
 
-def validate_tree(kind: type[Kind], tree: dict[str, Any], *, source: str) -> Kind:
-    """Return the section that a tree describes; raise RecipeError naming every mistake at once."""
+def validate_tree(
+    kind: type[Kind],
+    tree: dict[str, Any],
+    *,
+    source: str,
+    typed: Mapping[str, str] = MappingProxyType({}),
+) -> Kind:
+    """Return the section that a tree describes; raise RecipeError naming every mistake at once.
+
+    `typed` has the values of the keys that `--set` gave, for the message.
+    """
     try:
         return kind.model_validate_json(_as_json(tree, source=source))
     except ValidationError as error:
-        raise RecipeError(explain_problems(error, kind, source=source)) from None
+        raise RecipeError(explain_problems(error, kind, source=source, typed=typed)) from None
 
 
 def differences(

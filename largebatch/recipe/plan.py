@@ -25,6 +25,7 @@ from largebatch.recipe.pieces import (
     whole,
     within,
 )
+from largebatch.recipe.problems import set_words
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
 from largebatch.recipe.text import Text
@@ -244,11 +245,14 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
         "polish.clean": plan.clean_steps,
         "polish.swa.over": plan.swa_steps,
     }
-    for key, length in parts.items():
-        if length >= plan.steps:
-            raise RecipeError(
-                f"{key} ({length} steps) must be shorter than duration ({plan.steps} steps)"
-            )
+    long = {key: length for key, length in parts.items() if length >= plan.steps}
+    if long:
+        found = " and ".join(f"{key} ({length} steps)" for key, length in long.items())
+        shorter = f"{{steps: {max(1, plan.steps // 8)}}}" if plan.steps > 1 else "null"
+        raise RecipeError(
+            f"{found} must be shorter than duration ({plan.steps} steps): train longer, or add "
+            + " ".join(set_words(key, shorter) for key in long)
+        )
     if plan.swa_steps and plan.swa_every >= plan.swa_steps:
         raise RecipeError(
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "

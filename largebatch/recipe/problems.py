@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from largebatch.errors import LONGEST_NAME, SHOWN, clip, nearest, shorten
-from largebatch.recipe.kinds import kinds_of, sections_of
+from largebatch.recipe.kinds import chooser_of, every_field, kinds_of, sections_of
 from largebatch.recipe.sections import Section
 
 _MOVED = {
@@ -22,13 +24,94 @@ _MOVED = {
 }
 """Keys that recipes had, and what stands in their place."""
 
+SYNONYMS = {
+    **dict.fromkeys(
+        ("lr", "learning_rate", "base_lr", "init_lr", "initial_lr", "max_lr"), "schedule.peak_lr"
+    ),
+    **dict.fromkeys(("min_lr", "final_lr"), "schedule.decay.end_lr"),
+    **dict.fromkeys(
+        ("lr_schedule", "lr_scheduler", "scheduler", "schedule"), "schedule.decay.kind"
+    ),
+    **dict.fromkeys(("warmup", "warmup_epochs"), "schedule.warmup.epochs"),
+    "warmup_steps": "schedule.warmup.steps",
+    **dict.fromkeys(
+        ("batch_size", "bs", "batchsize", "global_batch_size", "total_batch_size"),
+        "batch.global_batch",
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_batch_size", "per_gpu_batch_size"),
+        "execution.device_batch",
+    ),
+    **dict.fromkeys(
+        ("epoch", "num_epochs", "n_epochs", "max_epochs", "train_epochs"), "duration.epochs"
+    ),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "iterations"), "duration.steps"),
+    **dict.fromkeys(("arch", "architecture", "model", "model_name", "network"), "model.name"),
+    **dict.fromkeys(("opt", "optimizer_name"), "optimizer.kind"),
+    "wd": "optimizer.weight_decay",
+    "smoothing": "loss.label_smoothing",
+    **dict.fromkeys(("amp", "mixed_precision"), "precision"),
+    **dict.fromkeys(("num_classes", "n_classes"), "data.classes"),
+    **dict.fromkeys(("img_size", "input_size", "resolution"), "data.image_size"),
+    "ema_decay": "polish.ema",
+    **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
+    **dict.fromkeys(("logger", "tracker", "report_to"), "tracking"),
+}
+"""Words of other programs, and the keys of a recipe that they stand for."""
 
-def explain_problems(error: ValidationError, root: type[Section], *, source: str) -> str:
-    """Return what pydantic found wrong with a section and those below it, each by its path."""
+
+def meant_key(word: str, root: type[Section]) -> str | None:
+    """Return the key of `root` that a word with that meaning stands for; None if there is none.
+
+    The word is a synonym, or it is how one key alone ends that is no deeper than all such keys.
+
+    >>> from largebatch.recipe.recipe import Recipe
+    >>> [meant_key(word, Recipe) for word in ("batch-size", "train.lr", "momentum", "optimizer")]
+    ['batch.global_batch', 'schedule.peak_lr', 'optimizer.momentum', 'optimizer.kind']
+    """
+    sections = {key: sections_of(field.annotation) for key, _, field in every_field(root)}
+    if word in sections and not sections[word]:
+        return word
+    last = _plain(word.rpartition(".")[2])
+    for name in (_plain(word), last):
+        if SYNONYMS.get(name) in sections:
+            return SYNONYMS[name]
+    same = sorted((key for key in sections if key.split(".")[-1] == last), key=_depth)
+    if not same or (len(same) > 1 and _depth(same[0]) == _depth(same[1])):
+        return None
+    below = sections[same[0]]
+    chooser = chooser_of(below[0]) if below else None
+    return same[0] if not below else chooser and f"{same[0]}.{chooser}"
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-.]", "_", word.lower())
+
+
+def _depth(key: str) -> int:
+    return key.count(".")
+
+
+def set_words(key: str, value: str) -> str:
+    """Return the option that sets a key, as it is typed in a shell."""
+    return f"--set {shlex.quote(f'{key}={value}')}"
+
+
+def explain_problems(
+    error: ValidationError,
+    root: type[Section],
+    *,
+    source: str,
+    typed: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return what pydantic found wrong with a section and those below it, each by its path.
+
+    `typed` has the values of the keys that `--set` gave.
+    """
     found = error.errors(include_url=False)
     problems = [one for one in found if not _is_explained(one, found)]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [_explain(problem, root) for problem in problems[: SHOWN + 1]]
+    lines = [_explain(problem, root, typed) for problem in problems[: SHOWN + 1]]
     return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
 
 
@@ -40,7 +123,7 @@ def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:
     return any(one["loc"][: len(where)] == where != one["loc"] for one in every)
 
 
-def _explain(problem: ErrorDetails, root: type[Section]) -> str:
+def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str]) -> str:
     """Say one of pydantic's findings the way the author of a section thinks of it."""
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
@@ -50,7 +133,7 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            hint = nearest(keys[-1], known, otherwise=f"known keys: {', '.join(known)}", most=1)
+            hint = _hint(keys, known, root, typed)
             return f"{where}: {_MOVED.get(where) or f'unknown key; {hint}'}"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
@@ -59,20 +142,44 @@ def _explain(problem: ErrorDetails, root: type[Section]) -> str:
         case "union_tag_invalid":
             found = clip(repr(context["tag"]), LONGEST_NAME)
             wrong = f"{chooser}: expected one of {context['expected_tags']}, got {found}"
-            return wrong + _meant(context["tag"], context["expected_tags"])
+            meant = _meant(context["tag"], context["expected_tags"])
+            return "; ".join(filter(None, [wrong, meant]))
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             if "le" in context:  # with all of its digits in pydantic's words
                 message = f"input should be less than or equal to {context['le']:.10g}"
             found = clip(json.dumps(problem["input"]), LONGEST_NAME)
             meant = _meant(problem["input"], context.get("expected", ""))
-            return f"{where}: {message}, got {found}{meant}"
+            if problem["type"] in {"model_type", "dict_type"}:  # one word in place of a section
+                meant = _instead(where, root, typed) or f"see `largebatch explain {where}`"
+            return "; ".join(filter(None, [f"{where}: {message}, got {found}", meant]))
+
+
+def _hint(
+    keys: Sequence[str], known: Sequence[str], root: type[Section], typed: Mapping[str, str]
+) -> str:
+    """Return what may have been meant by a key that its section, with `known` keys, has not."""
+    where = ".".join(keys)
+    instead = _instead(where, root, typed)
+    if _plain(where) in SYNONYMS and instead:
+        return instead
+    otherwise = instead or f"known keys: {', '.join(known)}"
+    return nearest(keys[-1], known, otherwise=otherwise, most=1)
+
+
+def _instead(where: str, root: type[Section], typed: Mapping[str, str]) -> str | None:
+    """Return what to write in place of a key of another program, None where that is not known."""
+    meant = meant_key(where, root)
+    if meant is None or meant == where:
+        return None
+    if where not in typed:
+        return f"did you mean {meant!r}?"
+    return f"write {set_words(meant, typed[where])}"
 
 
 def _meant(found: object, expected: str) -> str:
     """Return a question after the word that may have been meant, of those in quotes."""
-    hint = nearest(str(found), re.findall("'([^']*)'", expected), otherwise="", most=1)
-    return hint and f"; {hint}"
+    return nearest(str(found), re.findall("'([^']*)'", expected), otherwise="", most=1)
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:

@@ -96,8 +96,17 @@ class BatchSizes(Section):
         for key, batch in self.by_key.items():
             if self.bn_span is not None and batch % self.bn_span:
                 name = key.removeprefix("batch.")
-                raise ValueError(f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span})")
+                raise ValueError(
+                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}){self._fits()}"
+                )
         return self
+
+    def _fits(self) -> str:
+        """Return words on the largest span below this one that fills every batch, if any does."""
+        spans = range(self.bn_span or 0, 1, -1)
+        batches = self.by_key.values()
+        found = next((span for span in spans if not any(each % span for each in batches)), None)
+        return "" if found is None else f"; --set batch.bn_span={found} would do"
 
 
 class NonFinite(Section):
@@ -174,7 +183,7 @@ class Recipe(Section):
     all images trained on, shown as validation images are, and the validation loss minus it; one
     forward pass over them."""
 
-    @field_validator("monitor", mode="before")
+    @field_validator("monitor", "tracking", mode="before")
     @classmethod
     def _one_word_is_a_list(cls, value: object) -> object:
         words = [value] if isinstance(value, str) else value

@@ -33,7 +33,7 @@ from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER, require_png
-from largebatch.storage import whole_file
+from largebatch.storage import Progress, silent, whole_file
 
 SMALLEST = 112
 """Images with shorter sides are enlarged to at least this."""
@@ -178,14 +178,16 @@ class _Group(NamedTuple):
     rows: Rows
 
 
-def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> None:
+def write_sheet(
+    path: Path, recipe: Recipe, *, folder: Path | None, progress: Progress = silent
+) -> None:
     """Write the contact sheet of a recipe, whose images may lie in `folder`, as a PNG file.
 
     Raises LargebatchError where the images cannot be read or the file cannot be written.
     """
     require_png(path, what="sheet")
     plan = make_plan(recipe.mathematics, workers=1)
-    pipeline = open_images(recipe, plan, Serial(), folder=folder)
+    pipeline = open_images(recipe, plan, Serial(), folder=folder, progress=progress)
     sheet = draw_sheet(show(pipeline), recipe, plan)
     try:
         with whole_file(path) as file:

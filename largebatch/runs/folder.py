@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
+from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences, dump_recipe
 from largebatch.recipe.recipe import Recipe
@@ -58,7 +59,8 @@ def open_folder(
     where a tracker cannot be used.
     """
     recipe = trainer.recipe
-    trackers: list[Tracker] = [Console(), *_open_trackers(trainer, folder, ids, resume=resume)]
+    console = Console(started=command_started())
+    trackers: list[Tracker] = [console, *_open_trackers(trainer, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)

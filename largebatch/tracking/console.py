@@ -35,9 +35,13 @@ class _Screen(RichConsole):
 
 
 class Console:
-    """A Tracker that shows samples/s, loss, rate and time left, and every evaluation."""
+    """A Tracker that shows samples/s, loss, rate and time left, and every evaluation.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    `started` is when the command was started, in seconds since 1970.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, started: float | None = None) -> None:
+        self._started = started
         self._console = _Screen(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: Any = None
@@ -118,12 +122,18 @@ class Console:
         end = "paused at --max-steps" if summary.status == "paused" else summary.status
         self._console.print(
             f"{end} after {summary.seconds:.1f} s"
+            + self._since_start()
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
             + "".join(
                 f"; learner {lost.learner} was lost after {lost.update} updates"
                 for lost in summary.lost
             )
         )
+
+    def _since_start(self) -> str:
+        if self._started is None:
+            return ""
+        return f" ({time.time() - self._started:.1f} s since the command was started)"
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1

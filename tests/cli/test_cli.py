@@ -58,12 +58,6 @@ def with_too_few(root: Path) -> Path:
     return root
 
 
-def test_no_words_at_all_show_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "usage: largebatch" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -313,6 +307,17 @@ def test_plan_prints_the_arithmetic(
         "from 0, peak 13 at step 540 (epoch 36.25), last 0.0325",
     ):
         assert part in shown
+
+
+def test_the_time_of_a_plan_says_what_it_includes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
+    assert main(["plan", DIGITS]) == DONE
+    *_, time, included, others = capsys.readouterr().out.splitlines()
+    assert time == "   this machine  not measured"
+    assert included == "       included  forward, backward and update of every step"
+    assert others.startswith("   not included  starting, reading images, sums over workers, eval")
 
 
 def test_light_commands_never_import_torch() -> None:

@@ -71,6 +71,8 @@ def test_what_was_counted_and_assumed_is_printed(
         "assumed: an image mirrored left to right is of the same class (data.flip)",
         "assumed: decoded images are cached",
         " on this machine, one worker on ",
+        "included: training and polishing, evaluations, reading the images",
+        "not included: starting, checkpoints, the report",
         "recipe: mine.yaml",
         "largebatch data show mine.yaml --data 'my data'",
     ):

@@ -23,6 +23,10 @@ def test_a_prediction_fits_a_screen_and_names_what_limits(
     assert max(map(len, lines)) <= 110
     rows = {line[:15].strip(): line[17:] for line in lines}
     assert rows["time"].startswith("66.7 s, 90% of such runs within 61.4 s to 72.4 s")
+    assert (
+        rows["included"] == "getting up to speed, updates, waits for input, evaluations, statistics"
+    )
+    assert "the job's own start" in rows["not included"]
     assert rows["limited by"] == "compute"
     assert rows["what helps"].startswith("against launch, 21%")
     assert "efficiency" in rows["throughput"]

@@ -1,9 +1,11 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
+from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import load_recipe
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -21,13 +23,45 @@ def test_an_installed_recipe_is_found_by_its_name_unless_there_is_such_a_file(
     assert load_recipe("digits_96").seed == 2
 
 
-def test_recipes_are_listed_by_name_and_then_by_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_by_data_set_with_measured_ones_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["recipes"]) == DONE
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:3] == ["cifar10_quick_128", "cifar10_resnet8_128", "cifar10_resnet8_3200"]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line for line in lines if re.match(r"\w+ \(", line)]
+    assert heads == [
+        "quickstart (embedded, needs no --data)",
+        "cifar10 (needs --data DIR)",
+        "fashion_mnist (needs --data DIR)",
+        "ptb (needs --data DIR)",
+        "imagenet (needs --data DIR)",
+        "imagenette (needs --data DIR)",
+    ]
+    start = lines.index("cifar10 (needs --data DIR)")
+    rows = [line.split() for line in lines[start + 1 : start + 6]]
+    assert rows[0] == ["cifar10_resnet9_128", "128", "13.0", "91.35", "%", "top-1"]
+    assert [row[0] for row in rows[1:]] == [
+        "cifar10_resnet9_1600",
+        "cifar10_quick_128",
+        "cifar10_resnet8_128",
+        "cifar10_resnet8_3200",
+    ]
+    names = [line.split()[0] for line in lines[1:] if line.startswith("  ")]
+    assert set(names) == set(installed())
     batches = [int(name.split("_")[1]) for name in names if name.startswith("resnet50_")]
     assert len(batches) > 20
     assert batches == sorted(batches)
+
+
+def test_a_wide_terminal_shows_more_of_where_a_recipe_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["recipes"]) == DONE
+    shown = capsys.readouterr().out
+    assert "after MLPerf Training's reference convergence point for 1,632\n" in shown
 
 
 @pytest.mark.parametrize(

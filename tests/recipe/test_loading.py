@@ -88,7 +88,11 @@ def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: 
         (["optimizer={eta: 1.0}"], "optimizer.kind: missing"),
         (["schedule.warmup={}"], "schedule.warmup: give either epochs or steps"),
         (["schedule.warmup={epochs: 1, steps: 1}"], "give either epochs or steps"),
-        (["batch.bn_span=7"], "batch: global_batch (96) must be a multiple of bn_span (7)"),
+        (
+            ["batch.global_batch=64"],
+            "batch: global_batch (64) must be a multiple of bn_span (48); --set batch.bn_span=32 w",
+        ),
+        (["batch.global_batch=61"], "global_batch (61) must be a multiple of bn_span (48)"),
         (["data.crop_area=[1, 0.5]"], "crop_area: the first bound must not exceed the second"),
         (["data.eval_resize=8"], "eval_resize (8) must be at least image_size (32)"),
         (

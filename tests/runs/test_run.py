@@ -458,6 +458,11 @@ def test_the_quickstart_shows_progress_and_ends_with_the_report(finished: dict[s
     assert lines[0].startswith("digits-96: 60 steps of 96 samples = 1 workers x 1 x 96")
     assert any(re.search(r"[\d.]+ samples/s  \d+:\d\d:\d\d left$", line) for line in lines)
     assert any("top-1" in line for line in lines)
+    times = re.fullmatch(
+        r"finished after (.+) s \((.+) s since the command was started\)", lines[-2]
+    )
+    assert times is not None
+    assert float(times[1]) < float(times[2])
     assert lines[-1] == f"report: {finished['one'] / 'report.html'}"
 
 

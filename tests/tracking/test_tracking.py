@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -260,6 +261,17 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "     clean  training images  top-1  99.00%  loss 0.0500  generalization gap +0.2000",
         "finished after 1.2 s",
     ]
+
+
+def test_the_end_of_a_run_tells_the_time_since_the_command_was_started_too() -> None:
+    stream = io.StringIO()
+    Console(stream, started=time.time() - 3600.25).record(FINISH)
+    found = re.fullmatch(
+        r"finished after 1\.2 s \((\d+)\.\d s since the command was started\)\n",
+        stream.getvalue(),
+    )
+    assert found is not None
+    assert int(found[1]) >= 3600
 
 
 def test_the_end_of_a_run_names_the_learners_that_were_lost() -> None:

@@ -33,8 +33,10 @@ from largebatch.errors import DataError
 from largebatch.storage import (
     CHECKSUM_BYTES,
     Mapped,
+    Progress,
     checksum,
     is_undamaged,
+    silent,
     user_cache,
     whole_file,
 )
@@ -95,7 +97,9 @@ def make_cache(
     return PixelCache(index, pixels, starts, alike, mapped)
 
 
-def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[Bytes]:
+def open_cache(
+    index: Index, *, backend: Backend, threads: int, progress: Progress = silent
+) -> PixelCache[Bytes]:
     """Decode every image of an index, unless that has been done before, and map the pixels.
 
     Worker 0 writes the file, then the first worker of each other machine that does not find it: in
@@ -115,7 +119,7 @@ def open_cache(index: Index, *, backend: Backend, threads: int) -> PixelCache[By
     for mine in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
         if mine and not _is_whole(path, total):
             _remove_unused(path.parent)
-            _write(path, index, threads)
+            _write(path, index, threads, progress)
         backend.barrier()
     try:
         mapped = Mapped.of(path)
@@ -149,14 +153,16 @@ def _is_whole(path: Path, total: int) -> bool:
     return whole
 
 
-def _write(path: Path, index: Index, threads: int) -> None:
+def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
     """Write the pixels of all images to a file that is there whole or not at all."""
 
     def written() -> Iterator[bytes | memoryview]:
         yield os.fsencode(path.name)  # so that the checksum is right under this name alone
-        for pixels in _decode_all(index, threads):
+        for done, pixels in enumerate(_decode_all(index, threads), start=1):
             file.write(pixels.data)
             yield pixels.data
+            if done % EACH == 0 or done == len(index):
+                progress(done, len(index))
 
     try:
         with whole_file(path) as file:

@@ -34,7 +34,7 @@ from largebatch.data.index.folder import ClassFolder, Shard, Source
 from largebatch.data.index.ignored import list_ignored
 from largebatch.data.index.shards import Unusable, read_shard
 from largebatch.data.types import IntArray
-from largebatch.storage import OF_THE_FILE, PART, THREADS, Progress, read_again
+from largebatch.storage import OF_THE_FILE, PART, THREADS, Progress, read_again, silent
 
 Read = Callable[[int, int], bytes]
 """Returns `length` bytes from `position` of the encoded image, fewer where it ends."""
@@ -226,12 +226,12 @@ def _sane(height: int, width: int) -> Size:
     return Size(height, width)
 
 
-def build(source: Source, *, progress: Progress | None = None) -> Content:
+def build(source: Source, *, progress: Progress = silent) -> Content:
     """Measure every image of a split; those that cannot be used are listed and left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of what is checked here
         build_kind = _build_shards if source.shards else _build_files
-        arrays, bad = build_kind(source, progress or (lambda _done, _total: None))
+        arrays, bad = build_kind(source, progress)
     header: dict[str, Any] = {
         "format": FORMAT,
         "split": source.split,

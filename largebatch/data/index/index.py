@@ -22,7 +22,7 @@ from largebatch.data.index.folder import difference, scan
 from largebatch.data.index.ignored import list_ignored
 from largebatch.data.types import Bytes, IntArray
 from largebatch.errors import DataError, shorten
-from largebatch.storage import Mapped, Progress, user_cache, write_whole
+from largebatch.storage import Mapped, Progress, silent, user_cache, write_whole
 
 
 class Location(NamedTuple):
@@ -135,7 +135,9 @@ def read_folder(root: Path, split: str) -> Index:
     return index_of(_read(root, split), root)
 
 
-def open_content(root: Path, split: str, *, every_file: bool = False) -> Content:
+def open_content(
+    root: Path, split: str, *, every_file: bool = False, progress: Progress = silent
+) -> Content:
     """Return the index stored for this folder; where there is none, read the folder and store one.
 
     `every_file`: compare them all now, since they will not be read. Raises DataError where the
@@ -152,7 +154,7 @@ def open_content(root: Path, split: str, *, every_file: bool = False) -> Content
             f"{root}: the folder is not what its index was made from: {reasons[0]}. Make the index "
             f"anew with: largebatch data index {root}"
         )
-    return make(root, split)
+    return make(root, split, progress=progress)
 
 
 def require_stored(root: Path, *, purpose: str) -> None:
@@ -200,9 +202,7 @@ def _foreign(file: Path, fault: str) -> DataError:
     )
 
 
-def make(
-    root: Path, split: str, *, drop_bad: bool = False, progress: Progress | None = None
-) -> Content:
+def make(root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent) -> Content:
     """Read the header of every image of a split and store the index; refuse or drop bad ones.
 
     It is stored beside the images, in the user's cache where that folder cannot be written to, and
@@ -273,7 +273,7 @@ def _difference(content: Content, root: Path, *, every_file: bool) -> str | None
 
 
 def _read(
-    root: Path, split: str, *, drop_bad: bool = False, progress: Progress | None = None
+    root: Path, split: str, *, drop_bad: bool = False, progress: Progress = silent
 ) -> Content:
     try:
         content = build(scan(root, split), progress=progress)

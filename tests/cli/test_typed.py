@@ -1,0 +1,150 @@
+"""What people type who know other programs: one sentence answers, with what was meant."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from largebatch.cli.main import DONE, USER, main, make_parser
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.problems import SYNONYMS, meant_key
+from largebatch.recipe.recipe import Recipe
+
+
+def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the message that a mistake in a command is answered with."""
+    try:
+        code: object = main(shlex.split(command))
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (USER, "")
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("train digits_96 --epochs 3", "no option --epochs: write --set duration.epochs=3"),
+        ("train --epochs 3 digits_96", "no option --epochs: write --set duration.epochs=3"),
+        ("train digits_96 --lr=0.1", "no option --lr: write --set schedule.peak_lr=0.1"),
+        ("plan digits_96 --batch-size 64", "--batch-size: write --set batch.global_batch=64"),
+        ("train digits_96 --weight_decay 0", "write --set optimizer.weight_decay=0"),
+        ("train digits_96 --seed -1", "no option --seed: write --set seed=-1"),
+        ("train digits_96 --lr", "no option --lr: write --set schedule.peak_lr=VALUE"),
+        ("train digits_96 --optimizer sgd", "write --set optimizer.kind=sgd"),
+        ("train digits_96 --model 'my net'", "write --set 'model.name=my net'"),
+        ("train digits_96 lr=0.1", "no option lr: write --set schedule.peak_lr=0.1"),
+        (
+            "train digits_96 --epochs 3 --lr 1",
+            "--epochs: write --set duration.epochs=3; there is no option --lr: write --set sched",
+        ),
+        ("train digits_96 --wrkers 2", "no option --wrkers; did you mean '--workers'?"),
+        ("report run --lr 1", "no option --lr; `largebatch report --help` lists them"),
+        ("train digits_96 other", "'other' is one word too many"),
+        ("trian", "largebatch: there is no command 'trian'; did you mean 'train'?"),
+        ("data improt", "largebatch data: there is no command 'improt'; did you mean 'import'?"),
+        ("data", "largebatch data: give a command: index, verify, pack, import or show"),
+        ("help", "there is no command 'help'; `largebatch --help` lists them"),
+        ("train digits_96 --backend gloo", "--backend: expected one of auto, serial, torch, hor"),
+        ("train digits_96 --backend horovd", "got 'horovd'; did you mean 'horovod'?"),
+        ("train", "largebatch train: the following arguments are required: recipe"),
+        ("train digits_96 --workers 0", "argument --workers: expected 1 or more, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence_with_what_was_meant(
+    command: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = typed(command, capsys)
+    assert answer in shown
+    assert shown.startswith("largebatch")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("lr=0.1", "lr: unknown key; write --set schedule.peak_lr=0.1"),
+        ("batch.size=64", "batch.size: unknown key; write --set batch.global_batch=64"),
+        ("optimizer.lr=0.1", "optimizer.lr: unknown key; write --set schedule.peak_lr=0.1"),
+        ("batch={size: 64}", "batch.size: unknown key; did you mean 'batch.global_batch'?"),
+        (
+            "model=resnet50",
+            'model: input should be an object, got "resnet50"; write --set model.name=resnet50',
+        ),
+        (
+            "optimizer=sgd",
+            'optimizer: input should be an object, got "sgd"; write --set optimizer.kind=sgd',
+        ),
+        ("loss=3", "loss: input should be an object, got 3; see `largebatch explain loss`"),
+        ("bach.global_batch=64", "bach: unknown key; did you mean 'batch'?"),
+    ],
+)
+def test_a_key_of_another_program_is_answered_with_that_of_recipes(
+    key: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer in typed(f"train digits_96 --set '{key}'", capsys)
+
+
+def test_a_key_of_another_program_in_a_file_is_answered_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("learning_rate: 0.1\n")
+    assert "learning_rate: unknown key; did you mean 'schedule.peak_lr'?" in typed(
+        f"check {path}", capsys
+    )
+    assert "no recipe has the key 'lr'; did you mean 'schedule.peak_lr'?" in typed(
+        "explain lr", capsys
+    )
+
+
+def test_every_synonym_stands_for_a_key_and_is_none_itself() -> None:
+    for word, key in SYNONYMS.items():
+        assert meant_key(key, Recipe) == key
+        assert meant_key(word, Recipe) == key
+
+
+def test_one_tracker_needs_no_brackets() -> None:
+    assert load_recipe("digits_96", ["tracking=wandb"]).tracking == ("wandb",)
+
+
+@pytest.mark.parametrize("name", ["digits_96.yaml", "recipes/digits_96.yaml", "digit_96.yml"])
+def test_the_file_name_of_an_installed_recipe_is_answered_with_its_name(
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert typed(f"train {name}", capsys) == (
+        f"largebatch: {name}: cannot read the recipe: No such file or directory; an installed "
+        "recipe is named without folder and .yaml: did you mean 'digits_96'?\n"
+    )
+
+
+def test_a_shortened_run_names_all_that_has_to_be_shorter_and_the_words_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = typed("check digits_96 --set duration.epochs=3", capsys)
+    assert "schedule.warmup (75 steps) and polish.clean (75 steps) must be shorter" in shown
+    words = shown.partition(" add ")[2]
+    assert main(shlex.split(f"check digits_96 --set duration.epochs=3 {words}")) == DONE
+
+
+def test_no_words_at_all_show_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == DONE
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert len(lines) <= 16
+    assert max(map(len, lines)) <= 80
+    (subparsers,) = (
+        each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
+    assert all(name in shown for name in subparsers.choices)
+    begins = re.findall(r"^  largebatch (.+?)  ", shown, re.MULTILINE)
+    assert len(begins) >= 4
+    for words in begins:
+        make_parser().parse_args(words.split())
