@@ -70,6 +70,7 @@ def _add_imports(
     parsers = {name: add_command(names, name, _import, text) for name, text in NAMES.items()}
     for parser in parsers.values():
         parser.add_argument("source", type=Path, metavar="SOURCE")
+        parser.set_defaults(drop_bad=False)  # where there is no such option
         _add_output(parser)
     parsers["idx"].add_argument(
         "--classes", type=_names, required=True, metavar="A,B,...", help="names of the labels 0, 1"
@@ -80,6 +81,7 @@ def _add_imports(
         "--val-name", default="val", metavar="NAME", help="split that validates"
     )
     for parser in (parsers["imagefolder"], parsers["parquet"]):
+        parser.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
         parser.add_argument(
             "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
         )
@@ -209,6 +211,7 @@ def _import(args: argparse.Namespace) -> int:
             args.out,
             shard_bytes=args.shard_mb * 10**6,
             progress=progress,
+            drop_bad=args.drop_bad,
             options=options,
         )
     print(printable("\n".join(remarks)), end="\n" if remarks else "")
