@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import add_command, add_set, count
+from largebatch.cli.arguments import add_command, add_set, count, out_folder
 from largebatch.errors import DataError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
@@ -106,7 +106,7 @@ def _fraction(text: str) -> float:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument("--out", type=out_folder, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
         "--shard-mb", type=count, default=256, metavar="N", help="longest shard, 10^6 bytes"
     )

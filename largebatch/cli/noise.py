@@ -15,6 +15,7 @@ from largebatch.cli.arguments import (
     count,
     machine_of,
     options_of,
+    out_folder,
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
@@ -41,7 +42,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     add_execution(noise)
     noise.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(noise)
-    noise.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
+    noise.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
     noise.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates")
     noise.add_argument(
         "--measure",
