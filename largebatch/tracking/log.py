@@ -56,7 +56,9 @@ class JsonLines:
             whole, reason = False, str(error.strerror)
         if not whole:
             os.ftruncate(self._file.fileno(), before.st_size)
-            raise CheckpointError(f"{self._path}: cannot be written: {reason}")
+            raise CheckpointError(
+                f"{self._path}: cannot be written: {reason}; make room and go on with --resume"
+            )
 
     def close(self) -> None:
         """Let another process own the file."""

@@ -142,10 +142,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 file.write(part)
             file.write(checksum(parts))
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.strerror}; the checkpoints before it are as they "
-            "were: make room and go on with --resume"
-        ) from None
+        there = "the checkpoints before it are as they were: make room and go on with --resume"
+        if not _newest_first(folder):
+            there = "there is no checkpoint before it: make room and start again with --resume"
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}; {there}") from None
     return path
 
 
