@@ -26,6 +26,7 @@ TERMINATED = 128 + signal.SIGTERM
 NAMES = {
     "fashion-mnist": "its four official .gz files, in the folder SOURCE",
     "cifar10": "cifar-10-python.tar.gz, which SOURCE is or holds",
+    "mnist": "its four files, packed with gzip or not, in the folder SOURCE",
     "idx": "four files in the layout of MNIST, packed with gzip or not, in the folder SOURCE",
     "imagefolder": "class folders in a folder, a zip or a tar; ImageNet's tars",
     "parquet": "Parquet files as the Hugging Face hub lays them out, in the folder SOURCE",
@@ -73,7 +74,7 @@ def _add_imports(
         parser.set_defaults(drop_bad=False)  # where there is no such option
         _add_output(parser)
     parsers["idx"].add_argument(
-        "--classes", type=_names, required=True, metavar="A,B,...", help="names of the labels 0, 1"
+        "--classes", type=_names, metavar="A,B,...", help="names of the labels 0, 1, ... (0,1,...)"
     )
     parsers["parquet"].add_argument("--val-name", metavar="NAME", help="split that validates")
     parsers["parquet"].add_argument("--label", metavar="COLUMN", help="if there are several")

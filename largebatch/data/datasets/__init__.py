@@ -5,6 +5,7 @@ The archives are on disk already: nothing is downloaded. Arrays become PNGs, fil
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         "fashion-mnist": arrays.open_fashion_mnist,
         "cifar10": arrays.open_cifar10,
+        "mnist": partial(arrays.open_idx, classes=arrays.DIGITS),
         "idx": arrays.open_idx,
         "imagefolder": image_folder.open_archives,
         "parquet": parquet.open_parquet,
