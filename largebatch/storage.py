@@ -108,8 +108,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def remove_leftovers(*folders: Path) -> None:
     """Remove what writers that were killed left in these folders, of which no other is at work."""
     for folder in folders:
-        for path in folder.glob(f".*{_PARTIAL}"):
+        for path in find_leftovers(folder):
             path.unlink(missing_ok=True)
+
+
+def find_leftovers(folder: Path) -> Iterator[Path]:
+    """Yield the files that writers have not finished."""
+    return folder.glob(f".*{_PARTIAL}")
 
 
 def _sync_folder(folder: Path) -> None:

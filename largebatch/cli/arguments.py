@@ -16,6 +16,9 @@ Call = Callable[[argparse.Namespace], int]
 INTERRUPTED = 75
 """The exit code of what was asked to stop and has saved."""
 
+ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".onnx", ".pth", ".csv"}
+"""The endings of file names that are given by mistake where a folder is expected."""
+
 
 def add_command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
@@ -38,6 +41,16 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
     return number
+
+
+def out_folder(text: str) -> Path:
+    """Read the path of a folder to write to, which has no file's name."""
+    path = Path(text)
+    if path.suffix.lower() in ENDINGS and not path.exists():
+        raise argparse.ArgumentTypeError(
+            f"expected a folder, got {text!r}, the name of a file; such as {path.with_suffix('')}"
+        )
+    return path
 
 
 def part(text: str) -> float:

@@ -11,6 +11,7 @@ from largebatch.cli.arguments import (
     add_machine,
     count,
     machine_of,
+    out_folder,
     part,
 )
 from largebatch.distributed.environment import worker_rank
@@ -41,7 +42,9 @@ def add_settings_commands(command: Command) -> None:
 def _add_study(bench: argparse.ArgumentParser) -> None:
     """Add what both kinds of studies take."""
     bench.add_argument("study", type=Path, metavar="STUDY.yaml")
-    bench.add_argument("--out", type=Path, metavar="DIR", help="run folders (runs/<study's name>)")
+    bench.add_argument(
+        "--out", type=out_folder, metavar="DIR", help="run folders (runs/<study's name>)"
+    )
     bench.add_argument(
         "--storage",
         metavar="URL",

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import add_command, add_set, count
+from largebatch.cli.arguments import add_command, add_set, count, out_folder
 from largebatch.errors import DataError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
@@ -27,6 +27,7 @@ TERMINATED = 128 + signal.SIGTERM
 NAMES = {
     "fashion-mnist": "its four official .gz files, in the folder SOURCE",
     "cifar10": "cifar-10-python.tar.gz, which SOURCE is or holds",
+    "mnist": "its four files, packed with gzip or not, in the folder SOURCE",
     "idx": "four files in the layout of MNIST, packed with gzip or not, in the folder SOURCE",
     "imagefolder": "class folders in a folder, a zip or a tar; ImageNet's tars",
     "parquet": "Parquet files as the Hugging Face hub lays them out, in the folder SOURCE",
@@ -71,9 +72,10 @@ def _add_imports(
     parsers = {name: add_command(names, name, _import, text) for name, text in NAMES.items()}
     for parser in parsers.values():
         parser.add_argument("source", type=Path, metavar="SOURCE")
+        parser.set_defaults(drop_bad=False)  # where there is no such option
         _add_output(parser)
     parsers["idx"].add_argument(
-        "--classes", type=_names, required=True, metavar="A,B,...", help="names of the labels 0, 1"
+        "--classes", type=_names, metavar="A,B,...", help="names of the labels 0, 1, ... (0,1,...)"
     )
     parsers["parquet"].add_argument("--val-name", metavar="NAME", help="split that validates")
     parsers["parquet"].add_argument("--label", metavar="COLUMN", help="if there are several")
@@ -81,6 +83,7 @@ def _add_imports(
         "--val-name", default="val", metavar="NAME", help="split that validates"
     )
     for parser in (parsers["imagefolder"], parsers["parquet"]):
+        parser.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
         parser.add_argument(
             "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
         )
@@ -105,7 +108,7 @@ def _fraction(text: str) -> float:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument("--out", type=out_folder, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
         "--shard-mb", type=count, default=256, metavar="N", help="longest shard, 10^6 bytes"
     )
@@ -210,6 +213,7 @@ def _import(args: argparse.Namespace) -> int:
             args.out,
             shard_bytes=args.shard_mb * 10**6,
             progress=progress,
+            drop_bad=args.drop_bad,
             options=options,
         )
     print(printable("\n".join(remarks)), end="\n" if remarks else "")

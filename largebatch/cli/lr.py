@@ -16,6 +16,7 @@ from largebatch.cli.arguments import (
     add_set,
     count,
     options_of,
+    out_folder,
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import RecipeError, printable
@@ -59,7 +60,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ranged.add_argument("--seeds", type=count, default=3, metavar="N", help="runs (3)")
     ranged.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(ranged)
-    ranged.add_argument("--out", type=Path, metavar="DIR", help="folder (runs/<name>-<time>)")
+    ranged.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
 
     bench.add_commands(command)
     recommend.add_commands(command)

@@ -44,6 +44,7 @@ from largebatch.cli.arguments import (
     count,
     machine_of,
     options_of,
+    out_folder,
     seconds,
 )
 from largebatch.cli.parser import Parser, cut, print_overview
@@ -334,7 +335,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_execution(train)
     train.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(train)
-    train.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
+    train.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
     train.add_argument(
         "--resume",
         choices=("yes", "auto"),
@@ -364,7 +365,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     exported = command("export", _export, "write a saved model for timm, and as ONNX")
     exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
-    exported.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    exported.add_argument("--out", type=out_folder, required=True, metavar="DIR", help="new folder")
     exported.add_argument("--onnx", action="store_true", help="model.onnx besides")
     add_imports(exported)
 

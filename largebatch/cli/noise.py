@@ -15,10 +15,13 @@ from largebatch.cli.arguments import (
     count,
     machine_of,
     options_of,
+    out_folder,
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import LOG, REPORT
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     add_execution(noise)
     noise.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
     add_machine(noise)
-    noise.add_argument("--out", type=Path, metavar="DIR", help="run folder (runs/<name>-<time>)")
+    noise.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
     noise.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates")
     noise.add_argument(
         "--measure",
@@ -87,6 +90,7 @@ def _interrupted(out: Path) -> int:
 def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
     """Train with the monitor; return the run folder and how the run ended."""
     recipe = load_recipe(args.recipe, [*args.set, _MONITOR])
+    _require_updates(recipe, args)
     from largebatch.runs.folder import default_folder
     from largebatch.runs.run import run
 
@@ -102,16 +106,33 @@ def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
     return folder, summary.status
 
 
+def _require_updates(recipe: Recipe, args: argparse.Namespace) -> None:
+    """Raise LargebatchError where a run would have fewer updates than a noise scale needs."""
+    from largebatch.report.noise import LEAST
+
+    planned = make_plan(recipe, workers=args.workers).steps
+    found, remedy = f"duration has {planned:,} updates", "train for longer"
+    if args.max_steps is not None and args.max_steps < planned:
+        planned = args.max_steps
+        found, remedy = f"--max-steps {planned}", f"give --max-steps {LEAST} or more"
+    if planned < LEAST:
+        raise LargebatchError(f"{found}: the noise scale needs {LEAST} updates or more; {remedy}")
+
+
 def _show(folder: Path) -> None:
     """Print the noise scale over the parts of a run, and what it means."""
-    from largebatch.report.noise import course, describe_noise, samples
+    from largebatch.report.noise import LEAST, course, describe_noise, measured, samples
     from largebatch.report.run import read_run
 
     record = read_run(folder)
     parts = course(record)
+    number = len(measured(record))
+    if not number:
+        raise CheckpointError(f"{folder}: holds no noise scale; train with --set {_MONITOR}")
     if not parts:
         raise CheckpointError(
-            f"{folder}: holds no noise scale, or of too few updates; train with --set {_MONITOR}"
+            f"{folder}: holds the noise scale of {number} updates, expected {LEAST} or more; "
+            "train longer"
         )
     print(f"{'steps':>17}  {'noise scale':>11}  95 %")
     for part in parts:

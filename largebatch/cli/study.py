@@ -6,7 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import INTERRUPTED, add_command, add_machine, count, machine_of
+from largebatch.cli.arguments import (
+    INTERRUPTED,
+    add_command,
+    add_machine,
+    count,
+    machine_of,
+    out_folder,
+)
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 
@@ -27,7 +34,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     staleness = command("staleness", _staleness, text)
     staleness.add_argument("study", metavar="STUDY", help="a YAML file, or an installed one: rudra")
     staleness.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the records (runs/<name>)"
+        "--out", type=out_folder, metavar="DIR", help="folder of the records (runs/<name>)"
     )
     staleness.add_argument(
         "--processes", type=count, default=1, dest="parallel", metavar="N", help="runs at a time"
@@ -45,7 +52,7 @@ def _add_hosts(study: argparse.ArgumentParser, *, suite: str) -> None:
     """Add what studies on hosts of this machine have in common."""
     study.add_argument("study", metavar="STUDY", help=f"a YAML file, or an installed one: {suite}")
     study.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the records (runs/<name>)"
+        "--out", type=out_folder, metavar="DIR", help="folder of the records (runs/<name>)"
     )
     study.add_argument(
         "--data", type=_named_folder, action="append", default=[], metavar="RECIPE=DIR",

@@ -38,7 +38,7 @@ def course(run: Run) -> list[Part]:
 
     The affine stage is left out, in which few weights have gradients.
     """
-    steps = _measured(run)
+    steps = measured(run)
     number = min(PARTS, len(steps) // LEAST)
     bounds = [round(part * len(steps) / number) for part in range(number + 1)] if number else []
     return [_part(run, steps[begin:end]) for begin, end in pairwise(bounds)]
@@ -46,12 +46,12 @@ def course(run: Run) -> list[Part]:
 
 def has_course(run: Run) -> bool:
     """Tell whether there are updates enough for one part, without an estimate."""
-    return len(_measured(run)) >= LEAST
+    return len(measured(run)) >= LEAST
 
 
 def latest(run: Run) -> Part:
     """Return the noise scale over the end of a run: its last part, or more until it has a bound."""
-    steps = _measured(run)
+    steps = measured(run)
     number = len(steps) // max(1, min(PARTS, len(steps) // LEAST))
     part = _part(run, steps[-number:])
     while not math.isfinite(part.found.high) and number < len(steps):
@@ -80,7 +80,8 @@ def over(run: Run, steps: list[Step]) -> NoiseScale:
     return estimate(squares)
 
 
-def _measured(run: Run) -> list[Step]:
+def measured(run: Run) -> list[Step]:
+    """Return the updates whose noise scale was measured; those of the affine stage do not count."""
     return [
         step
         for step in run.steps

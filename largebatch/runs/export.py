@@ -1,6 +1,7 @@
 """A saved run -> files that other programs load: weights, timm's configuration, a card, ONNX."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
         RECIPE: dump_recipe(recipe).encode(),
     }
     if is_timms(recipe.model.name):
-        files[CONFIG] = json.dumps(_config(recipe), indent=2).encode()
+        config = _config(recipe, checkpoint.origin.get("classes", []))
+        files[CONFIG] = json.dumps(config, indent=2).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
@@ -67,12 +69,13 @@ def export(path: Path, out: Path, *, onnx: bool = False, imports: Sequence[str] 
     return sorted(out.iterdir())
 
 
-def _config(recipe: Recipe) -> dict[str, object]:
+def _config(recipe: Recipe, classes: Sequence[str]) -> dict[str, object]:
     """Return what timm reads of a model, in its words."""
     data = recipe.images
     return {
         "architecture": recipe.model.name.partition(".")[0],
         "num_classes": data.classes,
+        **({"label_names": list(classes)} if classes else {}),
         "model_args": recipe.model.arguments,
         "pretrained_cfg": {
             "input_size": [3, data.image_size, data.image_size],
@@ -97,16 +100,26 @@ def _load_classifier(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def _describe_loading(recipe: Recipe) -> tuple[str, str]:
+    """Return the library that loads the model, and the Python code that does."""
+    name, arguments = recipe.model.name, recipe.model.arguments
+    if is_timms(name):
+        code = (
+            'import timm\n\nmodel = timm.create_model("local-dir:<this folder>", pretrained=True)'
+        )
+        return "timm", code
+    given = f", arguments={arguments}" if arguments else ""
+    return "largebatch", (
+        "import largebatch.models\nimport safetensors.torch\n\n"
+        f'model = largebatch.models.build("{name}", num_classes={recipe.data.classes}{given})\n'
+        f'model.load_state_dict(safetensors.torch.load_file("{WEIGHTS}"))'
+    )
+
+
 def _card(checkpoint: Checkpoint, *, source: Path) -> str:
     """Return a model card: what the model is, how it was trained, what was measured."""
     recipe, name = checkpoint.recipe, checkpoint.recipe.model.name
-    load = 'import timm\n\nmodel = timm.create_model("local-dir:<this folder>", pretrained=True)'
-    if not is_timms(name):
-        load = (
-            "import largebatch.models\nimport safetensors.torch\n\n"
-            f'model = largebatch.models.build("{name}", num_classes={recipe.data.classes})\n'
-            f'model.load_state_dict(safetensors.torch.load_file("{WEIGHTS}"))'
-        )
+    library, load = _describe_loading(recipe)
     rows = [
         f"| {stage.name} | {stage.top1:.2%} | {stage.top5:.2%} | {stage.loss:.4f} | "
         f"{'yes' if stage.kept else 'rolled back'} |"
@@ -114,7 +127,7 @@ def _card(checkpoint: Checkpoint, *, source: Path) -> str:
     ]
     batches = ", then ".join(f"{size:,}" for size in recipe.batch.by_key.values())
     return f"""---
-library_name: timm
+library_name: {library}
 pipeline_tag: image-classification
 ---
 # {recipe.name}: {name}, {recipe.data.classes} classes
@@ -126,6 +139,8 @@ Trained with largebatch {versions()["largebatch"]} in batches of {batches} for
 {load}
 ```
 
+{_describe_input(recipe, checkpoint.origin.get("classes", []))}
+
 On {recipe.data.val_split:,} validation images, after each stage that has ended:
 
 | stage | top-1 | top-5 | loss | kept |
@@ -134,17 +149,39 @@ On {recipe.data.val_split:,} validation images, after each stage that has ended:
 """
 
 
+def _describe_input(recipe: Recipe, classes: Sequence[str]) -> str:
+    """Return how an image is prepared, as a table, and which class each of the outputs is."""
+    data = recipe.images
+    side, how = data.image_size, data.interpolation
+    cut = f"the whole image, resized ({how})"
+    if data.eval_resize:
+        cut = f"the centre after the short side is resized to {data.eval_resize} ({how})"
+    rows = [
+        "| input | RGB, channels first, values from 0 to 1, then (value - mean) / std |",
+        "|---|---|",
+        f"| size | {side} x {side} pixels, {cut} |",
+        f"| mean | {', '.join(map(str, data.mean))} |",
+        f"| std | {', '.join(map(str, data.std))} |",
+    ]
+    if classes:
+        names = ", ".join(f"{label} `{name}`" for label, name in enumerate(classes))
+        rows += ["", f"Classes by label: {names}"]
+    return "\n".join(rows)
+
+
 def _write_onnx(model: nn.Module, recipe: Recipe, path: Path) -> None:
     """Write the model for batches of any size."""
     side = recipe.images.image_size
-    torch.onnx.export(
-        model,
-        (torch.zeros(2, 3, side, side),),
-        path,
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
-        external_data=False,
-        dynamo=True,
-        verbose=False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's exporter uses what PyTorch deprecates
+        torch.onnx.export(
+            model,
+            (torch.zeros(2, 3, side, side),),
+            path,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+            external_data=False,
+            dynamo=True,
+            verbose=False,
+        )

@@ -20,7 +20,7 @@ from largebatch.errors import CheckpointError, shorten
 from largebatch.recipe.loading import differences, dump_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Resume
-from largebatch.storage import remove_leftovers, write_whole
+from largebatch.storage import find_leftovers, remove_leftovers, write_whole
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     CHECKPOINTS,
@@ -104,7 +104,9 @@ def _open_trackers(
 
 
 def _unwritable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder}: cannot be written: {error.strerror}")
+    return CheckpointError(
+        f"{folder}: cannot be written: {error.strerror}; make room or choose another --out"
+    )
 
 
 def read_checkpoint(folder: Path, backend: Backend, *, resume: Resume) -> Checkpoint | None:
@@ -198,8 +200,17 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
         resume = (folder / RECIPE).exists()
     if resume and not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder}: there is no run to resume; leave --resume out")
-    if not resume and folder.exists() and any(folder.iterdir()):
+    if not resume and _holds_files(folder):
         raise CheckpointError(
             f"{folder}: already holds files; choose another --out, or add --resume to go on with "
             "the run in it"
         )
+
+
+def _holds_files(folder: Path) -> bool:
+    """Return True if a folder holds more than a run leaves that could not write its recipe."""
+    files = set(folder.iterdir()) if folder.exists() else set()
+    log = folder / LOG
+    if log in files and not log.stat().st_size:
+        files -= {log, *find_leftovers(folder)}
+    return bool(files)

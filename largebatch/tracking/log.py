@@ -57,7 +57,9 @@ class JsonLines:
             whole, reason = False, str(error.strerror)
         if not whole:
             os.ftruncate(self._file.fileno(), before.st_size)
-            raise LogError(f"{self._path}: cannot be written: {reason}")
+            raise LogError(
+                f"{self._path}: cannot be written: {reason}; make room and go on with --resume"
+            )
 
     def _require_in_place(self, own: os.stat_result) -> None:
         """Raise LogError unless the log in the folder is this file still."""

@@ -72,8 +72,8 @@ class Checkpoint:
     """All of it, as TrainState.state_dict."""
 
     origin: dict[str, Any] = field(default_factory=dict)
-    """What it was made with: `plan`, `data` (what identifies the images), `versions`, `trackers`
-    (their ids for the run)."""
+    """What it was made with: `plan`, `data` (what identifies the images), `classes` (their names by
+    label), `versions`, `trackers` (their ids for the run)."""
 
     @classmethod
     def of(cls, recipe: Recipe, state: dict[str, Any], **origin: object) -> Self:
@@ -83,6 +83,7 @@ class Checkpoint:
                 raise TypeError(f"{key} is no mapping")
         if not isinstance(origin.get("trackers", {}), dict):
             raise TypeError("trackers is no mapping")
+        _CLASSES.validate_python(origin.get("classes", []), strict=True)
         progress = _PROGRESS.validate_json(json.dumps(state["progress"]), strict=True)
         stages = _STAGES.validate_python(state["stages"])
         return cls(recipe, progress, stages, state, origin)
@@ -105,6 +106,7 @@ class Checkpoint:
 
 _PROGRESS = TypeAdapter(Progress)
 _STAGES = TypeAdapter(list[StageResult])
+_CLASSES = TypeAdapter(list[str])
 
 
 class Retention(NamedTuple):
@@ -142,10 +144,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 file.write(part)
             file.write(checksum(parts))
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.strerror}; the checkpoints before it are as they "
-            "were: make room and go on with --resume"
-        ) from None
+        there = "the checkpoints before it are as they were: make room and go on with --resume"
+        if not _newest_first(folder):
+            there = "there is no checkpoint before it: make room and start again with --resume"
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}; {there}") from None
     return path
 
 

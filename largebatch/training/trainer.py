@@ -17,7 +17,7 @@ from largebatch.data.batches import CleanSamples, Pipeline
 from largebatch.distributed.agreement import require_same_bits
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
-from largebatch.errors import CheckpointError
+from largebatch.errors import CheckpointError, printable
 from largebatch.models.batchnorm import Spans
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift, polish
@@ -287,6 +287,7 @@ class Trainer:
                 copy_state(self.state.state_dict()),
                 plan=asdict(self.plan),
                 data=self.pipeline.splits,
+                classes=list(map(printable, self.pipeline.classes)),
                 versions=versions(),
                 trackers=read_ids(self.checkpoints.parent),
             )

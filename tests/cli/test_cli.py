@@ -280,6 +280,29 @@ def test_resume_needs_to_know_which_run_and_out_is_a_folder(
     assert "/proc/run: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "lr range digits_96 --out range.png",
+        "train digits_96 --out report.html",
+        "export run --out model.onnx",
+        "noise digits_96 --out noise.png",
+        "data pack data --out shards.json",
+        "study staleness rudra --out trade-off.png",
+    ],
+)
+def test_a_file_s_name_makes_no_folder(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    *_, name = words.split()
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    said = capsys.readouterr().err
+    assert f"argument --out: expected a folder, got '{name}', the name of a file; such as" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_check_reports_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", DIGITS, FUJITSU]) == DONE
     assert capsys.readouterr().out == f"{DIGITS}: ok\n{FUJITSU}: ok\n"

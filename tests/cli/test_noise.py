@@ -80,7 +80,34 @@ def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
     run(a_recipe(changes=(*LENET, "duration={steps: 3}")), out=tmp_path / "other")
     assert '<section id="noise">' not in make_page(read_run(tmp_path / "other"))
     assert main(["noise", str(tmp_path / "other")]) == USER
-    assert "holds no noise scale, or of too few updates; train with" in capsys.readouterr().err
+    assert "holds no noise scale; train with --set monitor=noise_scale" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--max-steps", "8"], "--max-steps 8"),
+        (["--set", "duration={steps: 8}", "--set", "polish=null"], "duration has 8 updates"),
+    ],
+)
+def test_a_run_too_short_to_measure_is_refused_before_it_trains(
+    words: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--set", "schedule.warmup={steps: 2}", *words]
+    assert main(["noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
+    said = capsys.readouterr().err
+    assert f"{found}: the noise scale needs {LEAST} updates or more" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_monitored_run_that_was_too_short_is_not_told_to_use_the_monitor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = (*LENET, "monitor=noise_scale", "duration={steps: 3}")
+    run(a_recipe(changes=changes), out=tmp_path / "short")
+    assert main(["noise", str(tmp_path / "short")]) == USER
+    said = capsys.readouterr().err
+    assert f"holds the noise scale of 3 updates, expected {LEAST} or more; train longer" in said
 
 
 @pytest.mark.parametrize(

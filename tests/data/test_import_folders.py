@@ -10,6 +10,7 @@ import pytest
 from class_folders import fields, write_folder, write_image
 from importing import imported
 
+from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import read_folder
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
@@ -95,8 +96,40 @@ def test_broken_images_of_an_archive_are_named(tmp_path: Path) -> None:
     source = as_one_zip(tmp_path / "root", tmp_path)
     with pytest.raises(DataError) as caught:
         imported(source, tmp_path / "out")
-    assert "1 of 5 images in train cannot be used" in str(caught.value)
+    assert "1 of 9 images cannot be used" in str(caught.value)
     assert "root/train/dog/b.png: the file is empty" in str(caught.value)
+    assert "the same `largebatch data import` with --drop-bad" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_images_can_be_left_out_as_the_message_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path / "root", split)
+    (tmp_path / "root/train/dog/b.png").write_bytes(b"")
+    (tmp_path / "root/val/cat/c.jpg").write_text("no image")
+    words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
+    assert main(words) == USER
+    assert "--drop-bad" in capsys.readouterr().err
+    assert main([*words, "--drop-bad"]) == DONE
+    shown = capsys.readouterr().out
+    assert "2 of 9 images left out:" in shown
+    assert "root: train/dog/b.png: the file is empty" in shown
+    assert "root: val/cat/c.jpg: no readable image" in shown
+    assert "3 training and 4 validation images" in shown
+
+
+def test_a_split_of_broken_images_alone_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path / "root", split)
+    for path in (tmp_path / "root/val").rglob("*.*"):
+        path.write_bytes(b"")
+    words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
+    assert main([*words, "--drop-bad"]) == USER
+    assert "no image of val can be used" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

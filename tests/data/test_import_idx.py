@@ -16,8 +16,8 @@ from largebatch.data.index.index import read_folder
 NAMES = "zero,one,two,three,four,five,six,seven,eight,nine"
 
 
-def command(source: Path, out: Path, *, classes: str = NAMES, name: str = "idx") -> int:
-    own = ["--classes", classes] if name == "idx" else []
+def command(source: Path, out: Path, *, classes: str | None = NAMES, name: str = "idx") -> int:
+    own = ["--classes", classes] if classes and name == "idx" else []
     return main(["data", "import", name, str(source), *own, "--out", str(out)])
 
 
@@ -47,6 +47,36 @@ def test_every_pixel_and_label_is_kept_under_the_names_given(tmp_path: Path, for
         assert contents(tmp_path / "out", split) == expected
 
 
+@pytest.mark.parametrize("name", ["idx", "mnist"])
+def test_digits_need_no_names(tmp_path: Path, name: str) -> None:
+    splits = official.write_fashion(tmp_path / "in")
+    assert command(tmp_path / "in", tmp_path / "out", classes=None, name=name) == DONE
+    for split, (_, labels) in splits.items():
+        index = read_folder(tmp_path / "out", split)
+        assert index.classes == tuple("0123456789")
+        assert index.labels.tolist() == labels.tolist()
+
+
+def test_classes_without_names_are_the_labels_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    official.write_fashion(tmp_path / "in")
+    unpack(tmp_path / "in")
+    train, val = (tmp_path / f"in/{name}-labels-idx1-ubyte" for name in ("train", "t10k"))
+    train.write_bytes(idx(20, content=bytes(range(12)) + bytes(8)))
+    val.write_bytes(idx(10, content=bytes(range(10))))
+    assert command(tmp_path / "in", tmp_path / "out", classes=None) == USER
+    shown = capsys.readouterr().err
+    assert "t10k-labels-idx1-ubyte: holds the labels 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; exp" in shown
+    assert "expected 0 to 11, one for each class (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...)" in shown
+    val.write_bytes(train.read_bytes()[:8].replace(b"\x14", b"\x0c") + bytes(range(12)))
+    (tmp_path / "in/t10k-images-idx3-ubyte").write_bytes(idx(12, 28, 28))
+    assert command(tmp_path / "in", tmp_path / "out", classes=None) == DONE
+    assert read_folder(tmp_path / "out", "val").classes == tuple(map(str, range(12)))
+    assert command(tmp_path / "in", tmp_path / "digits", name="mnist") == USER
+    assert "expected 0 to 9, one for each class" in capsys.readouterr().err
+
+
 def test_another_data_set_of_the_layout_is_no_fashion_mnist(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +84,7 @@ def test_another_data_set_of_the_layout_is_no_fashion_mnist(
     assert command(tmp_path / "in", tmp_path / "out", name="fashion-mnist") == USER
     shown = capsys.readouterr().err
     assert "that of the official archive is" in shown
-    assert "MNIST and others of this layout: largebatch data import idx" in shown
+    assert "for MNIST: largebatch data import mnist; for others of this layout: largebatch" in shown
     unpack(tmp_path / "in")
     assert command(tmp_path / "in", tmp_path / "out", name="fashion-mnist") == USER
     assert "largebatch data import idx" in capsys.readouterr().err
@@ -105,7 +135,7 @@ def test_labels_and_names_must_be_as_many(
     for classes in ("a,b,c", f"{NAMES},ten"):
         assert command(tmp_path / "in", tmp_path / "out", classes=classes) == USER
         shown = capsys.readouterr().err
-        assert f"--classes names {len(classes.split(','))}" in shown
+        assert f"expected 0 to {len(classes.split(',')) - 1}, one for each class (" in shown
     for classes in ("a,a", "a,,b"):
         with pytest.raises(SystemExit, match="2"):
             command(tmp_path / "in", tmp_path / "out", classes=classes)

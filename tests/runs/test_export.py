@@ -15,7 +15,9 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.models import build
 from largebatch.optional import require_timm
-from largebatch.runs.export import _config
+from largebatch.runs.checkpoints import find_checkpoint
+from largebatch.runs.export import _config, _describe_loading, export
+from largebatch.training.checkpoint import load_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +60,14 @@ def test_timm_loads_the_model_and_prepares_images_alike(
     assert (found["crop_pct"], found["crop_mode"]) == (pytest.approx(32 / 36, abs=1e-3), "center")
     recipe = load_recipe(trained["resnet10t"] / "recipe.yaml")
     assert (tuple(found["mean"]), tuple(found["std"])) == (recipe.images.mean, recipe.images.std)
+    assert list(model.pretrained_cfg["label_names"]) == [str(digit) for digit in range(10)]
 
 
 @pytest.mark.parametrize(("size", "resize"), [(224, 256), (192, 225), (32, 36), (64, 93)])
 def test_timm_resizes_as_the_recipe_does(size: int, resize: int) -> None:
     data = {"data.image_size": size, "data.eval_resize": resize}
     recipe = load_recipe(DIGITS, [f"{key}={value}" for key, value in data.items()])
-    found: Any = _config(recipe)["pretrained_cfg"]
+    found: Any = _config(recipe, [])["pretrained_cfg"]
     shown = require_timm().data.create_transform(
         **{key: found[key] for key in ("input_size", "crop_pct", "crop_mode", "interpolation")}
     )
@@ -80,12 +83,38 @@ def test_the_card_has_what_was_measured(trained: dict[str, Path], tmp_path: Path
         assert f"| {stage['name']} | {stage['top1']:.2%} | {stage['top5']:.2%} |" in card
     assert 'largebatch.models.build("cifar_resnet8", num_classes=10)' in card
     assert not (out / "config.json").exists()  # timm has no such model
+    assert "library_name: largebatch\n" in card
+    mean, std = (", ".join([f"{value}"] * 3) for value in (0.305, 0.376))
+    assert f"| mean | {mean} |\n| std | {std} |" in card
+    assert "| size | 16 x 16 pixels, the centre after the short side is resized to 18" in card
+    assert "Classes by label: 0 `0`, 1 `1`, 2 `2`," in card
     found = safetensors.torch.load_file(out / "model.safetensors")
     torch.testing.assert_close(found, weights(trained["cifar_resnet8"]), rtol=0, atol=0)
 
 
+def test_the_code_of_a_card_has_the_arguments_of_the_model() -> None:
+    changes = ["model={name: torchvision/resnet18, arguments: {zero_init_residual: true}}"]
+    library, code = _describe_loading(load_recipe(DIGITS, changes))
+    assert library == "largebatch"
+    assert "num_classes=10, arguments={'zero_init_residual': True})" in code
+
+
+def test_the_card_of_a_model_of_timm_names_timm(trained: dict[str, Path], tmp_path: Path) -> None:
+    export(trained["resnet10t"], tmp_path / "out")
+    assert "library_name: timm\n" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_checkpoint_without_class_names_has_a_card_without_them(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = load_checkpoint(find_checkpoint(trained["resnet10t"]))
+    del checkpoint.origin["classes"]  # as earlier versions left it
+    export(write_checkpoint(tmp_path, checkpoint), tmp_path / "out")
+    assert "Classes by label" not in (tmp_path / "out/README.md").read_text()
+    assert "label_names" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # PyTorch's exporter uses what Python deprecates
 def test_onnx_gives_the_same_for_any_number_of_images(
     trained: dict[str, Path], tmp_path: Path
 ) -> None:

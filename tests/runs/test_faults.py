@@ -102,6 +102,46 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_end_alike(
     assert_same_end(out, whole)
 
 
+def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_to_hold_none(
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_after: Callable[[int], None],
+) -> None:
+    out = tmp_path / "run"
+    full_after(2)  # recipe.yaml with its folder
+    with pytest.raises(CheckpointError) as caught:
+        run(recipe(), out=out)
+    assert str(caught.value).endswith(
+        "No space left on device; there is no checkpoint before it: make room and start again with "
+        "--resume"
+    )
+    assert saves(out) == []
+    monkeypatch.undo()
+    run(recipe(), out=out, resume=True)
+    assert_same_end(out, whole)
+
+
+@pytest.mark.parametrize("again", [{}, {"resume": "auto"}], ids=["begun", "resumed"])
+def test_a_folder_that_a_full_disk_left_at_the_start_can_be_used(
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_after: Callable[[int], None],
+    again: dict[str, Any],
+) -> None:
+    out = tmp_path / "run"
+    full_after(0)
+    with pytest.raises(CheckpointError, match=r"No space left .*; make room or choose another"):
+        run(recipe(), out=out)
+    assert [path.name for path in out.iterdir()] == ["log.jsonl"]
+    monkeypatch.undo()
+    (out / ".recipe.yaml.0123.partial").write_bytes(b"killed")
+    run(recipe(), out=out, **again)
+    assert_same_end(out, whole)
+    assert not list(out.glob(".*"))
+
+
 def test_a_run_may_go_on_without_a_checkpoint(
     tmp_path: Path,
     whole: Path,

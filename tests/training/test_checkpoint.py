@@ -232,6 +232,7 @@ def _with(value: object, *keys: str) -> Any:  # noqa: ANN401 -- a function of JS
         (_with({"recipe": 1}, "origin"), "not a complete checkpoint"),
         (_with(7, "origin"), "not a complete checkpoint"),
         (_with(7, "origin", "trackers"), "trackers is no mapping"),
+        (_with(7, "origin", "classes"), "valid list"),
     ],
 )
 def test_wrong_contents_with_a_right_checksum_are_refused(

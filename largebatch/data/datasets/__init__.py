@@ -5,6 +5,7 @@ The archives are on disk already: nothing is downloaded. Arrays become PNGs, fil
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,26 @@ from largebatch.data.datasets.packing import DataSet, write_shards
 from largebatch.storage import Progress, require_new
 
 
-def import_data(
+def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     name: str,
     source: Path,
     out: Path,
     *,
     shard_bytes: int,
     progress: Progress,
+    drop_bad: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Sequence[str]:
     """Write the data set `name` from the archive `source`, or the folder it lies in, to `out`.
 
-    `options` are the keyword arguments of its opener. Returns lines to print: what was ignored and
-    how it was divided. Raises DataError that states which files are expected, and where to get
-    them, if they are missing.
+    `options` are the keyword arguments of its opener. Returns lines to print: what was ignored, how
+    it was divided, and with `drop_bad` which images cannot be used. Raises DataError that states
+    which files are expected, and where to get them, if they are missing.
     """
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         "fashion-mnist": arrays.open_fashion_mnist,
         "cifar10": arrays.open_cifar10,
+        "mnist": partial(arrays.open_idx, classes=arrays.DIGITS),
         "idx": arrays.open_idx,
         "imagefolder": image_folder.open_archives,
         "parquet": parquet.open_parquet,
@@ -39,5 +42,8 @@ def import_data(
         raise ValueError(f"expected one of {', '.join(openers)}, got {name!r}")
     require_new(out)  # before an archive is unpacked, which may take an hour
     with openers[name](source, scratch=out.parent, **(options or {})) as data_set:
-        write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
-    return data_set.remarks
+        bad = write_shards(
+            data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
+        )
+    left_out = [f"{len(bad)} of {sum(data_set.sizes.values())} images left out:"] if bad else []
+    return [*data_set.remarks, *left_out, *(f"  {each}" for each in bad)]

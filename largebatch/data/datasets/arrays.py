@@ -35,7 +35,12 @@ IDX = {"train": "train", "val": "t10k"}
 UNSIGNED_BYTES = 8
 """The type of an idx file's numbers, its third byte."""
 
-OTHERS = "for MNIST and others of this layout: largebatch data import idx --classes zero,one,..."
+OTHERS = (
+    "for MNIST: largebatch data import mnist; for others of this layout: largebatch data import idx"
+)
+
+DIGITS = tuple(map(str, range(10)))
+"""MNIST's classes."""
 
 
 class Split(NamedTuple):
@@ -101,14 +106,18 @@ def open_idx(
     source: Path,
     *,
     scratch: Path,  # noqa: ARG001 -- every opener is called alike
-    classes: Sequence[str],
+    classes: Sequence[str] | None = None,
 ) -> Iterator[DataSet]:
-    """Read the four files of MNIST's layout in the folder `source`, packed with gzip or plain."""
-    splits = {split: _read_split(source, IDX[split], classes) for split in SPLITS}
-    yield data_set(classes, splits)
+    """Read the four files of MNIST's layout in the folder `source`, packed with gzip or plain.
+
+    Without `classes`, the names of the labels, these are 0 to the highest label of training.
+    """
+    train = _read_split(source, IDX["train"], classes)
+    names = classes or tuple(map(str, range(int(train.labels.max()) + 1)))
+    yield data_set(names, {"train": train, "val": _read_split(source, IDX["val"], names)})
 
 
-def _read_split(source: Path, prefix: str, classes: Sequence[str]) -> Split:
+def _read_split(source: Path, prefix: str, classes: Sequence[str] | None) -> Split:
     images, labels = (
         _find_idx(source, f"{prefix}-images", 3),
         _find_idx(source, f"{prefix}-labels", 1),
@@ -120,10 +129,11 @@ def _read_split(source: Path, prefix: str, classes: Sequence[str]) -> Split:
             "expected as many of each: fetch both again"
         )
     found = np.unique(split.labels).tolist()
-    if found != list(range(len(classes))):
+    expected = classes or tuple(map(str, range(found[-1] + 1)))
+    if found != list(range(len(expected))):
         raise DataError(
-            f"{labels}: holds the labels {shorten(list(map(str, found)))}, and --classes names "
-            f"{len(classes)} ({shorten(classes)}); expected one name for each label from 0 on"
+            f"{labels}: holds the labels {shorten(list(map(str, found)))}; expected 0 to "
+            f"{len(expected) - 1}, one for each class ({shorten(expected)})"
         )
     return split
 

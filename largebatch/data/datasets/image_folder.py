@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from largebatch.data.datasets.archives import DAMAGED, Files, fault, open_files, reason
 from largebatch.data.datasets.division import Division
-from largebatch.data.datasets.packing import DataSet, Sample, in_parts
+from largebatch.data.datasets.packing import Bad, DataSet, Sample, in_parts
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.folder import is_image, visible
 from largebatch.data.index.ignored import by_kind, describe, suffix_of
@@ -306,7 +306,7 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
     return DataSet(
         classes,
         {split: sum(map(len, splits[split].values())) for split in SPLITS},
-        lambda split: _samples(source, split, [splits[split][name] for name in classes]),
+        lambda split: _samples([splits[split][name] for name in classes]),
         remarks,
     )
 
@@ -319,23 +319,16 @@ def _sort(images: list[_Image], where: str) -> None:
             raise DataError(f"{one} and {other} are both {where}/{one.name}; remove one of them")
 
 
-def _samples(source: Path, split: str, classes: Sequence[list[_Image]]) -> Iterator[Sample]:
-    """Read the images in order; raise one DataError in the end that names the broken ones."""
+def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Bad]:
+    """Read the images of the classes in order."""
     images = [image for each in classes for image in each]
     labels = [label for label, each in enumerate(classes) for _ in each]
-    bad: list[str] = []
     contents = in_parts(lambda row: _read(images[row]), len(images))
     for image, label, content in zip(images, labels, contents, strict=True):
         if isinstance(content, bytes):
             yield Sample(content, image.path.rpartition(".")[2], label)
         else:
-            bad.append(f"{image}: {reason(content)}")
-    if bad:
-        shown = shorten(bad, between="\n  ")
-        raise DataError(
-            f"{source}: {len(bad)} of {len(images)} images in {split} cannot be used; mend "
-            f"the archive, or unpack it and use: largebatch data index DIR --drop-bad\n  {shown}"
-        )
+            yield Bad(str(image), reason(content))
 
 
 def _read(image: _Image) -> bytes | Exception:

@@ -18,7 +18,7 @@ from largebatch.data.decoders.reader import read
 from largebatch.data.index.folder import CLASSES, is_class_name
 from largebatch.data.index.index import Index, check_same_classes, load_or_read
 from largebatch.data.index.shards import BLOCK, LABEL
-from largebatch.errors import DataError
+from largebatch.errors import DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
 
 PART = 256
@@ -48,6 +48,16 @@ class Sample(NamedTuple):
     label: int
 
 
+class Bad(NamedTuple):
+    """An image that cannot be used."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class DataSet:
     """What is to be written."""
@@ -56,7 +66,7 @@ class DataSet:
     sizes: Mapping[str, int]
     """Samples of each split, for the progress."""
 
-    samples: Callable[[str], Iterable[Sample]]
+    samples: Callable[[str], Iterable[Sample | Bad]]
     """Gives those of a split in their order."""
 
     remarks: Sequence[str] = ()
@@ -79,27 +89,46 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
     write_shards(data_set, out, shard_bytes=shard_bytes, progress=progress)
 
 
-def write_shards(data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress) -> None:
-    """Write a data set into a new folder, which is there whole in the end or not at all."""
+def write_shards(
+    data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress, drop_bad: bool = False
+) -> list[Bad]:
+    """Write a data set into a new folder, which is there whole in the end or not at all.
+
+    Returns the images that are left out. Raises DataError that lists the first of them, unless
+    `drop_bad`.
+    """
     broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
         raise DataError(
             f"{broken[0]!r} is no name for a class: {CLASSES} has one a line; rename it"
         )
     total, done = sum(data_set.sizes.values()), 0
+    bad: list[Bad] = []
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
         for split in data_set.sizes:
             with ShardWriter(folder / split, shard_bytes=shard_bytes) as writer:
                 for sample in _read_samples(data_set, split):
-                    writer.add(sample.content, extension=sample.extension, label=sample.label)
+                    if isinstance(sample, Bad):
+                        bad.append(sample)
+                    else:
+                        writer.add(sample.content, extension=sample.extension, label=sample.label)
                     done += 1
                     if done % PART == 0 or done == total:
                         progress(done, total)
+            if drop_bad and not writer.num_samples:
+                raise DataError(f"{out}: not written: no image of {split} can be used")
+        if bad and not drop_bad:
+            raise DataError(
+                f"{out}: not written: {len(bad)} of {total} images cannot be used; replace them, "
+                "or leave them out: the same `largebatch data import` with --drop-bad\n  "
+                + shorten(list(map(str, bad)), between="\n  ")
+            )
+    return bad
 
 
-def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample]:
+def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Bad]:
     """Give the samples, so that an OSError beyond this is one of writing."""
     try:
         yield from data_set.samples(split)

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from largebatch.data.datasets.division import Division
-from largebatch.data.datasets.packing import DataSet, Sample, extension_of
+from largebatch.data.datasets.packing import Bad, DataSet, Sample, extension_of
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.errors import DataError, shorten
 from largebatch.optional import require_parquet
@@ -98,7 +98,7 @@ def _divided(
         for row in division.validating(names[label], each)
     }
 
-    def samples(split: str) -> Iterator[Sample]:
+    def samples(split: str) -> Iterator[Sample | Bad]:
         for row, sample in enumerate(_samples(paths, files, columns)):
             if (row in chosen) == (split == VAL):
                 yield sample
@@ -170,26 +170,20 @@ def _shown(schema: Any, kinds: dict[str, str]) -> str:  # noqa: ANN401 -- as abo
     return shorten([f"{name} ({kinds.get(name, 'not described')})" for name in schema.names])
 
 
-def _samples(paths: Sequence[Path], files: dict[Path, Any], columns: _Columns) -> Iterator[Sample]:
-    """Give the images in order; raise one DataError in the end that names those of no use."""
-    bad: list[str] = []
-    number = 0
+def _samples(
+    paths: Sequence[Path], files: dict[Path, Any], columns: _Columns
+) -> Iterator[Sample | Bad]:
+    """Give the images in order."""
     for path in paths:
         for row, (image, label) in enumerate(
             _rows(path, files[path], columns.image, columns.label)
         ):
-            number += 1
             reason = _fault(image, label, len(columns.classes))
             if reason is None:
                 content = image["bytes"]
                 yield Sample(content, extension_of(content), label)
             else:
-                bad.append(f"{path.name}, row {row}: {reason}")
-    if bad:
-        raise DataError(
-            f"{paths[0].parent}: {len(bad)} of {number} images cannot be used; mend the files, or "
-            "leave the rows out with the library `datasets`\n  " + shorten(bad, between="\n  ")
-        )
+                yield Bad(f"{path.name}, row {row}", reason)
 
 
 def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above
