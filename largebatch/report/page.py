@@ -41,10 +41,10 @@ from largebatch.report.numbers import (
     points,
     short_commit,
     subtitle,
-    verdict,
 )
 from largebatch.report.run import Run
 from largebatch.report.style import MARGIN, MUTED, make_svg, save_png
+from largebatch.report.verdict import verdict
 from largebatch.report.waits import draw_waits
 from largebatch.tracking.events import OVERVIEW, Summary
 

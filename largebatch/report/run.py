@@ -40,6 +40,10 @@ from largebatch.tracking.events import (
 FloatArray = npt.NDArray[np.float64]
 
 
+_SCHEDULE = frozenset({"train", "clean"})
+"""The stages whose updates are those of the schedule."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A stage as far as it was evaluated."""
@@ -121,6 +125,11 @@ class Run:
         return max(logged + [evaluation.step for evaluation in self.evaluations], default=0)
 
     @property
+    def finished(self) -> bool:
+        """True if the run made all its updates and stages."""
+        return self.summary is not None and self.summary.status == "finished"
+
+    @property
     def diverged(self) -> bool:
         """Whether training ended with a loss or a gradient that was no number."""
         return self.summary is not None and self.summary.diverged is not None
@@ -154,6 +163,20 @@ class Run:
             if stage.kept:
                 before = stage
         return tuple(stages)
+
+    @property
+    def end_of_schedule(self) -> Stage | None:
+        """The last stage that was kept of those that the schedule has; else the first.
+
+        Clean epochs belong to the schedule, which would train them anyway, if on augmented images.
+        """
+        own = [stage for stage in self.stages if stage.kept and stage.name in _SCHEDULE]
+        return own[-1] if own else next(iter(self.stages), None)
+
+    @property
+    def polishing(self) -> tuple[Stage, ...]:
+        """The stages that come after the schedule, those that were discarded too."""
+        return tuple(stage for stage in self.stages[1:] if stage.name not in _SCHEDULE)
 
     @property
     def of_words(self) -> bool:
