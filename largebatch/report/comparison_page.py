@@ -30,7 +30,7 @@ from largebatch.report.interactive import (
     series,
 )
 from largebatch.report.numbers import points
-from largebatch.report.run import Stage, images_per_second
+from largebatch.report.run import Stage, images_per_second, needs_log_scale
 
 if TYPE_CHECKING:
     from largebatch.report.interactive import Chart, Model, Source, Table
@@ -248,9 +248,7 @@ def _draw_perplexity(drawn: list[Drawn], unit: Unit) -> "Chart":
 def _draw_loss(drawn: list[Drawn], unit: Unit) -> "Chart":
     """Draw the running median of the training loss, and the loss of every evaluation."""
     courses = [course for each in drawn for course in (each.one.updates, each.one.evaluated)]
-    losses = np.concatenate([course.values["loss"] for course in courses])
-    found = losses[np.isfinite(losses) & (losses > 0)]
-    log = bool(found.size) and found.max() > 100 * found.min()
+    log = needs_log_scale(np.concatenate([course.values["loss"] for course in courses]))
     chart = new_chart(x="Steps", y="Loss", log="y" if log else "")
     lines, marks = [], []
     for look, _, evaluated, updates in drawn:

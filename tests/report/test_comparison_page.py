@@ -11,9 +11,12 @@ from fake_runs import SMALL_RESNET, FakeRun, give_recipe
 from playwright.sync_api import Browser, Page
 
 from largebatch.report import write_comparison
+from largebatch.report.comparison import compare_runs
+from largebatch.report.comparison_page import make_comparison_page
 from largebatch.report.interactive import series
 
 HOSTILE = "<img src=x onerror=alert(1)>"
+LOGARITHMIC = '"name":"LogScale"'
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,17 @@ def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -
     page.get_by_text("Samples", exact=True).first.click()
     assert "samples 11,520" in point_at(page, "accuracy", "short", 1)[0]
     page.get_by_text("Steps", exact=True).first.click()
+
+
+def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.curve(600, best=0.9)
+    run.end("train", 600, 0.95)
+    comparison = compare_runs([run.write()])
+    assert LOGARITHMIC not in make_comparison_page(comparison)
+    next(record for record in run.records if record["event"] == "evaluation")["loss"] = 114.0
+    run.folder = tmp_path / "wild"
+    assert LOGARITHMIC in make_comparison_page(compare_runs([run.write()]))
 
 
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(

@@ -325,6 +325,22 @@ def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
     assert "name: &lt;script&gt;" in page
 
 
+def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
+    """114 at one evaluation, among training losses from 2.3 to 0.5."""
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.train(0, 300)
+    run.evaluate("train", 300, 0.5)
+    run.records[-1]["loss"] = 114.0
+    run.train(300, 600)
+    run.end("train", 600, 0.96)
+    figure = Figure()
+    draw_loss(figure, read_run(run.write()))
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "log"
+    low, high = axes.transAxes.inverted().transform(axes.transData.transform([(0, 0.6), (0, 2.2)]))
+    assert high[1] - low[1] > 0.2  # of the height; 0.014 on a linear axis
+
+
 def test_figures_show_what_the_log_holds(tmp_path: Path) -> None:
     run = read_run(fake_runs.full_run(tmp_path / "run"))
     figure = Figure()
