@@ -286,7 +286,7 @@ def new_table(
     columns = [columns[0], *(column for column in columns[1:] if _has_values(column))]
     data: dict[str, Any] = {str(place): column.values for place, column in enumerate(columns)}
     if colours:
-        data["colour"] = list(colours)
+        data["colour"] = list(map(style.css_variable, colours))
     if tags:
         data[_TAGS] = [list(row) for row in tags]
     rows = len(columns[0].values)
@@ -375,7 +375,11 @@ def make_interactive_page(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]), autoescape=True,
         undefined=StrictUndefined,
     )  # fmt: skip
+    templates.filters["css_variable"] = style.css_variable
     return templates.get_template(template.name).render(
+        light=style.LIGHT,
+        dark=style.DARK,
+        light_to_dark=[(light, style.DARK[name]) for name, light in style.LIGHT.items()],
         hidden=hidden,
         cell=_CELL,
         table_heights=[_table_height(rows) for rows in range(_HIGHEST // _ROW + 1)],

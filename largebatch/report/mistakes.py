@@ -155,7 +155,7 @@ def draw_confusion(figure: "Canvas", run: Run) -> None:
     most = wrong.max()
     for row, column in np.argwhere(matrix):
         is_right = row == column
-        share = 1.0 if is_right else 0.15 + 0.6 * matrix[row, column] / most
+        share = 1.0 if is_right else 0.15 + 0.45 * matrix[row, column] / most
         axes.axvspan(
             column - 0.5, column + 0.5, (number - 1 - row) / number, (number - row) / number,
             color=RULE if is_right else HIGH, alpha=share, lw=0,

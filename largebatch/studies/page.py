@@ -29,6 +29,7 @@ from largebatch.report.interactive import (
     series,
 )
 from largebatch.report.run import FloatArray
+from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
 from largebatch.storage import write_html
 from largebatch.studies.by_class import MOST_CLASSES, by_class, draw_classes
@@ -54,8 +55,6 @@ _POINTS = 300
 
 _WIDE = 30.0
 """From this ratio of two peaks on the axis of rates is logarithmic."""
-
-_FRONT = "#808a96"
 
 
 class Drawn(NamedTuple):
@@ -264,7 +263,7 @@ def _add_front(chart: "Chart", standings: Standings, axis: Axis, configuration: 
     cost, top1 = np.array(places).T
     steps = {axis.column: np.repeat(cost, 2)[1:], "top1": np.repeat(top1, 2)[:-1]}
     tags = (f"configuration {configuration}", only_at(axis.column))
-    front = Series(-1, "Pareto front", _FRONT, (2, 4), tags=tags)
+    front = Series(-1, "Pareto front", MUTED, (2, 4), tags=tags)
     add_line(chart, front, new_source(steps), axis.column, "top1")
 
 

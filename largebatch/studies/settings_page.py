@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _DRAWN: tuple[Metric, ...] = ("top1", "train_seconds")
 """What is drawn along every key."""
 
-_STRONGEST = 55
+_STRONGEST = 50
 """Percent of the colour in the cell of the largest loss: the number on it stays readable."""
 
 _MEGABYTE = 1e-6

@@ -14,6 +14,7 @@ from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs
 from largebatch.report.comparison_page import make_comparison_page
 from largebatch.report.interactive import series
+from largebatch.report.style import DARK, LIGHT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 LOGARITHMIC = '"name":"LogScale"'
@@ -135,6 +136,21 @@ def test_the_legend_hides_a_run_in_every_chart_and_the_ranges_follow(page: Page)
     assert series(1, "short").colour not in colours_of(page, "accuracy")
     page.get_by_role("button", name="all or none").click()
     assert all(good in colours_of(page, chart) for chart in charts)
+
+
+def test_charts_tables_and_the_legend_have_the_colours_of_the_scheme(
+    browser: Browser, path: Path
+) -> None:
+    with opened(browser, path, scheme="dark") as page:
+        for chart in ("accuracy", "loss", "throughput", "times", "stages"):
+            assert DARK["train"] in colours_of(page, chart)
+            assert LIGHT["train"] not in colours_of(page, chart)
+        for part, name in ((".slick-cell div", "color"), (".legend path", "stroke")):
+            found = page.locator(part).first.evaluate("(one, n) => getComputedStyle(one)[n]", name)
+            assert found == "rgb({}, {}, {})".format(*bytes.fromhex(DARK["train"][1:]))
+        page.emulate_media(color_scheme="light")
+        assert LIGHT["train"] in colours_of(page, "accuracy")
+        assert DARK["train"] not in colours_of(page, "accuracy")
 
 
 def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -> None:

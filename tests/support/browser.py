@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from PIL import Image
@@ -50,9 +50,13 @@ def started_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]:
+def opened(
+    browser: Browser, path: Path, *, width: int = 1280, scheme: Literal["light", "dark"] = "light"
+) -> Iterator[Page]:
     """Open a page; assert at its end that it requested nothing and that no error was logged."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, offline=True, color_scheme=scheme
+    )
     errors: list[str] = []
     requests: list[str] = []
 
