@@ -45,24 +45,28 @@ _COLOURS = tuple(style.COLOURS.values())
 _DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3), (14, 4))
 """In pixels; with 7 colours, 35 series look each different."""
 
-_ROW, _HEADER, _SCROLLBAR, _HIGHEST = 32, 38, 18, 760
+_ROW, _HEADER, _SCROLLBAR, _HIGHEST = 32, 60, 18, 760
 """Of tables, in pixels; one of more rows than fit scrolls."""
 
 _CELL = 26
 """Of a row of a heat map, in pixels."""
 
-_NARROWEST, _WIDEST = 78, 240
+_NARROWEST, _WIDEST = 60, 240
 """Of a column, in pixels."""
 
 _TITLE_LETTER, _LETTER = 7.6, 9.0
-"""Of a character in pixels: labels are bold, and hashes have few narrow ones."""
+"""Of a character in pixels, in titles and numbers and in texts: labels are bold, and hashes have
+few narrow ones."""
 
 _TABLE_CSS = """
 .slick-header-column, .slick-cell { font-family: inherit; font-size: 0.8125rem; }
 .slick-header-column, .slick-header-columns { background: var(--paper) !important; }
 .slick-header-column {
   color: var(--muted); border: 0 !important; padding: 8px 8px 6px !important; font-weight: 400;
+  box-sizing: border-box !important; height: 50px !important; line-height: 1.35;
+  white-space: normal !important;
 }
+.slick-column-name { white-space: normal; }
 .slick-header-column:hover { color: var(--ink); }
 .slick-cell, .slick-cell.selected {
   color: var(--ink); background: var(--paper) !important; border: 0 !important;
@@ -71,6 +75,7 @@ _TABLE_CSS = """
 .slick-cell > div { overflow: hidden; text-overflow: ellipsis; }
 .slick-row:hover .slick-cell { background: var(--tint) !important; }
 .bk-data-table, .slick-viewport { background: var(--paper) !important; }
+.slick-viewport { scrollbar-width: thin; scrollbar-color: var(--muted) transparent; }
 .bk-data-table { font: 0.8125rem/1.4 Inter, system-ui, -apple-system, "Segoe UI", sans-serif; }
 """
 
@@ -301,7 +306,7 @@ def new_table(
             for place, column in enumerate(columns)
         ],
         index_position=None, frozen_columns=1, autosize_mode="none", sizing_mode="stretch_width",
-        row_height=_ROW, height=_table_height(rows),
+        margin=0, row_height=_ROW, height=_table_height(rows),
         selectable=False, reorderable=False, stylesheets=[_TABLE_CSS + _header_css(columns)],
     )  # fmt: skip
 
@@ -322,7 +327,8 @@ def _header_css(columns: Sequence[Column]) -> str:
     """Return what puts the titles of numbers to the right, above these."""
     places = [place for place, column in enumerate(columns[1:], start=1) if column.format]
     return "".join(
-        f".slick-header-columns-right > :nth-child({place}) .slick-column-name {{ float: right; }}"
+        f".slick-header-columns-right > :nth-child({place}) .slick-column-name "
+        "{ float: right; text-align: right; }"
         for place in places
     )
 
@@ -341,11 +347,29 @@ def _formatter(column: Column, *, coloured: bool) -> Any:  # noqa: ANN401 -- one
 
 
 def _width(column: Column) -> int:
-    """Return how wide a column is, in pixels: as its title or its longest text."""
-    needed = _TITLE_LETTER * (len(column.title) + 2)
-    if column.format is None:
-        needed = max([needed, *(_LETTER * len(str(value)) for value in column.values)])
-    return round(min(max(_NARROWEST, 22 + needed), _WIDEST))
+    """Return how wide a column is, in pixels: as its title in two lines, or its longest value."""
+    words = column.title.split()
+    halves = ((" ".join(words[:k]), " ".join(words[k:])) for k in range(1, len(words) + 1))
+    title = min(max(map(len, pair)) for pair in halves) + 1  # and the arrow of a sorted column
+    needed = [_TITLE_LETTER * title]
+    for value in column.values:
+        if value is None or _is_nan(value):
+            continue
+        if column.format is None:
+            needed.append(_LETTER * len(str(value)))
+        else:
+            needed.append(_TITLE_LETTER * len(_shown(value, column.format)))
+    return round(min(max(_NARROWEST, 22 + max(needed)), _WIDEST))
+
+
+def _shown(number: float, form: str) -> str:
+    """Return about what Bokeh's NumberFormatter shows of a number.
+
+    >>> _shown(57_600, "0,0"), _shown(98.6, "0.00"), _shown(0.5, "0.[00000000]")
+    ('57,600', '98.60', '0.5')
+    """
+    decimals = form.partition(".")[2]
+    return f"{number:,.8g}" if decimals.startswith("[") else f"{number:,.{len(decimals)}f}"
 
 
 def make_interactive_page(

@@ -147,16 +147,16 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
     names = [standings.configurations[one.configuration] for _, one in drawn]
     columns = [
         Column("Policy", [look.label for look, _ in drawn]),
-        *([Column("Recipe", names)] if several else []),
         column("Top-1, %", lambda one: _percent(one.top1), "0.00"),
         column("±", lambda one: _reach(one.top1), "0.00"),
+        *(each for axis in standings.axes[:1] for each in _cost_columns(axis, column)),
         mean("Top-5, %", lambda one: 100 * one.top5, "0.00"),
         column("Pareto front", partial(_fronts, standings), None),
         *(
             column(key.rpartition(".")[2], partial(_value, key=key), "0.[00000000]")
             for key in _keys(standings)
         ),
-        *(each for axis in standings.axes for each in _cost_columns(axis, column)),
+        *(each for axis in standings.axes[1:] for each in _cost_columns(axis, column)),
         mean("AC", lambda one: one.average_confidence, "0.0000"),
         mean("CD", lambda one: one.confidence_deviation, "0.0000"),
         mean("CDAC", lambda one: one.class_confidence_deviation, "0.0000"),
@@ -165,6 +165,7 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
         column("Worst drop, points", _worst_drop, "0.00"),
         column("Seeds", lambda one: len(one.found.seeds), "0"),
         column("Diverged", lambda one: one.diverged, "0"),
+        *([Column("Recipe", names)] if several else []),
         column("Kind", _kind, None),
         column("Status", lambda one: one.status, None),
     ]

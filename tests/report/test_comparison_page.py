@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import colours_of, opened, point_at, rows_of, shown_axis, started_browser
+from browser import (
+    colours_of,
+    columns_in_sight,
+    opened,
+    point_at,
+    rows_of,
+    shown_axis,
+    started_browser,
+)
 from fake_runs import SMALL_RESNET, FakeRun, give_recipe
 from playwright.sync_api import Browser, Page
 
@@ -56,6 +64,23 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
     """The page, which every test leaves as it found it, but for the order of a table."""
     with opened(browser, path) as shown:
         yield shown
+
+
+def columns(page: Page) -> list[str]:
+    return page.locator("#runs .slick-header-column").all_inner_texts()
+
+
+def more_columns(page: Page) -> int:
+    """The number in "11 more columns →" above the table of runs."""
+    words = page.locator("#runs [data-more]").get_attribute("data-more")
+    assert words is not None
+    return int(words.removesuffix(" →").removesuffix("s").removesuffix(" more column"))
+
+
+def scroll_to_the_end(page: Page) -> None:
+    page.locator("#runs .slick-viewport-right.slick-viewport-top").evaluate(
+        "(viewport) => (viewport.scrollLeft = viewport.scrollWidth)"
+    )
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -186,6 +211,24 @@ def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
     browser: Browser, path: Path
 ) -> None:
-    with opened(browser, path, width=400) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
+    with opened(browser, path, width=390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert len(rows_of(page, "runs")) == 3
+
+
+def test_a_phone_shows_the_columns_that_matter_and_how_many_more_there_are(
+    browser: Browser, path: Path
+) -> None:
+    with opened(browser, path, width=390) as page:
+        shown = columns_in_sight(page, "runs")
+        assert shown[:4] == ["Run", "Top-1, %", "To the best", "Beyond noise"]
+        assert more_columns(page) == len(columns(page)) - len(shown) > 0
+        scroll_to_the_end(page)
+        page.wait_for_function("() => document.querySelector('#runs [data-more]') === null")
+
+
+def test_a_table_that_is_wider_than_the_window_says_how_many_columns_are_beyond(
+    page: Page,
+) -> None:
+    assert more_columns(page) == len(columns(page)) - len(columns_in_sight(page, "runs")) > 0
+    assert page.locator("#differences [data-more]").count() == 0  # all of it is in sight

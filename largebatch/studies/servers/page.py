@@ -21,6 +21,7 @@ from largebatch.report.interactive import (
     new_table,
     series,
 )
+from largebatch.report.style import INK
 from largebatch.storage import write_html
 from largebatch.studies.metrics import Interval
 from largebatch.studies.servers.rows import NEAR, Row, describe, findings
@@ -212,7 +213,7 @@ def _links(rows: Sequence[Row], looks: Sequence[Series]) -> "Table":
 
 def _colours(rows: Sequence[Row], looks: Sequence[Series]) -> list[str]:
     own = {look.label: look.colour for look in looks}
-    return [own.get(row.cell.layout, "var(--ink)") for row in rows]
+    return [own.get(row.cell.layout, INK) for row in rows]
 
 
 def _row_tags(rows: Sequence[Row], looks: Sequence[Series]) -> list[tuple[str, ...]]:
