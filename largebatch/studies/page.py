@@ -33,7 +33,7 @@ from largebatch.report.style import MUTED
 from largebatch.schedules.build import follow
 from largebatch.storage import write_html
 from largebatch.studies.by_class import MOST_CLASSES, by_class, draw_classes
-from largebatch.studies.metrics import Costs, Interval
+from largebatch.studies.metrics import ENOUGH_SEEDS, Costs, Interval
 from largebatch.studies.results import CellResults, Result
 from largebatch.studies.standings import (
     Axis,
@@ -93,13 +93,13 @@ def make_page(standings: Standings) -> str:
         title=", ".join(studies),
         subtitle=", ".join(standings.configurations),
         sentences=list(describe(standings)),
-        good=not any(one.status for one in standings.cells),
+        good=standings.has_enough_seeds and not any(one.status for one in standings.cells),
         legend_of=[series(place, name) for place, name in enumerate(standings.policies)],
         configurations=configurations,
         kinds={f"kind {kind}": kind for kind in sorted({_kind(one) for one in standings.cells})},
         axes={axis.column: axis.title for axis in standings.axes},
         searches={f"search_{place}": key for place, key in enumerate(_keys(standings))},
-        compared=any(one.top1 and one.top1.number > 1 for one in standings.cells),
+        compared=any(one.top1 and one.top1.number >= ENOUGH_SEEDS for one in standings.cells),
         maps={f"classes_{place}": tag for place, tag in enumerate(configurations)},
         most_classes=MOST_CLASSES,
     )
@@ -130,8 +130,8 @@ def _percent(found: Interval | None) -> float | None:
 
 
 def _reach(found: Interval | None) -> float | None:
-    """Return half the width of an interval in points; None of one value."""
-    return None if found is None or found.number == 1 else 100 * (found.high - found.mean)
+    """Return half the width of an interval in points; None of too few seeds."""
+    return None if found is None or found.number < ENOUGH_SEEDS else 100 * (found.high - found.mean)
 
 
 def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
@@ -236,7 +236,7 @@ def _draw_costs(standings: Standings, drawn: Sequence[Drawn]) -> "Chart":
         if one.top1 is None:
             continue
         cost = {axis.column: one.cost(axis) for axis in standings.axes}
-        if math.isfinite(one.top1.low):
+        if one.top1.number >= ENOUGH_SEEDS:
             ends = [100 * one.top1.low, 100 * one.top1.high]
             twice = {name: [value] * 2 for name, value in cost.items()}
             add_line(chart, look, new_source({**twice, "top1": ends}), first, "top1", moves=True)

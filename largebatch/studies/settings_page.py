@@ -25,7 +25,7 @@ from largebatch.report.interactive import (
     series,
 )
 from largebatch.storage import write_html
-from largebatch.studies.metrics import Interval
+from largebatch.studies.metrics import ENOUGH_SEEDS, Interval
 from largebatch.studies.results import Result
 from largebatch.studies.settings import MEASURES, Findings, Measure, Measured, describe
 from largebatch.studies.study import Metric
@@ -132,8 +132,8 @@ def _table(findings: Findings, looks: Sequence[Series]) -> "Table":
 
 
 def _reach(found: Interval | None, factor: float) -> float | None:
-    """Return half the width of an interval; None of one value."""
-    if found is None or found.number == 1:
+    """Return half the width of an interval; None of too few seeds."""
+    if found is None or found.number < ENOUGH_SEEDS:
         return None
     return factor * (found.high - found.mean)
 
@@ -213,9 +213,9 @@ def _source(findings: Findings, cells: Sequence[Measured], key: str, metric: Met
 
 
 def _ends(findings: Findings, one: Measured, key: str, metric: Metric) -> "Source | None":
-    """Return the ends of an interval; None of one value."""
+    """Return the ends of an interval; None of too few seeds."""
     mean, factor = one.mean_of(metric), MEASURES[metric].factor
-    if mean is None or mean.number == 1:
+    if mean is None or mean.number < ENOUGH_SEEDS:
         return None
     along = _along(findings, [one, one], key)
     return new_source({"key": along, "value": [factor * mean.low, factor * mean.high]})
@@ -224,7 +224,9 @@ def _ends(findings: Findings, one: Measured, key: str, metric: Metric) -> "Sourc
 def _describe(mean: Interval | None, measure: Measure) -> str:
     if mean is None:
         return MISSING
-    reach = "" if mean.number == 1 else f" ± {measure.factor * (mean.high - mean.mean):,.2f}"
+    reach = (
+        "" if mean.number < ENOUGH_SEEDS else f" ± {measure.factor * (mean.high - mean.mean):,.2f}"
+    )
     return f"{measure.show(mean.mean)}{reach}"
 
 

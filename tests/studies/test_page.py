@@ -140,6 +140,26 @@ def test_the_sentences_have_the_answer_and_what_it_rests_on(found: list[CellResu
     )
 
 
+def test_policies_with_two_seeds_are_too_few_to_compare_and_have_no_interval(
+    tmp_path: Path,
+) -> None:
+    """42.25 and 64.75 %: an interval of 95 % would reach 143 points."""
+    two = [run(1, [0.2, 0.4222], every=300), run(2, [0.2, 0.6472], every=300)]
+    three = [run(seed, [0.2, 0.30 + seed / 100], every=300) for seed in (1, 2, 3)]
+    cells = [cell("warm", two, search=search(0.9)), cell("cold", three, search=search(0.9))]
+    standings = stand(cells, [0.9])
+    first, *_ = describe(standings)
+    assert first == (
+        "warm has the highest top-1, 53.47 % (2 seeds); too few seeds to compare with cold: 3 or "
+        "more tell policies apart."
+    )
+    assert not standings.has_enough_seeds
+    text = write_page(cells, tmp_path / "study.html").read_text("utf-8")
+    assert '<div class="verdict bad">' in text
+    assert "142.94" not in text
+    assert stand(cells[:1], [0.9]).has_enough_seeds  # there is nothing to compare with
+
+
 def test_what_changed_its_rate_by_the_validation_images_is_named(found: list[CellResults]) -> None:
     steered = cell("plateau", found[0].seeds, schedule={"plateau": "{}"})
     *_, named, _ = describe(stand([*found[:2], steered], [0.9]))
