@@ -17,8 +17,6 @@ from largebatch.errors import printable, shorten
 from largebatch.report.comparison import Compared, Comparison, describe, plural
 from largebatch.report.course import Course
 from largebatch.report.interactive import (
-    MISSING,
-    Column,
     Series,
     add_hover,
     add_line,
@@ -26,14 +24,15 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     series,
 )
 from largebatch.report.numbers import points
 from largebatch.report.run import Stage, images_per_second, needs_log_scale
+from largebatch.report.table import MISSING, Column, new_table
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Source, Table
+    from largebatch.report.interactive import Chart, Model, Source
+    from largebatch.report.table import Table
 
 
 class Unit(NamedTuple):

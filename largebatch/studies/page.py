@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from largebatch.errors import StudyError
 from largebatch.report.interactive import (
-    Column,
     Series,
     add_hover,
     add_line,
@@ -24,12 +23,12 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     only_at,
     series,
 )
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
+from largebatch.report.table import Column, new_table
 from largebatch.schedules.build import follow
 from largebatch.storage import write_html
 from largebatch.studies.by_class import MOST_CLASSES, by_class, draw_classes
@@ -45,7 +44,8 @@ from largebatch.studies.standings import (
 )
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Table
+    from largebatch.report.interactive import Chart, Model
+    from largebatch.report.table import Table
 
 PAGE = "study.html"
 """What the page is called in the folder of a study."""

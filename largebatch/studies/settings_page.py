@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.report.interactive import (
-    MISSING,
-    Column,
     Series,
     add_hover,
     add_line,
@@ -20,10 +18,10 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     only_at,
     series,
 )
+from largebatch.report.table import MISSING, Column, new_table
 from largebatch.storage import write_html
 from largebatch.studies.metrics import ENOUGH_SEEDS, Interval
 from largebatch.studies.results import Result
@@ -33,7 +31,8 @@ from largebatch.studies.transfer import Transfer
 from largebatch.studies.usage import Usage
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Source, Table
+    from largebatch.report.interactive import Chart, Model, Source
+    from largebatch.report.table import Table
 
 _DRAWN: tuple[Metric, ...] = ("top1", "train_seconds")
 """What is drawn along every key."""
