@@ -17,8 +17,6 @@ from largebatch.errors import printable, shorten
 from largebatch.report.comparison import Compared, Comparison, describe, plural
 from largebatch.report.course import Course
 from largebatch.report.interactive import (
-    MISSING,
-    Column,
     Series,
     add_hover,
     add_line,
@@ -26,14 +24,15 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     series,
 )
 from largebatch.report.numbers import points
-from largebatch.report.run import Stage, images_per_second
+from largebatch.report.run import Stage, images_per_second, needs_log_scale
+from largebatch.report.table import MISSING, Column, new_table
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Source, Table
+    from largebatch.report.interactive import Chart, Model, Source
+    from largebatch.report.table import Table
 
 
 class Unit(NamedTuple):
@@ -248,9 +247,7 @@ def _draw_perplexity(drawn: list[Drawn], unit: Unit) -> "Chart":
 def _draw_loss(drawn: list[Drawn], unit: Unit) -> "Chart":
     """Draw the running median of the training loss, and the loss of every evaluation."""
     courses = [course for each in drawn for course in (each.one.updates, each.one.evaluated)]
-    losses = np.concatenate([course.values["loss"] for course in courses])
-    found = losses[np.isfinite(losses) & (losses > 0)]
-    log = bool(found.size) and found.max() > 100 * found.min()
+    log = needs_log_scale(np.concatenate([course.values["loss"] for course in courses]))
     chart = new_chart(x="Steps", y="Loss", log="y" if log else "")
     lines, marks = [], []
     for look, _, evaluated, updates in drawn:

@@ -15,7 +15,15 @@ import numpy as np
 
 from largebatch.recipe.plan import Plan
 from largebatch.report.numbers import percent, points
-from largebatch.report.run import FloatArray, Run, Stage, Trace, images_per_second, median
+from largebatch.report.run import (
+    FloatArray,
+    Run,
+    Stage,
+    Trace,
+    images_per_second,
+    median,
+    needs_log_scale,
+)
 from largebatch.report.style import COLOURS, INK, MARGIN, MARKERS, MUTED, write_chart
 from largebatch.schedules.build import Course
 
@@ -32,9 +40,8 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     for trace in run.traces:
         draw_series(top, trace, trace.loss)
         bottom.plot(trace.step, trace.lr, color=COLOURS[trace.stage], marker=_lonely(trace.step))
-    losses = np.array([step.loss for step in run.steps])
-    losses = losses[np.isfinite(losses) & (losses > 0)]
-    if losses.size and losses.max() > 100 * losses.min():
+    losses = np.array([one.loss for one in (*run.steps, *run.evaluations)])
+    if needs_log_scale(losses):
         top.set_yscale("log")
         top.minorticks_off()
         top.yaxis.set_major_formatter("{x:g}")

@@ -1,11 +1,11 @@
-"""Pages whose charts and tables answer to the pointer, each one file that loads nothing.
+"""Pages whose charts and tables are interactive, each one file that loads nothing.
 
-The only module that imports Bokeh, which draws them; its scripts are written into the page. A page
-is a Jinja template that extends interactive.html. There stand the legend, whose buttons hide a
-series in all charts of the page, the filters, and the choice of what lies along the horizontal
-axes. All of them hide tags: a renderer of a chart, or a row of a table, is in sight while none of
-its tags is hidden. Colours of text and grids are CSS variables there too, so that they are light or
-dark as the page is.
+Beside table.py the only module that imports Bokeh, which draws them; its scripts are written into
+the page. A page is a Jinja template that extends interactive.html. There stand the legend, whose
+buttons hide a series in all charts of the page, the filters, and the choice of what lies along the
+horizontal axes. All of them hide tags: a renderer of a chart, or a row of a table, is in sight
+while none of its tags is hidden. Text, grids and tables have CSS variables for colours, and a
+script exchanges those of charts, so that they are light or dark as the page is.
 """
 
 import math
@@ -20,59 +20,26 @@ from markupsafe import Markup
 
 from largebatch.optional import require_bokeh
 from largebatch.report import style
+from largebatch.report.table import HIGHEST, ROW, TAGS, table_height
 
 if TYPE_CHECKING:
     from bokeh import model, plotting
     from bokeh.models import renderers, sources
-    from bokeh.models.widgets import tables
 
     Chart: TypeAlias = plotting.figure
     Model: TypeAlias = model.Model
     Renderer: TypeAlias = renderers.GlyphRenderer[Any]
     Source: TypeAlias = sources.ColumnDataSource
-    Table: TypeAlias = tables.DataTable
-
-MISSING = "–"
-"""Stands for a value that there is not."""
 
 _ALONG = "along"
 """Tags what the choice of the horizontal axis moves, to a column of the choice's name."""
-
-_TAGS = "tags"
-"""The column of a table that has the tags of each row."""
 
 _COLOURS = tuple(style.COLOURS.values())
 _DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3), (14, 4))
 """In pixels; with 7 colours, 35 series look each different."""
 
-_ROW, _HEADER, _SCROLLBAR, _HIGHEST = 32, 38, 18, 760
-"""Of tables, in pixels; one of more rows than fit scrolls."""
-
 _CELL = 26
 """Of a row of a heat map, in pixels."""
-
-_NARROWEST, _WIDEST = 78, 240
-"""Of a column, in pixels."""
-
-_TITLE_LETTER, _LETTER = 7.6, 9.0
-"""Of a character in pixels: labels are bold, and hashes have few narrow ones."""
-
-_TABLE_CSS = """
-.slick-header-column, .slick-cell { font-family: inherit; font-size: 0.8125rem; }
-.slick-header-column, .slick-header-columns { background: var(--paper) !important; }
-.slick-header-column {
-  color: var(--muted); border: 0 !important; padding: 8px 8px 6px !important; font-weight: 400;
-}
-.slick-header-column:hover { color: var(--ink); }
-.slick-cell, .slick-cell.selected {
-  color: var(--ink); background: var(--paper) !important; border: 0 !important;
-  border-top: 1px solid var(--rule) !important; padding: 6px 8px !important;
-}
-.slick-cell > div { overflow: hidden; text-overflow: ellipsis; }
-.slick-row:hover .slick-cell { background: var(--tint) !important; }
-.bk-data-table, .slick-viewport { background: var(--paper) !important; }
-.bk-data-table { font: 0.8125rem/1.4 Inter, system-ui, -apple-system, "Segoe UI", sans-serif; }
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +55,6 @@ class Series:
 
     tags: tuple[str, ...] = ()
     """By which filters hide it; the legend's button has one of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table; it sorts by its values, of which None and NaN are missing."""
-
-    title: str
-    values: Sequence[Any]
-    format: str | None = None
-    """Of numbers, as in Bokeh's NumberFormatter: `0,0.00`; None: the values are texts."""
 
 
 def series(place: int, label: str, *, title: str = "", tags: tuple[str, ...] = ()) -> Series:
@@ -268,86 +225,6 @@ def add_hover(
     chart.add_tools(HoverTool(renderers=list(renderers), tooltips=f"<b>$name</b>{grid}"))
 
 
-def new_table(
-    columns: Sequence[Column],
-    *,
-    colours: Sequence[str] = (),
-    tags: Sequence[Sequence[str]] = (),
-) -> "Table":
-    """Return a table that a click on a header sorts; the first column stays in sight.
-
-    A column of which every value is missing is left out. `colours` are those of the first column's
-    texts, by row, and `tags` what hides a row. Raises MissingPackageError without Bokeh.
-    """
-    require_bokeh()
-    from bokeh.models import CDSView, ColumnDataSource, IndexFilter
-    from bokeh.models.widgets import tables
-
-    columns = [columns[0], *(column for column in columns[1:] if _has_values(column))]
-    data: dict[str, Any] = {str(place): column.values for place, column in enumerate(columns)}
-    if colours:
-        data["colour"] = list(colours)
-    if tags:
-        data[_TAGS] = [list(row) for row in tags]
-    rows = len(columns[0].values)
-    return tables.DataTable(
-        source=ColumnDataSource(data), view=CDSView(filter=IndexFilter(indices=list(range(rows)))),
-        columns=[
-            tables.TableColumn(
-                field=str(place), title=escape(column.title), width=_width(column),
-                formatter=_formatter(column, coloured=bool(colours) and place == 0),
-                default_sort="ascending" if column.format is None else "descending",
-            )
-            for place, column in enumerate(columns)
-        ],
-        index_position=None, frozen_columns=1, autosize_mode="none", sizing_mode="stretch_width",
-        row_height=_ROW, height=_table_height(rows),
-        selectable=False, reorderable=False, stylesheets=[_TABLE_CSS + _header_css(columns)],
-    )  # fmt: skip
-
-
-def _table_height(rows: int) -> int:
-    return min(_HEADER + _ROW * rows + _SCROLLBAR, _HIGHEST)
-
-
-def _has_values(column: Column) -> bool:
-    return any(value is not None and not _is_nan(value) for value in column.values)
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
-def _header_css(columns: Sequence[Column]) -> str:
-    """Return what puts the titles of numbers to the right, above these."""
-    places = [place for place, column in enumerate(columns[1:], start=1) if column.format]
-    return "".join(
-        f".slick-header-columns-right > :nth-child({place}) .slick-column-name {{ float: right; }}"
-        for place in places
-    )
-
-
-def _formatter(column: Column, *, coloured: bool) -> Any:  # noqa: ANN401 -- one of two of Bokeh's
-    from bokeh.core.properties import field, value
-    from bokeh.models.widgets import tables
-
-    if column.format is not None:
-        return tables.NumberFormatter(
-            format=column.format, nan_format=MISSING, null_format=MISSING, text_align="right"
-        )
-    if not coloured:
-        return tables.StringFormatter(nan_format=MISSING, null_format=MISSING)
-    return tables.StringFormatter(text_color=field("colour"), font_style=value("bold"))
-
-
-def _width(column: Column) -> int:
-    """Return how wide a column is, in pixels: as its title or its longest text."""
-    needed = _TITLE_LETTER * (len(column.title) + 2)
-    if column.format is None:
-        needed = max([needed, *(_LETTER * len(str(value)) for value in column.values)])
-    return round(min(max(_NARROWEST, 22 + needed), _WIDEST))
-
-
 def make_interactive_page(
     template: Path,
     models: "Mapping[str, Model]",
@@ -375,10 +252,14 @@ def make_interactive_page(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]), autoescape=True,
         undefined=StrictUndefined,
     )  # fmt: skip
+    templates.filters["css_variable"] = style.css_variable
     return templates.get_template(template.name).render(
+        light=style.LIGHT,
+        dark=style.DARK,
+        light_to_dark=[(light, style.DARK[name]) for name, light in style.LIGHT.items()],
         hidden=hidden,
         cell=_CELL,
-        table_heights=[_table_height(rows) for rows in range(_HIGHEST // _ROW + 1)],
+        table_heights=[table_height(rows) for rows in range(HIGHEST // ROW + 1)],
         library=Markup(library.render()),  # noqa: S704 -- Bokeh's own scripts
         script=Markup(script),  # noqa: S704 -- Bokeh escapes the texts in it
         parts={name: Markup(part) for name, part in parts.items()},  # noqa: S704 -- the same
@@ -393,7 +274,7 @@ def _hide(model: Any, hidden: frozenset[str]) -> None:  # noqa: ANN401 -- a char
     if isinstance(model, plotting.figure):
         for renderer in model.renderers:
             renderer.visible = hidden.isdisjoint(renderer.tags)
-    elif _TAGS in model.source.data:
-        tags = enumerate(model.source.data[_TAGS])
+    elif TAGS in model.source.data:
+        tags = enumerate(model.source.data[TAGS])
         shown = [row for row, own in tags if hidden.isdisjoint(own)]
-        model.view.filter.indices, model.height = shown, _table_height(len(shown))
+        model.view.filter.indices, model.height = shown, table_height(len(shown))

@@ -111,7 +111,12 @@ class ClassResult(NamedTuple):
 
 
 def weakest(found: Mistakes) -> list[ClassResult]:
-    """Return the classes of the lowest accuracy, the lowest first; one without images has none."""
+    """Return the classes of the lowest accuracy, the lowest first."""
+    return by_class(found)[:_PAIRS]
+
+
+def by_class(found: Mistakes) -> list[ClassResult]:
+    """Return all classes that have images, that of the lowest accuracy first."""
     wrong = Counter(found.labels)
     confidences = found.confidences or (math.nan,) * len(found.classes)
     rows = [
@@ -121,7 +126,7 @@ def weakest(found: Mistakes) -> list[ClassResult]:
         )
         if size
     ]
-    return sorted(rows, key=lambda row: row.correct / row.size)[:_PAIRS]
+    return sorted(rows, key=lambda row: row.correct / row.size)
 
 
 def confusion(found: Mistakes) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
@@ -150,7 +155,7 @@ def draw_confusion(figure: "Canvas", run: Run) -> None:
     most = wrong.max()
     for row, column in np.argwhere(matrix):
         is_right = row == column
-        share = 1.0 if is_right else 0.15 + 0.6 * matrix[row, column] / most
+        share = 1.0 if is_right else 0.15 + 0.45 * matrix[row, column] / most
         axes.axvspan(
             column - 0.5, column + 0.5, (number - 1 - row) / number, (number - row) / number,
             color=RULE if is_right else HIGH, alpha=share, lw=0,

@@ -1,20 +1,14 @@
-"""The numbers a report begins with, and in plain words how the run ended."""
+"""The numbers a report begins with, and what its sentences say of speed, confidence and waits."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from largebatch.recipe.plan import Plan
 from largebatch.report.mistakes import compare
-from largebatch.report.run import Run, Stage, images_per_second, median
-from largebatch.tracking.events import Evaluation
+from largebatch.report.run import Run, Stage, images_per_second
 
 UNKNOWN = "–"
-
-UNSURE_LOSS = 0.01
-"""Nats: perplexities that are no farther apart than 1 % are called close."""
 
 INPUT_BOUND = 0.1
 """The share of the time from which on faster images are worth the trouble."""
@@ -37,7 +31,6 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     plan = run.plan
     seconds = run.summary.seconds if run.summary else None
     time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
-    polishing = sum(stage.result.seconds for stage in run.stages[1:] if stage.result)
     return (
         *((_perplexity(run), _next_word(run)) if run.of_words else (_accuracy(run), _gain(run))),
         _speed(run),
@@ -53,10 +46,22 @@ def headlines(run: Run) -> tuple[Headline, ...]:
             "step" if run.num_steps == 1 else "steps",
             f"{plan.epoch(run.num_steps):,.1f} epochs{_skipped(run)}",
         ),
-        Headline(
-            "Wall time", time, unit, f"{duration(polishing)} of it polishing" if polishing else ""
-        ),
+        Headline("Wall time", time, unit, _stage_times(run)),
     )
+
+
+def _stage_times(run: Run) -> str:
+    """Describe how much of the wall time the clean epochs and the polishing after them took."""
+    stages = {
+        "clean epochs": [stage for stage in run.stages[1:] if stage.name == "clean"],
+        "polishing": run.polishing,
+    }
+    parts = []
+    for name, of in stages.items():
+        seconds = sum(stage.result.seconds for stage in of if stage.result)
+        if seconds:
+            parts.append(f"{duration(seconds)}{' of it' * (not parts)} {name}")
+    return ", ".join(parts)
 
 
 def _speed(run: Run) -> Headline:
@@ -79,7 +84,7 @@ def _accuracy(run: Run) -> Headline:
     last = run.result
     if last is None:
         return Headline("Top-1 accuracy", UNKNOWN, "", "never measured")
-    polished = any(stage.kept for stage in run.stages[1:]) and _has_finished(run)
+    polished = any(stage.kept for stage in run.polishing) and run.finished
     when = "after polishing" if polished else f"after {last.step:,} steps"
     return Headline("Top-1 accuracy", percent(last.top1), "%", when)
 
@@ -102,21 +107,15 @@ def _gain(run: Run) -> Headline:
 
     The schedule would have trained these epochs anyway, if on augmented images.
     """
-    base, last = _end_of_schedule(run), run.last_stage
+    base, last = run.end_of_schedule, run.last_stage
     if base is None or last is None or len(run.stages) < 2:
         return Headline("Gain by polishing", UNKNOWN, "", "not polished")
     first = run.stages[0]
-    if all(stage.name in {"train", "clean"} for stage in run.stages):
+    if not run.polishing:
         return _gain_between(run, "Gain in the clean epochs", first, base, also="", judged=False)
     clean = f"; clean epochs before: {points(first.after.top1, base.after.top1)}"
     also = clean if base is not first else ""
     return _gain_between(run, "Gain by polishing", base, last, also=also, judged=True)
-
-
-def _end_of_schedule(run: Run) -> Stage | None:
-    """Return the last stage that was kept of those that the schedule has; else the first."""
-    kept = [stage for stage in run.stages if stage.kept and stage.name in {"train", "clean"}]
-    return kept[-1] if kept else next(iter(run.stages), None)
 
 
 def _gain_between(
@@ -142,104 +141,6 @@ def _gain_between(
         f"{images}{epochs}{also}",
         colour,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a run went, in one sentence or two."""
-
-    words: str
-    good: bool
-
-
-def verdict(run: Run) -> Verdict:
-    """Describe how a run ended, and for one that finished whether it went well."""
-    return _finished(run) if _has_finished(run) else Verdict(_unfinished(run), good=False)
-
-
-def _has_finished(run: Run) -> bool:
-    return run.summary is not None and run.summary.status == "finished"
-
-
-def _finished(run: Run) -> Verdict:
-    """Compare the end with one answer to all images and with the best of the run."""
-    last = run.last_stage
-    if last is None:
-        return Verdict("The run finished; its accuracy was not measured.", good=False)
-    if run.of_words:
-        return _finished_of_words(run, last.after)
-    end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
-    one = max(sizes, default=0) / end.samples
-    if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
-        return Verdict(
-            f"The run finished, but top-1 ends at {percent(end.top1)} %; the same answer to all "
-            f"images would make {percent(one)} %.",
-            good=False,
-        )
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    kept = [found for found in run.evaluations if found.stage not in undone]
-    best = max(kept, key=lambda found: found.top1)
-    of_best = next((stage.mistakes for stage in run.stages if stage.after == best), None)
-    if compare(best, end, of_best, last.mistakes).beyond_noise:
-        return Verdict(
-            f"The run finished, but top-1 ends at {percent(end.top1)} %, below the "
-            f"{percent(best.top1)} % that it was after {best.step:,} steps in {best.stage}.",
-            good=False,
-        )
-    words = "the best of the run"
-    if best.top1 > end.top1:
-        words = f"within the noise of its best, {percent(best.top1)} %"
-    begin = f"The run went well: {_losses(run)}" if run.steps else "Polishing is done: "
-    return Verdict(f"{begin}top-1 ends at {percent(end.top1)} %, {words}.", good=True)
-
-
-def _finished_of_words(run: Run, end: Evaluation) -> Verdict:
-    """Compare the perplexity at the end with the lowest of the run."""
-    assert end.perplexity is not None
-    lowest = min(run.evaluations, key=lambda found: found.loss)
-    if end.loss > lowest.loss + UNSURE_LOSS or not math.isfinite(end.perplexity):
-        return Verdict(
-            f"The run finished, but perplexity ends at {end.perplexity:.2f}, above the "
-            f"{lowest.perplexity:.2f} that it was after {lowest.step:,} steps.",
-            good=False,
-        )
-    words = "the lowest of the run"
-    if end.loss > lowest.loss:
-        words = f"close to its lowest, {lowest.perplexity:.2f}"
-    return Verdict(
-        f"The run went well: {_losses(run)}perplexity ends at {end.perplexity:.2f}, {words}.",
-        good=True,
-    )
-
-
-def _losses(run: Run) -> str:
-    """Describe how the training loss fell, by the medians of the first and the last updates."""
-    losses = np.array([step.loss for step in run.steps])
-    few = max(1, len(losses) // 20)
-    begin, end = median(losses[:few]), median(losses[-few:])
-    return f"the training loss fell from {begin:.3g} to {end:.3g} and " if end < begin else ""
-
-
-def _unfinished(run: Run) -> str:
-    """Describe how a run ended that did not finish."""
-    summary = run.summary
-    done = f"{run.num_steps:,} of {run.plan.updates:,} steps"
-    if summary is None:
-        words = f"No summary: the run did not end by itself. Its log ends after {done}."
-    elif summary.status == "paused":
-        words = f"The run paused at --max-steps, after {done}; --resume goes on from there."
-    elif summary.status == "interrupted":
-        words = f"The run was interrupted after {done}; --resume goes on from there."
-    elif summary.status == "stopped":
-        words = f"The run was stopped at once after {done}; --resume goes on from what was saved."
-    else:
-        words = f"The run failed after {done}."
-    last = run.steps[-1] if run.steps else None
-    if last is not None and not last.skipped and not math.isfinite(last.loss):
-        words += f" Its training loss stopped being a number at step {last.step:,}."
-    if not run.evaluations:
-        return words + " Accuracy was not measured before that."
-    return words + " The numbers are those it had reached."
 
 
 def subtitle(run: Run) -> str:

@@ -41,10 +41,10 @@ from largebatch.report.numbers import (
     points,
     short_commit,
     subtitle,
-    verdict,
 )
 from largebatch.report.run import Run
-from largebatch.report.style import MARGIN, MUTED, make_svg, save_png
+from largebatch.report.style import DARK, LIGHT, MARGIN, MUTED, make_svg, save_png
+from largebatch.report.verdict import verdict
 from largebatch.report.waits import draw_waits
 from largebatch.tracking.events import OVERVIEW, Summary
 
@@ -77,6 +77,8 @@ def make_page(run: Run) -> str:
     )
     templates.filters |= {"duration": duration, "percent": percent, "points": points}
     return templates.get_template("page.html").render(
+        light=LIGHT,
+        dark=DARK,
         run=run,
         subtitle=subtitle(run),
         verdict=verdict(run),

@@ -40,6 +40,10 @@ from largebatch.tracking.events import (
 FloatArray = npt.NDArray[np.float64]
 
 
+_SCHEDULE = frozenset({"train", "clean"})
+"""The stages whose updates are those of the schedule."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A stage as far as it was evaluated."""
@@ -121,6 +125,11 @@ class Run:
         return max(logged + [evaluation.step for evaluation in self.evaluations], default=0)
 
     @property
+    def finished(self) -> bool:
+        """True if the run made all its updates and stages."""
+        return self.summary is not None and self.summary.status == "finished"
+
+    @property
     def diverged(self) -> bool:
         """Whether training ended with a loss or a gradient that was no number."""
         return self.summary is not None and self.summary.diverged is not None
@@ -154,6 +163,20 @@ class Run:
             if stage.kept:
                 before = stage
         return tuple(stages)
+
+    @property
+    def end_of_schedule(self) -> Stage | None:
+        """The last stage that was kept of those that the schedule has; else the first.
+
+        Clean epochs belong to the schedule, which would train them anyway, if on augmented images.
+        """
+        own = [stage for stage in self.stages if stage.kept and stage.name in _SCHEDULE]
+        return own[-1] if own else next(iter(self.stages), None)
+
+    @property
+    def polishing(self) -> tuple[Stage, ...]:
+        """The stages that come after the schedule, those that were discarded too."""
+        return tuple(stage for stage in self.stages[1:] if stage.name not in _SCHEDULE)
 
     @property
     def of_words(self) -> bool:
@@ -203,6 +226,16 @@ def median(values: FloatArray) -> float:
     """
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
+
+
+def needs_log_scale(losses: FloatArray) -> bool:
+    """Return True if a linear axis would press most of these losses together at its bottom.
+
+    >>> [needs_log_scale(np.array([first, 0.6, 0.5, 0.6])) for first in (2.3, 114.0)]
+    [False, True]
+    """
+    shown = losses[np.isfinite(losses) & (losses > 0)]
+    return bool(shown.size and shown.max() > min(100 * shown.min(), 10 * median(shown)))
 
 
 def images_per_second(run: Run) -> float | None:

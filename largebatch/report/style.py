@@ -29,7 +29,7 @@ MARGIN = 14
 INK, MUTED, RULE, PAPER = "#1c2430", "#667180", "#e4e7eb", "#ffffff"
 COLOURS = {
     "train": "#0068a8",
-    "clean": "#c06000",
+    "clean": "#b85c00",
     "ema": "#7a6a00",
     "swa": "#6250c4",
     "swap": "#8b5530",
@@ -52,9 +52,39 @@ MARKERS = {
     "statistics": "D",
 }
 
-_VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", PAPER: "paper"} | {
-    colour: name for name, colour in (COLOURS | {"low": LOW, "high": HIGH}).items()
+LIGHT = {
+    "ink": INK,
+    "muted": MUTED,
+    "rule": RULE,
+    "paper": PAPER,
+    "tint": "#f6f7f9",
+    **COLOURS,
+    "low": LOW,
+    "high": HIGH,
+    "bad": "#b42318",
 }
+DARK = {
+    "ink": "#e8ebef",
+    "muted": "#9aa5b1",
+    "rule": "#2c343e",
+    "paper": "#14181d",
+    "tint": "#1c2229",
+    "train": "#5eb3ec",
+    "clean": "#f0a04b",
+    "ema": "#d2c04a",
+    "swa": "#ab9dff",
+    "swap": "#cf9a74",
+    "affine": "#e593c4",
+    "statistics": "#4cc9a4",
+    "low": "#6aa5ff",
+    "high": "#ff7a68",
+    "bad": "#ff8a7a",
+}
+"""The CSS variables of every page by its scheme: `rule`, `paper` and `tint` are of lines and
+backgrounds, the others of text and marks, with a contrast of 4.5 or more (WCAG 2.2, 1.4.3). No
+colour has that on both papers, so a page names a variable, or its script exchanges the colours."""
+
+_VARIABLES = {colour: name for name, colour in LIGHT.items()}
 _FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans")
 _STYLE = {
     "axes.axisbelow": True,
@@ -137,9 +167,14 @@ def make_svg(
     named = f'<svg role="img" aria-label="{escape(label)}" class="{name}"'
     svg = svg[svg.index("<svg") :].replace("<svg", named, 1)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{variable})")
+    for colour in _VARIABLES:
+        svg = svg.replace(colour, css_variable(colour))
     return svg
+
+
+def css_variable(colour: str) -> str:
+    """Return a colour of LIGHT as the CSS variable that a page has in its place."""
+    return f"var(--{_VARIABLES[colour]})"
 
 
 @contextmanager

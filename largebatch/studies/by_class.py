@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from largebatch.report.interactive import (
-    MISSING,
     Series,
     add_cells,
     add_hover,
@@ -14,6 +13,7 @@ from largebatch.report.interactive import (
     new_source,
 )
 from largebatch.report.run import FloatArray
+from largebatch.report.table import MISSING
 from largebatch.studies.results import Classes
 from largebatch.studies.standings import Standing
 

@@ -10,7 +10,7 @@ from largebatch.recipe.plan import make_plan
 from largebatch.runs.estimate import estimate
 from largebatch.studies.cells import Values
 from largebatch.studies.database import Claim
-from largebatch.studies.metrics import costs, interval
+from largebatch.studies.metrics import ENOUGH_SEEDS, costs, interval
 from largebatch.studies.phases import Bench, Phase, Progress, seed_slots, trial_updates
 from largebatch.studies.results import Result, edges
 from largebatch.studies.settings import Findings, Measured, describe
@@ -77,6 +77,10 @@ def describe_study(study: Study, progress: Progress) -> str:
                 ),
             ]
         )
+    if len(rows) > 2 and study.seeds < ENOUGH_SEEDS:
+        return (
+            f"{_align(rows)}\nToo few seeds to compare: {ENOUGH_SEEDS} or more tell policies apart."
+        )
     return _align(rows)
 
 
@@ -140,14 +144,15 @@ def _top1(results: Sequence[Result]) -> list[float]:
 
 
 def describe_mean(values: Sequence[float]) -> str:
-    """Return the mean of accuracies with Student's interval, which takes two of them or more.
+    """Return the mean of accuracies, with Student's interval where these are enough for one.
 
-    >>> describe_mean([0.90, 0.92])
-    '91.00 % +- 12.71'
+    >>> describe_mean([0.90, 0.91, 0.92]), describe_mean([0.90, 0.92])
+    ('91.00 % +- 2.48', '91.00 %')
     """
     found = interval(values)
     mean = f"{100 * found.mean:.2f} %"
-    return mean if found.number < 2 else f"{mean} +- {100 * (found.high - found.mean):.2f}"
+    reach = 100 * (found.high - found.mean)
+    return mean if found.number < ENOUGH_SEEDS else f"{mean} +- {reach:.2f}"
 
 
 def _found(search: Phase, values: Values) -> str:

@@ -23,6 +23,9 @@ from largebatch.tracking.events import Evaluation, Measured
 
 CONFIDENCE = 0.95
 
+ENOUGH_SEEDS = 3
+"""Fewer give no interval, or one that is mostly wider than any difference of policies."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from largebatch.errors import StudyError
 from largebatch.report.interactive import (
-    Column,
     Series,
     add_hover,
     add_line,
@@ -24,15 +23,16 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     only_at,
     series,
 )
 from largebatch.report.run import FloatArray
+from largebatch.report.style import MUTED
+from largebatch.report.table import Column, new_table
 from largebatch.schedules.build import follow
 from largebatch.storage import write_html
 from largebatch.studies.by_class import MOST_CLASSES, by_class, draw_classes
-from largebatch.studies.metrics import Costs, Interval
+from largebatch.studies.metrics import ENOUGH_SEEDS, Costs, Interval
 from largebatch.studies.results import CellResults, Result
 from largebatch.studies.standings import (
     Axis,
@@ -44,7 +44,8 @@ from largebatch.studies.standings import (
 )
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Table
+    from largebatch.report.interactive import Chart, Model
+    from largebatch.report.table import Table
 
 PAGE = "study.html"
 """What the page is called in the folder of a study."""
@@ -54,8 +55,6 @@ _POINTS = 300
 
 _WIDE = 30.0
 """From this ratio of two peaks on the axis of rates is logarithmic."""
-
-_FRONT = "#808a96"
 
 
 class Drawn(NamedTuple):
@@ -94,13 +93,13 @@ def make_page(standings: Standings) -> str:
         title=", ".join(studies),
         subtitle=", ".join(standings.configurations),
         sentences=list(describe(standings)),
-        good=not any(one.status for one in standings.cells),
+        good=standings.has_enough_seeds and not any(one.status for one in standings.cells),
         legend_of=[series(place, name) for place, name in enumerate(standings.policies)],
         configurations=configurations,
         kinds={f"kind {kind}": kind for kind in sorted({_kind(one) for one in standings.cells})},
         axes={axis.column: axis.title for axis in standings.axes},
         searches={f"search_{place}": key for place, key in enumerate(_keys(standings))},
-        compared=any(one.top1 and one.top1.number > 1 for one in standings.cells),
+        compared=any(one.top1 and one.top1.number >= ENOUGH_SEEDS for one in standings.cells),
         maps={f"classes_{place}": tag for place, tag in enumerate(configurations)},
         most_classes=MOST_CLASSES,
     )
@@ -131,8 +130,8 @@ def _percent(found: Interval | None) -> float | None:
 
 
 def _reach(found: Interval | None) -> float | None:
-    """Return half the width of an interval in points; None of one value."""
-    return None if found is None or found.number == 1 else 100 * (found.high - found.mean)
+    """Return half the width of an interval in points; None of too few seeds."""
+    return None if found is None or found.number < ENOUGH_SEEDS else 100 * (found.high - found.mean)
 
 
 def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
@@ -148,16 +147,16 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
     names = [standings.configurations[one.configuration] for _, one in drawn]
     columns = [
         Column("Policy", [look.label for look, _ in drawn]),
-        *([Column("Recipe", names)] if several else []),
         column("Top-1, %", lambda one: _percent(one.top1), "0.00"),
         column("±", lambda one: _reach(one.top1), "0.00"),
+        *(each for axis in standings.axes[:1] for each in _cost_columns(axis, column)),
         mean("Top-5, %", lambda one: 100 * one.top5, "0.00"),
         column("Pareto front", partial(_fronts, standings), None),
         *(
             column(key.rpartition(".")[2], partial(_value, key=key), "0.[00000000]")
             for key in _keys(standings)
         ),
-        *(each for axis in standings.axes for each in _cost_columns(axis, column)),
+        *(each for axis in standings.axes[1:] for each in _cost_columns(axis, column)),
         mean("AC", lambda one: one.average_confidence, "0.0000"),
         mean("CD", lambda one: one.confidence_deviation, "0.0000"),
         mean("CDAC", lambda one: one.class_confidence_deviation, "0.0000"),
@@ -166,6 +165,7 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
         column("Worst drop, points", _worst_drop, "0.00"),
         column("Seeds", lambda one: len(one.found.seeds), "0"),
         column("Diverged", lambda one: one.diverged, "0"),
+        *([Column("Recipe", names)] if several else []),
         column("Kind", _kind, None),
         column("Status", lambda one: one.status, None),
     ]
@@ -236,7 +236,7 @@ def _draw_costs(standings: Standings, drawn: Sequence[Drawn]) -> "Chart":
         if one.top1 is None:
             continue
         cost = {axis.column: one.cost(axis) for axis in standings.axes}
-        if math.isfinite(one.top1.low):
+        if one.top1.number >= ENOUGH_SEEDS:
             ends = [100 * one.top1.low, 100 * one.top1.high]
             twice = {name: [value] * 2 for name, value in cost.items()}
             add_line(chart, look, new_source({**twice, "top1": ends}), first, "top1", moves=True)
@@ -264,7 +264,7 @@ def _add_front(chart: "Chart", standings: Standings, axis: Axis, configuration: 
     cost, top1 = np.array(places).T
     steps = {axis.column: np.repeat(cost, 2)[1:], "top1": np.repeat(top1, 2)[:-1]}
     tags = (f"configuration {configuration}", only_at(axis.column))
-    front = Series(-1, "Pareto front", _FRONT, (2, 4), tags=tags)
+    front = Series(-1, "Pareto front", MUTED, (2, 4), tags=tags)
     add_line(chart, front, new_source(steps), axis.column, "top1")
 
 

@@ -13,6 +13,7 @@ from typing import Literal, assert_never
 from largebatch.studies.groups import Group
 from largebatch.studies.metrics import (
     CONFIDENCE,
+    ENOUGH_SEEDS,
     Cost,
     Costs,
     Interval,
@@ -30,9 +31,6 @@ from largebatch.studies.results import CellResults
 Criterion = Literal["cost", "accuracy", "robustness"]
 """cost: updates to the target. accuracy: top-1 at the rate found. robustness: top-1 over rates a
 tenth to ten times the one found, as metrics.Robustness.area has it."""
-
-ENOUGH_SEEDS = 3
-"""Fewer give no interval, or one that is mostly wider than any difference of policies."""
 
 Scores = Mapping[int, float | None]
 """By seed; None: the target was not reached."""

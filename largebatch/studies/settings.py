@@ -13,7 +13,7 @@ from typing import Any
 from largebatch.errors import StudyError, shorten
 from largebatch.recipe.loading import differences
 from largebatch.report.comparison import plural
-from largebatch.studies.metrics import Interval, interval
+from largebatch.studies.metrics import ENOUGH_SEEDS, Interval, interval
 from largebatch.studies.results import Result, SettingResults
 from largebatch.studies.standings import describe_interval
 from largebatch.studies.study import Metric
@@ -278,8 +278,8 @@ def _transfers(findings: Findings, metric: Metric) -> Iterator[str]:
     worse = [_describe_lost(one, measure) for one in lost(matrix, higher=not measure.is_cost)]
     if worse:
         yield " ".join([lead, *worse[:_NAMED]])
-    elif any(one.gap is None or one.gap.number == 1 for row in matrix for one in row):
-        yield f"{lead} Whether they transfer takes two seeds or more with every setting."
+    elif any(one.gap is None or one.gap.number < ENOUGH_SEEDS for row in matrix for one in row):
+        yield f"{lead} Too few seeds to compare: {ENOUGH_SEEDS} or more tell whether they transfer."
     else:
         yield f"{lead} Used on the other recipes, they are within the noise of seeds of the best."
 

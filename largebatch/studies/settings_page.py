@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.report.interactive import (
-    MISSING,
-    Column,
     Series,
     add_hover,
     add_line,
@@ -20,12 +18,12 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     only_at,
     series,
 )
+from largebatch.report.table import MISSING, Column, new_table
 from largebatch.storage import write_html
-from largebatch.studies.metrics import Interval
+from largebatch.studies.metrics import ENOUGH_SEEDS, Interval
 from largebatch.studies.results import Result
 from largebatch.studies.settings import MEASURES, Findings, Measure, Measured, describe
 from largebatch.studies.study import Metric
@@ -33,12 +31,13 @@ from largebatch.studies.transfer import Transfer
 from largebatch.studies.usage import Usage
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Source, Table
+    from largebatch.report.interactive import Chart, Model, Source
+    from largebatch.report.table import Table
 
 _DRAWN: tuple[Metric, ...] = ("top1", "train_seconds")
 """What is drawn along every key."""
 
-_STRONGEST = 55
+_STRONGEST = 50
 """Percent of the colour in the cell of the largest loss: the number on it stays readable."""
 
 _MEGABYTE = 1e-6
@@ -132,8 +131,8 @@ def _table(findings: Findings, looks: Sequence[Series]) -> "Table":
 
 
 def _reach(found: Interval | None, factor: float) -> float | None:
-    """Return half the width of an interval; None of one value."""
-    if found is None or found.number == 1:
+    """Return half the width of an interval; None of too few seeds."""
+    if found is None or found.number < ENOUGH_SEEDS:
         return None
     return factor * (found.high - found.mean)
 
@@ -213,9 +212,9 @@ def _source(findings: Findings, cells: Sequence[Measured], key: str, metric: Met
 
 
 def _ends(findings: Findings, one: Measured, key: str, metric: Metric) -> "Source | None":
-    """Return the ends of an interval; None of one value."""
+    """Return the ends of an interval; None of too few seeds."""
     mean, factor = one.mean_of(metric), MEASURES[metric].factor
-    if mean is None or mean.number == 1:
+    if mean is None or mean.number < ENOUGH_SEEDS:
         return None
     along = _along(findings, [one, one], key)
     return new_source({"key": along, "value": [factor * mean.low, factor * mean.high]})
@@ -224,7 +223,9 @@ def _ends(findings: Findings, one: Measured, key: str, metric: Metric) -> "Sourc
 def _describe(mean: Interval | None, measure: Measure) -> str:
     if mean is None:
         return MISSING
-    reach = "" if mean.number == 1 else f" ± {measure.factor * (mean.high - mean.mean):,.2f}"
+    reach = (
+        "" if mean.number < ENOUGH_SEEDS else f" ± {measure.factor * (mean.high - mean.mean):,.2f}"
+    )
     return f"{measure.show(mean.mean)}{reach}"
 
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from largebatch.errors import shorten
 from largebatch.report.comparison import plural
 from largebatch.studies.metrics import (
+    ENOUGH_SEEDS,
     Cost,
     Costs,
     Interval,
@@ -165,6 +166,15 @@ class Standings:
         """Return whether no cell of its configuration is as good at less, or better at as much."""
         return (one.configuration, one.policy) in self.fronts[axis]
 
+    @cached_property
+    def has_enough_seeds(self) -> bool:
+        """True if every policy has the seeds to be compared with the others of its recipe."""
+        ranked = [
+            [one.top1.number for one in self.of(place) if one.top1 is not None]
+            for place in range(len(self.configurations))
+        ]
+        return all(min(numbers) >= ENOUGH_SEEDS for numbers in ranked if len(numbers) > 1)
+
     def of(self, configuration: int) -> list[Standing]:
         """Return the cells of a configuration."""
         return [one for one in self.cells if one.configuration == configuration]
@@ -244,6 +254,12 @@ def _leads(ranked: Sequence[Standing]) -> str:
     if not others:
         return f"{lead}; it is the only policy with seeds."
     apart = {one.found.policy: _behind(best, one, together=len(others)) for one in others}
+    few = [name for name, gap in apart.items() if gap is None or gap.number < ENOUGH_SEEDS]
+    if few:
+        return (
+            f"{lead}; too few seeds to compare with {shorten(few, most=_NAMED)}: {ENOUGH_SEEDS} or "
+            "more tell policies apart."
+        )
     close = [name for name, gap in apart.items() if gap is None or gap.low <= 0]
     if close:
         named = shorten(close, most=_NAMED)
@@ -307,14 +323,14 @@ def _counts(standings: Standings) -> Iterator[str]:
 
 
 def describe_interval(found: Interval) -> str:
-    """Return a mean of parts of 1 in percent, and how far its interval reaches.
+    """Return a mean of parts of 1 in percent, and of enough seeds how far its interval reaches.
 
+    >>> describe_interval(interval([0.90, 0.91, 0.92]))
+    '91.00 % ± 2.48 (3 seeds)'
     >>> describe_interval(interval([0.90, 0.92]))
-    '91.00 % ± 12.71 (2 seeds)'
-    >>> describe_interval(interval([0.90]))
-    '90.00 % (1 seed)'
+    '91.00 % (2 seeds)'
     """
     seeds = plural(found.number, "seed")
-    if found.number == 1:
+    if found.number < ENOUGH_SEEDS:
         return f"{100 * found.mean:.2f} % ({seeds})"
     return f"{100 * found.mean:.2f} % ± {100 * (found.high - found.mean):.2f} ({seeds})"

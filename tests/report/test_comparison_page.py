@@ -6,14 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import colours_of, opened, point_at, rows_of, shown_axis, started_browser
+from browser import (
+    colours_of,
+    columns_in_sight,
+    opened,
+    point_at,
+    rows_of,
+    shown_axis,
+    started_browser,
+)
 from fake_runs import SMALL_RESNET, FakeRun, give_recipe
 from playwright.sync_api import Browser, Page
 
 from largebatch.report import write_comparison
+from largebatch.report.comparison import compare_runs
+from largebatch.report.comparison_page import make_comparison_page
 from largebatch.report.interactive import series
+from largebatch.report.style import DARK, LIGHT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
+LOGARITHMIC = '"name":"LogScale"'
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +64,23 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
     """The page, which every test leaves as it found it, but for the order of a table."""
     with opened(browser, path) as shown:
         yield shown
+
+
+def columns(page: Page) -> list[str]:
+    return page.locator("#runs .slick-header-column").all_inner_texts()
+
+
+def more_columns(page: Page) -> int:
+    """The number in "11 more columns →" above the table of runs."""
+    words = page.locator("#runs [data-more]").get_attribute("data-more")
+    assert words is not None
+    return int(words.removesuffix(" →").removesuffix("s").removesuffix(" more column"))
+
+
+def scroll_to_the_end(page: Page) -> None:
+    page.locator("#runs .slick-viewport-right.slick-viewport-top").evaluate(
+        "(viewport) => (viewport.scrollLeft = viewport.scrollWidth)"
+    )
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -134,6 +163,21 @@ def test_the_legend_hides_a_run_in_every_chart_and_the_ranges_follow(page: Page)
     assert all(good in colours_of(page, chart) for chart in charts)
 
 
+def test_charts_tables_and_the_legend_have_the_colours_of_the_scheme(
+    browser: Browser, path: Path
+) -> None:
+    with opened(browser, path, scheme="dark") as page:
+        for chart in ("accuracy", "loss", "throughput", "times", "stages"):
+            assert DARK["train"] in colours_of(page, chart)
+            assert LIGHT["train"] not in colours_of(page, chart)
+        for part, name in ((".slick-cell div", "color"), (".legend path", "stroke")):
+            found = page.locator(part).first.evaluate("(one, n) => getComputedStyle(one)[n]", name)
+            assert found == "rgb({}, {}, {})".format(*bytes.fromhex(DARK["train"][1:]))
+        page.emulate_media(color_scheme="light")
+        assert LIGHT["train"] in colours_of(page, "accuracy")
+        assert DARK["train"] not in colours_of(page, "accuracy")
+
+
 def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -> None:
     last = seconds_at(runs[0], len(evaluations(runs[0])) - 2)
     for title, low, high in (
@@ -153,9 +197,38 @@ def test_the_choice_of_the_axis_moves_the_curves(page: Page, runs: list[Path]) -
     page.get_by_text("Steps", exact=True).first.click()
 
 
+def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.curve(600, best=0.9)
+    run.end("train", 600, 0.95)
+    comparison = compare_runs([run.write()])
+    assert LOGARITHMIC not in make_comparison_page(comparison)
+    next(record for record in run.records if record["event"] == "evaluation")["loss"] = 114.0
+    run.folder = tmp_path / "wild"
+    assert LOGARITHMIC in make_comparison_page(compare_runs([run.write()]))
+
+
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
     browser: Browser, path: Path
 ) -> None:
-    with opened(browser, path, width=400) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
+    with opened(browser, path, width=390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert len(rows_of(page, "runs")) == 3
+
+
+def test_a_phone_shows_the_columns_that_matter_and_how_many_more_there_are(
+    browser: Browser, path: Path
+) -> None:
+    with opened(browser, path, width=390) as page:
+        shown = columns_in_sight(page, "runs")
+        assert shown[:4] == ["Run", "Top-1, %", "To the best", "Beyond noise"]
+        assert more_columns(page) == len(columns(page)) - len(shown) > 0
+        scroll_to_the_end(page)
+        page.wait_for_function("() => document.querySelector('#runs [data-more]') === null")
+
+
+def test_a_table_that_is_wider_than_the_window_says_how_many_columns_are_beyond(
+    page: Page,
+) -> None:
+    assert more_columns(page) == len(columns(page)) - len(columns_in_sight(page, "runs")) > 0
+    assert page.locator("#differences [data-more]").count() == 0  # all of it is in sight

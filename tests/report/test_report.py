@@ -24,7 +24,7 @@ from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import MissingPackageError
 from largebatch.report import write_report
 from largebatch.report.figures import POINTS, ceiling, draw_accuracy, draw_loss, thin
-from largebatch.report.numbers import Verdict, duration, headlines, verdict
+from largebatch.report.numbers import duration, headlines
 from largebatch.report.page import CHARTS, make_page
 from largebatch.report.run import Run, read_run
 
@@ -136,87 +136,6 @@ def test_colours_in_the_page_follow_its_scheme(full_run: str) -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        pytest.param(
-            fake_runs.full_run,
-            "The run went well: the training loss fell from 2.09 to 0.552 and top-1 ends at "
-            "98.61 %, the best of the run.",
-            id="finished",
-        ),
-        pytest.param(
-            fake_runs.statistics_that_hurt,
-            "The run went well: the training loss fell from 2.09 to 0.552 and top-1 ends at "
-            "94.72 %, within the noise of its best, 96.39 %.",
-            id="within the noise",
-        ),
-        pytest.param(
-            fake_runs.ended_below_its_best,
-            "The run finished, but top-1 ends at 80.00 %, below the 96.39 % that it was after 600 "
-            "steps in train.",
-            id="below its best",
-        ),
-        pytest.param(
-            fake_runs.learned_nothing,
-            "The run finished, but top-1 ends at 11.00 %; the same answer to all images would make "
-            "10.00 %.",
-            id="nothing learned",
-        ),
-        pytest.param(
-            fake_runs.polished_checkpoint,
-            "Polishing is done: top-1 ends at 96.00 %, the best of the run.",
-            id="polished",
-        ),
-        pytest.param(
-            fake_runs.paused,
-            "The run paused at --max-steps, after 40 of 600 steps; --resume goes on from there. "
-            "Accuracy was not measured before that.",
-            id="paused",
-        ),
-        pytest.param(
-            fake_runs.interrupted_after_one_step,
-            "The run was interrupted after 1 of 600 steps; --resume goes on from there. "
-            "Accuracy was not measured before that.",
-            id="interrupted",
-        ),
-        pytest.param(
-            fake_runs.diverged,
-            "The run failed after 40 of 600 steps. Its training loss stopped being a number at "
-            "step 39. Accuracy was not measured before that.",
-            id="diverged",
-        ),
-        pytest.param(
-            fake_runs.interrupted_after_a_skipped_step,
-            "The run was interrupted after 40 of 600 steps; --resume goes on from there. "
-            "Accuracy was not measured before that.",
-            id="skipped",
-        ),
-        pytest.param(
-            fake_runs.stopped_at_once,
-            "The run was stopped at once after 40 of 600 steps; --resume goes on from what was "
-            "saved. Accuracy was not measured before that.",
-            id="stopped",
-        ),
-        pytest.param(
-            fake_runs.killed,
-            "No summary: the run did not end by itself. Its log ends after 600 of 600 steps. "
-            "The numbers are those it had reached.",
-            id="killed",
-        ),
-    ],
-)
-def test_a_page_begins_with_how_the_run_went(
-    make: Callable[[Path], Path], words: str, tmp_path: Path
-) -> None:
-    run = read_run(make(tmp_path / "run"))
-    assert verdict(run) == Verdict(
-        words, good=words.startswith(("The run went well", "Polishing is done"))
-    )
-    assert words in Attributes(make_page(run)).words
-
-
-@pytest.mark.usefixtures("no_drawings")
 def test_a_stage_that_lowered_top1_is_named_and_marked(tmp_path: Path) -> None:
     page = make_page(read_run(fake_runs.statistics_that_hurt(tmp_path / "run")))
     assert "Here the statistics stage lowered it." in page
@@ -274,6 +193,27 @@ def test_a_run_that_ends_with_clean_epochs_claims_no_gain_by_polishing(tmp_path:
     tile = gain(read_run(run.write()))
     assert tile[:2] == ("Gain in the clean epochs", "+40.00")
     assert tile[2:] == ("144 of 360 validation images, in 5.0 epochs", "")
+
+
+@pytest.mark.usefixtures("no_drawings")
+def test_polishing_is_what_comes_after_the_schedule_wherever_a_page_names_it(
+    tmp_path: Path,
+) -> None:
+    """Top-1, gain, wall time and note all leave the clean epochs to the schedule."""
+    polished = read_run(fake_runs.decided(tmp_path / "decided"))
+    accuracy, shown, *_, wall_time = headlines(polished)
+    assert (accuracy.note, shown.label) == ("after polishing", "Gain by polishing")
+    assert wall_time.note == "3.20 s of it clean epochs, 9.60 s polishing"
+    run = FakeRun(tmp_path / "clean")
+    run.end("train", 525, 0.95)
+    run.end("clean", 75, 0.96)
+    clean_only = read_run(run.write())
+    accuracy, shown, *_, wall_time = headlines(clean_only)
+    assert (accuracy.note, shown.label) == ("after 600 steps", "Gain in the clean epochs")
+    assert wall_time.note == "3.20 s of it clean epochs"
+    note = "polishing is what comes after the schedule, which ends with <em>clean</em>."
+    assert note in make_page(polished)
+    assert note not in make_page(clean_only)
 
 
 @pytest.mark.parametrize(("after", "colour"), [(0.95, "good"), (0.60, "bad")])
@@ -383,6 +323,22 @@ def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
     assert f"…{evil[-21:]}" in Attributes(page).words  # the layer, shortened
     assert "script" not in Attributes(page).tags
     assert "name: &lt;script&gt;" in page
+
+
+def test_one_wild_validation_loss_does_not_flatten_the_loss_chart(tmp_path: Path) -> None:
+    """114 at one evaluation, among training losses from 2.3 to 0.5."""
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.train(0, 300)
+    run.evaluate("train", 300, 0.5)
+    run.records[-1]["loss"] = 114.0
+    run.train(300, 600)
+    run.end("train", 600, 0.96)
+    figure = Figure()
+    draw_loss(figure, read_run(run.write()))
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "log"
+    low, high = axes.transAxes.inverted().transform(axes.transData.transform([(0, 0.6), (0, 2.2)]))
+    assert high[1] - low[1] > 0.2  # of the height; 0.014 on a linear axis
 
 
 def test_figures_show_what_the_log_holds(tmp_path: Path) -> None:

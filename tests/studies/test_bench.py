@@ -121,7 +121,8 @@ def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world
         assert [one.seed for one in seeds] == [1, 2]
         assert {one.schedule.peak_lr for one in seeds} == {best.schedule.peak_lr}
         assert not any(one.data.held_out for one in seeds)
-    heads, *rows = table(bench, url)
+    heads, *rows, few = table(bench, url)
+    assert few == "Too few seeds to compare: 3 or more tell policies apart."
     assert re.split(" {2,}", heads) == [
         *("recipe", "policy", "found", "top-1 (2 seeds)"),
         *("updates to 99.9%", "updates to 50.0%"),
@@ -129,7 +130,7 @@ def test_every_policy_has_the_same_budget_and_its_own_rate(tmp_path: Path, world
     for policy, row in zip(BEST, rows, strict=True):
         rate = world.of(policy, "seed")[0].schedule.peak_lr
         assert f"peak_lr {rate:g}" in row
-        assert f"{100 * accuracy(policy, rate):.2f} % +- 0.00" in row
+        assert f"{100 * accuracy(policy, rate):.2f} %  " in row
         assert row.endswith("9 (2 of 2)")
 
 
@@ -137,7 +138,7 @@ def test_a_rate_at_an_end_of_those_tried_is_marked(tmp_path: Path, world: World)
     search = {"trials": 2, "held_out": 300, "prune": False}
     bench, url = a_bench(tmp_path, search=search)
     assert work(bench, url, ignore)
-    for policy, row in zip(BEST, table(bench, url)[1:], strict=True):
+    for policy, row in zip(BEST, table(bench, url)[1:-1], strict=True):
         rate = world.of(policy, "seed")[0].schedule.peak_lr
         assert f"peak_lr {rate:g} (the {({0.2: 'lowest', 0.5: 'highest'})[rate]} tried)" in row
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from browser import (
     colours_of,
+    columns_in_sight,
     opened,
     point_at,
     rows_of,
@@ -139,6 +140,26 @@ def test_the_sentences_have_the_answer_and_what_it_rests_on(found: list[CellResu
     )
 
 
+def test_policies_with_two_seeds_are_too_few_to_compare_and_have_no_interval(
+    tmp_path: Path,
+) -> None:
+    """42.25 and 64.75 %: an interval of 95 % would reach 143 points."""
+    two = [run(1, [0.2, 0.4222], every=300), run(2, [0.2, 0.6472], every=300)]
+    three = [run(seed, [0.2, 0.30 + seed / 100], every=300) for seed in (1, 2, 3)]
+    cells = [cell("warm", two, search=search(0.9)), cell("cold", three, search=search(0.9))]
+    standings = stand(cells, [0.9])
+    first, *_ = describe(standings)
+    assert first == (
+        "warm has the highest top-1, 53.47 % (2 seeds); too few seeds to compare with cold: 3 or "
+        "more tell policies apart."
+    )
+    assert not standings.has_enough_seeds
+    text = write_page(cells, tmp_path / "study.html").read_text("utf-8")
+    assert '<div class="verdict bad">' in text
+    assert "142.94" not in text
+    assert stand(cells[:1], [0.9]).has_enough_seeds  # there is nothing to compare with
+
+
 def test_what_changed_its_rate_by_the_validation_images_is_named(found: list[CellResults]) -> None:
     steered = cell("plateau", found[0].seeds, schedule={"plateau": "{}"})
     *_, named, _ = describe(stand([*found[:2], steered], [0.9]))
@@ -226,10 +247,10 @@ def test_filters_change_the_table_and_every_chart(page: Page) -> None:
     assert not any(late in colours_of(page, chart) for chart in charts)
     assert shown_rows(page, "classes_0") == ["constant", "cosine"]
     page.get_by_text("Only the Pareto front", exact=True).click()
-    page.get_by_text("polynomial", exact=True).click()
+    page.locator(".controls").get_by_text("polynomial", exact=True).click()
     assert sorted(names(page)) == ["constant", "cosine"]
     assert not any(late in colours_of(page, chart) for chart in charts)
-    page.get_by_text("polynomial", exact=True).click()
+    page.locator(".controls").get_by_text("polynomial", exact=True).click()
     page.get_by_role("button", name="late").click()
     assert not any(late in colours_of(page, chart) for chart in charts)
     page.get_by_role("button", name="late").click()
@@ -251,9 +272,11 @@ def test_another_recipe_of_the_study_takes_the_place_of_the_first(page: Page) ->
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
     browser: Browser, path: Path
 ) -> None:
-    with opened(browser, path, width=400) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
+    with opened(browser, path, width=390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert len(names(page)) == 3
+        shown = ["Policy", "Top-1, %", "±", "Updates to 90 %"]
+        assert columns_in_sight(page, "policies")[:4] == shown
         page.get_by_text("Only the Pareto front", exact=True).click()
         assert len(names(page)) == 2
 

@@ -248,5 +248,5 @@ def test_settings_that_differ_in_a_section_too_are_not_joined(tmp_path: Path) ->
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
     browser: Browser, path: Path
 ) -> None:
-    with opened(browser, path, width=400) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
+    with opened(browser, path, width=390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from PIL import Image
@@ -50,9 +50,13 @@ def started_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]:
-    """Open a page; assert at its end that it requested nothing and that no error was logged."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
+def opened(
+    browser: Browser, path: Path, *, width: int = 1280, scheme: Literal["light", "dark"] = "light"
+) -> Iterator[Page]:
+    """Open a page; assert at its end that it requested nothing, logged no error and fits in."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, offline=True, color_scheme=scheme
+    )
     errors: list[str] = []
     requests: list[str] = []
 
@@ -72,7 +76,9 @@ def opened(browser: Browser, path: Path, *, width: int = 1280) -> Iterator[Page]
     page.wait_for_function("() => Bokeh.documents.length > 0")
     _settle(page)
     yield page
+    widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     context.close()
+    assert widths[0] <= widths[1]
     assert requests == [path.as_uri()]
     assert errors == []
 
@@ -143,6 +149,25 @@ def rows_of(page: Page, section: str) -> list[list[str]]:
         section,
     )
     return [[str(cell) for cell in row] for row in rows]
+
+
+def columns_in_sight(page: Page, section: str) -> list[str]:
+    """Return the titles of the columns of a section's table that are not cut off."""
+    _settle(page)
+    return [
+        str(title)
+        for title in page.evaluate(
+            """(section) => {
+              const root = document.querySelector(`#${section} [data-root-id]`).dataset.rootId;
+              const { el, shadow_el } = Bokeh.index.get_by_id(root);
+              const edge = el.getBoundingClientRect().right + 1;
+              return [...shadow_el.querySelectorAll(".slick-header-column")]
+                .filter((header) => header.getBoundingClientRect().right <= edge)
+                .map((header) => header.innerText);
+            }""",
+            section,
+        )
+    ]
 
 
 def shown_rows(page: Page, section: str) -> list[str]:

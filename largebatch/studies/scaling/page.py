@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.report.interactive import (
-    Column,
     Series,
     add_hover,
     add_line,
@@ -17,15 +16,16 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     series,
 )
+from largebatch.report.table import Column, new_table
 from largebatch.storage import write_html
 from largebatch.studies.scaling.rows import Row, findings, unequal_rates
 from largebatch.studies.scaling.study import PLACES, SCALINGS, ScalingStudy
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Table
+    from largebatch.report.interactive import Chart, Model
+    from largebatch.report.table import Table
 
 _IDEAL, _PLANNER = "ideal", "planner"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.report.interactive import (
-    Column,
     Series,
     add_hover,
     add_line,
@@ -18,16 +17,18 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     series,
 )
+from largebatch.report.style import INK
+from largebatch.report.table import Column, new_table
 from largebatch.storage import write_html
 from largebatch.studies.metrics import Interval
 from largebatch.studies.servers.rows import NEAR, Row, describe, findings
 from largebatch.studies.servers.study import ALONE, ServersStudy
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Table
+    from largebatch.report.interactive import Chart, Model
+    from largebatch.report.table import Table
 
 _MEGABYTE = 1e-6
 
@@ -212,7 +213,7 @@ def _links(rows: Sequence[Row], looks: Sequence[Series]) -> "Table":
 
 def _colours(rows: Sequence[Row], looks: Sequence[Series]) -> list[str]:
     own = {look.label: look.colour for look in looks}
-    return [own.get(row.cell.layout, "var(--ink)") for row in rows]
+    return [own.get(row.cell.layout, INK) for row in rows]
 
 
 def _row_tags(rows: Sequence[Row], looks: Sequence[Series]) -> list[tuple[str, ...]]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from largebatch.errors import StudyError
 from largebatch.recipe.protocols import Hardsync, Softsync
 from largebatch.report.interactive import (
-    Column,
     Series,
     add_hover,
     add_line,
@@ -21,16 +20,17 @@ from largebatch.report.interactive import (
     make_interactive_page,
     new_chart,
     new_source,
-    new_table,
     only_at,
     series,
 )
+from largebatch.report.table import Column, new_table
 from largebatch.storage import write_html
 from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
 
 if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Table
+    from largebatch.report.interactive import Chart, Model
+    from largebatch.report.table import Table
 
 PAGE = "study.html"
 """What the page is called in the folder of a study."""

@@ -141,8 +141,8 @@ def test_the_histogram_shows_the_share_of_every_staleness(page: Page) -> None:
 def test_a_phone_shows_all_of_it_without_scrolling_to_the_side(
     browser: Browser, path: Path
 ) -> None:
-    with opened(browser, path, width=400) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
+    with opened(browser, path, width=390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_what_cannot_be_shown_or_written_is_an_error(rows: list[Row], tmp_path: Path) -> None:

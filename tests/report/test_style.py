@@ -1,0 +1,74 @@
+"""The colours of pages: readable in both schemes, and named in one place."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import largebatch
+from largebatch.report.style import DARK, LIGHT
+from largebatch.studies.settings_page import _STRONGEST
+
+BACKGROUNDS = ("paper", "tint", "rule")
+ENOUGH = 4.5
+"""WCAG 2.2, success criterion 1.4.3, for text."""
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2.2."""
+    parts = [value / 255 for value in bytes.fromhex(colour[1:])]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def mixed(colour: str, paper: str, percent: float) -> str:
+    """CSS: color-mix(in srgb, colour percent, paper)."""
+    both = zip(bytes.fromhex(colour[1:]), bytes.fromhex(paper[1:]), strict=True)
+    return "#" + bytes(round((percent * a + (100 - percent) * b) / 100) for a, b in both).hex()
+
+
+def test_contrast_is_that_of_wcag() -> None:
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.005)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_every_colour_of_text_and_marks_has_enough_contrast(colours: dict[str, str]) -> None:
+    found = {
+        name: contrast(colour, colours["paper"])
+        for name, colour in colours.items()
+        if name not in BACKGROUNDS
+    }
+    assert {name for name, value in found.items() if value < ENOUGH} == set()
+    assert all(contrast(colours[name], colours["tint"]) >= ENOUGH for name in ("ink", "muted"))
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_numbers_on_a_coloured_cell_have_enough_contrast(colours: dict[str, str]) -> None:
+    """Those of a transfer matrix and of a confusion matrix, at the strongest colour."""
+    for name, percent in (("clean", _STRONGEST), ("high", 60)):
+        cell = mixed(colours[name], colours["paper"], percent)
+        assert contrast(colours["ink"], cell) >= ENOUGH
+
+
+def test_both_schemes_have_the_same_names_and_no_colour_twice() -> None:
+    assert LIGHT.keys() == DARK.keys()
+    assert all(len(set(colours.values())) == len(colours) for colours in (LIGHT, DARK))
+
+
+def sources() -> Iterator[Path]:
+    root = Path(largebatch.__file__).parent
+    return (path for path in root.rglob("*") if path.suffix in {".py", ".html", ".css"})
+
+
+def test_no_page_has_a_colour_of_its_own() -> None:
+    own = {path.name for path in sources() if re.search("#[0-9a-fA-F]{6}", path.read_text("utf-8"))}
+    assert own == {"style.py"}
