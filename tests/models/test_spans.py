@@ -259,15 +259,15 @@ def test_workers_that_cannot_be_grouped_evenly_are_refused() -> None:
         Spans(with_span(nn.Sequential(nn.BatchNorm1d(3)), 8), CPU, sync_workers=2)
 
 
-def saved(model: nn.Module) -> nn.Module:
+def saved(model: nn.Sequential) -> nn.Sequential:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
+    loaded: nn.Sequential = torch.load(file, weights_only=False)
     return loaded
 
 
-COPIES: list[Callable[[nn.Module], nn.Module]] = [
+COPIES: list[Callable[[nn.Sequential], nn.Sequential]] = [
     copy.deepcopy,
     lambda model: pickle.loads(pickle.dumps(model)),
     saved,
