@@ -85,6 +85,7 @@ evaluate damaged.safetensors
 evaluate run --set schedule.peak_lr=1
 export run --out run
 report empty
+report .
 noise run
 polish run
 polish --model resnet18

@@ -26,6 +26,8 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     readable log, or `out` cannot be written; MissingPackageError without matplotlib.
     """
     run, out = read_run(run_folder), out or run_folder
+    if out.suffix == ".html" and not out.is_dir():
+        raise CheckpointError(f"{out}: --out of one run names a folder, which holds the page")
     page = out / REPORT
     content = make_page(run).encode()
     try:

@@ -330,14 +330,27 @@ class _Log:
 
 def _read_log(path: Path) -> _Log:
     if not path.exists():
-        raise CheckpointError(
-            f"{path}: not found; a report is made from the folder of a run, which holds "
-            "recipe.yaml, log.jsonl and checkpoints/ (the --out of `largebatch train`)"
-        )
+        raise _no_run(path)
     log = _Log()
     for event in _events(path):
         log.add(event)
     return log
+
+
+def _no_run(path: Path) -> CheckpointError:
+    """Return the error for a log that is not there; runs may lie one folder below."""
+    folder = path.parent
+    below = sorted(log.parent for log in folder.glob(f"*/{path.name}"))
+    if below:
+        command = f"{folder}/* compares them" if len(below) > 1 else f"{below[0]}"
+        return CheckpointError(
+            f"{folder}: holds no {path.name} and is no run; runs are below it: largebatch report "
+            f"{command}"
+        )
+    return CheckpointError(
+        f"{path}: not found; a report is made from the folder of a run, which holds "
+        "recipe.yaml, log.jsonl and checkpoints/ (the --out of `largebatch train`)"
+    )
 
 
 def _events(path: Path) -> Iterator[Event]:

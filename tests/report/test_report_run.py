@@ -122,6 +122,26 @@ def test_a_folder_that_is_no_run_is_refused(
         write_report(tmp_path)
 
 
+def test_a_folder_of_runs_names_the_command_that_compares_them(tmp_path: Path) -> None:
+    fake_runs.full_run(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=f"runs are below it: largebatch report {tmp_path}/a"):
+        write_report(tmp_path)
+    fake_runs.full_run(tmp_path / "b")
+    with pytest.raises(CheckpointError) as caught:
+        write_report(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: holds no log.jsonl and is no run; runs are below it: largebatch report "
+        f"{tmp_path}/* compares them"
+    )
+
+
+def test_the_report_of_one_run_makes_no_folder_of_a_page_s_name(tmp_path: Path) -> None:
+    folder = fake_runs.full_run(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"a.html: --out of one run names a folder"):
+        write_report(folder, tmp_path / "a.html")
+    assert not (tmp_path / "a.html").exists()
+
+
 def test_a_broken_summary_is_named(tmp_path: Path) -> None:
     folder = fake_runs.full_run(tmp_path / "run")
     (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
