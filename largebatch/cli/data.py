@@ -221,8 +221,8 @@ def _show(args: argparse.Namespace) -> int:
     path = args.out or Path(f"{recipe.name}-sheet.png")
     from largebatch.report.contact_sheet import write_sheet
 
-    write_sheet(path, recipe, folder=args.data)
-    print(printable(f"sheet: {path}"))
+    remarks = write_sheet(path, recipe, folder=args.data)
+    print(printable("\n".join([*remarks, f"sheet: {path}"])))
     return 0
 
 
