@@ -227,8 +227,8 @@ def _show(args: argparse.Namespace) -> int:
     from largebatch.report.contact_sheet import write_sheet
 
     with _progress("reading") as progress:
-        write_sheet(path, recipe, folder=args.data, progress=progress)
-    print(printable(f"sheet: {path}"))
+        remarks = write_sheet(path, recipe, folder=args.data, progress=progress)
+    print(printable("\n".join([*remarks, f"sheet: {path}"])))
     return 0
 
 

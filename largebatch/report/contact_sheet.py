@@ -26,13 +26,12 @@ from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.optional import require_matplotlib
 from largebatch.recipe.plan import Plan, describe_decoding, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
-from largebatch.report.style import COLOURS, INK, MUTED, PAPER, require_png
+from largebatch.report.style import COLOURS, INK, MUTED, PAPER, font_file, require_png
 from largebatch.storage import Progress, silent, whole_file
 
 SMALLEST = 112
@@ -59,6 +58,9 @@ class Shown:
     """One training image of each class and what becomes of it; beside it, validation."""
 
     classes: tuple[str, ...]
+    labels: tuple[int, ...]
+    """Their numbers."""
+
     training: Rows
     """The image in the first passes of the run."""
 
@@ -67,6 +69,22 @@ class Shown:
 
     evaluation: Rows
     """CHECKS validation images, or as many as there are."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the sheet calls the classes: by number where no installed font has the letters."""
+        named = zip(self.labels, self.classes, strict=True)
+        return tuple(name if font_file(name) else f"class {label}" for label, name in named)
+
+
+def describe_unnamed(shown: Shown) -> Iterator[str]:
+    """Yield what to do about class names that cannot be drawn, if there are any."""
+    lost = sum(name != drawn for name, drawn in zip(shown.classes, shown.names, strict=True))
+    if lost:
+        yield (
+            f"{lost} of {len(shown.classes)} class names are shown by number: no installed font "
+            "has their letters; install one that has, such as Noto Sans CJK"
+        )
 
 
 def show(pipeline: ImagePipeline) -> Shown:
@@ -81,6 +99,7 @@ def show(pipeline: ImagePipeline) -> Shown:
     clean = _images(pipeline.decode(index, _requests(pipeline, places[:, 0].tolist(), clean=True)))
     return Shown(
         classes=tuple(index.classes[label] for label in labels),
+        labels=tuple(labels.tolist()),
         training=tuple(tuple(training[row :: len(samples)]) for row in range(len(samples))),
         clean=_in_rows(clean, [1] * len(samples)),
         evaluation=_validation(pipeline, labels),
@@ -180,20 +199,23 @@ class _Group(NamedTuple):
 
 def write_sheet(
     path: Path, recipe: Recipe, *, folder: Path | None, progress: Progress = silent
-) -> None:
+) -> list[str]:
     """Write the contact sheet of a recipe, whose images may lie in `folder`, as a PNG file.
 
-    Raises LargebatchError where the images cannot be read or the file cannot be written.
+    Return what it cannot show, a sentence each. Raises LargebatchError where the images cannot be
+    read or the file cannot be written.
     """
     require_png(path, what="sheet")
     plan = make_plan(recipe.mathematics, workers=1)
     pipeline = open_images(recipe, plan, Serial(), folder=folder, progress=progress)
-    sheet = draw_sheet(show(pipeline), recipe, plan)
+    shown = show(pipeline)
+    sheet = draw_sheet(shown, recipe, plan)
     try:
         with whole_file(path) as file:
             sheet.save(file, format="PNG")
     except OSError as error:
         raise LargebatchError(f"{path}: cannot write the sheet: {error.strerror}") from None
+    return list(describe_unnamed(shown))
 
 
 def record_worst(pipeline: ImagePipeline, folder: Path) -> None:
@@ -221,19 +243,24 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     size = _Lengths(recipe.images.image_size)
     text, note = font(size.text), font(size.note)
     groups = _groups(shown, recipe, plan)
-    facts = _facts(groups, recipe)
-    names = [_shortened(name, text.getlength, limit=size.widest_name) for name in shown.classes]
-    first = size.margin + _widest(names, text.getlength) + size.gap
+    facts = [*_facts(groups, recipe), *describe_unnamed(shown)]
+    fonts = [font(size.text, name) for name in shown.names]
+    names = [
+        _shortened(name, own.getlength, limit=size.widest_name)
+        for name, own in zip(shown.names, fonts, strict=True)
+    ]
+    widths = [own.getlength(name) for name, own in zip(names, fonts, strict=True)]
+    first = size.margin + round(max(widths)) + size.gap
     lefts, right = _columns(groups, size, first=first)
     width = max(right, _widest(facts, text.getlength) + size.margin) + size.margin
     bottom = size.head + len(names) * size.step + size.gap
     sheet = Image.new("RGB", (width, bottom + len(facts) * size.line + size.gap), PAPER)
     pen = ImageDraw.Draw(sheet)
-    title = font(size.title)
+    title = font(size.title, recipe.name)
     pen.text((size.margin, size.margin), recipe.name, INK, title, anchor="lt")
-    for row, name in enumerate(names):
+    for row, (name, own) in enumerate(zip(names, fonts, strict=True)):
         middle = size.head + row * size.step + size.tile // 2
-        pen.text((size.margin, middle), name, INK, text, anchor="lm")
+        pen.text((size.margin, middle), name, INK, own, anchor="lm")
     for group, left in zip(groups, lefts, strict=True):
         above = size.head - size.space
         pen.text((left, above - size.text), group.name, group.colour, text, anchor="ls")
@@ -244,12 +271,9 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
     return sheet
 
 
-def font(size: float) -> ImageFont.FreeTypeFont:
-    """Load the font that comes with matplotlib; Pillow's own has few letters beyond ASCII."""
-    require_matplotlib()
-    from matplotlib import get_data_path
-
-    return ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size)
+def font(size: float, text: str = "") -> ImageFont.FreeTypeFont:
+    """Load a font that has every letter of a text, if one is installed."""
+    return ImageFont.truetype(font_file(text) or font_file(""), size)
 
 
 def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:

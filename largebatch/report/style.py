@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,6 +18,7 @@ from largebatch.storage import whole_file
 
 if TYPE_CHECKING:
     from matplotlib import axes, figure, text
+    from matplotlib.font_manager import FontEntry
 
     Axes: TypeAlias = axes.Axes
     Canvas: TypeAlias = figure.Figure | figure.SubFigure
@@ -85,7 +87,14 @@ backgrounds, the others of text and marks, with a contrast of 4.5 or more (WCAG 
 colour has that on both papers, so a page names a variable, or its script exchanges the colours."""
 
 _VARIABLES = {colour: name for name, colour in LIGHT.items()}
-_FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans")
+_FONTS = ("Inter", "Helvetica Neue", "Segoe UI", "Arial", "Liberation Sans", "DejaVu Sans")
+_WIDE_FONTS = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC"),
+    *("WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC"),
+    *("Hiragino Sans GB", "Arial Unicode MS"),
+)
+"""For letters that the others lack: Chinese, Japanese and Korean."""
+
 _STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": MUTED,
@@ -177,6 +186,43 @@ def css_variable(colour: str) -> str:
     return f"var(--{_VARIABLES[colour]})"
 
 
+@cache
+def font_file(text: str) -> Path | None:
+    """Return an installed font that has every letter of a text; None if there is none.
+
+    DejaVu Sans, which comes with matplotlib, if it has them; Pillow's own has few beyond ASCII.
+    """
+    require_matplotlib()
+    from matplotlib import font_manager, get_data_path
+
+    usual = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    others = sorted(
+        (font for font in font_manager.fontManager.ttflist if _is_usual(font)),
+        key=lambda font: (
+            font.name not in _WIDE_FONTS,
+            str(font.weight) not in {"400", "normal", "regular"},
+            font.name,
+        ),
+    )
+    files = (usual, *(Path(font.fname) for font in others))
+    return next((path for path in dict.fromkeys(files) if _has_letters(path, text)), None)
+
+
+def _is_usual(font: "FontEntry") -> bool:
+    """Return True unless a font is slanted, or is that of boxes for every letter there is."""
+    return font.style == "normal" and not font.name.startswith("Last Resort")
+
+
+def _has_letters(path: Path, text: str) -> bool:
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        known = FT2Font(str(path)).get_charmap()
+    except (OSError, RuntimeError):  # matplotlib's list may name a font that is gone or damaged
+        return False
+    return all(ord(letter) in known for letter in text if not letter.isspace())
+
+
 @contextmanager
 def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
     """Draw in the report's style, whatever the user's own is, and put that back afterwards."""
@@ -184,7 +230,7 @@ def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
     from matplotlib import font_manager, style
 
     installed = set(font_manager.get_font_names())
-    family = [font for font in (*_FONTS, "DejaVu Sans") if font in installed]
+    family = [font for font in (*_FONTS, *_WIDE_FONTS) if font in installed]
     with style.context(["default", _STYLE | {"font.family": family} | (more or {})]):
         yield
 

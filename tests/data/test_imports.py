@@ -15,6 +15,7 @@ from PIL import Image
 from largebatch.cli.main import main
 from largebatch.data.datasets import import_data
 from largebatch.data.datasets.arrays import open_fashion_mnist
+from largebatch.data.datasets.packing import Sample
 from largebatch.data.index.index import Index, read_folder
 from largebatch.errors import DataError
 
@@ -142,6 +143,7 @@ def test_real_fashion_mnist_is_the_official_one(real_data: Path, tmp_path: Path)
     with open_fashion_mnist(source, scratch=tmp_path) as data_set:
         assert data_set.sizes == {"train": 60_000, "val": 10_000}
         first = next(iter(data_set.samples("val")))
+    assert isinstance(first, Sample)
     pixels, labels = (
         gzip.decompress((source / f"t10k-{name}-ubyte.gz").read_bytes())
         for name in ("images-idx3", "labels-idx1")

@@ -24,6 +24,7 @@ from largebatch import storage
 from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.errors import DataError
+from largebatch.storage import Progress
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def test_one_worker_of_each_folder_writes(
     written = []
     real, local = pixel_cache._write, threading.local()
 
-    def count(path: Path, index: Index, threads: int) -> None:
+    def count(path: Path, index: Index, threads: int, progress: Progress) -> None:
         written.append(local.rank)
-        real(path, index, threads)
+        real(path, index, threads, progress)
 
     def place(_: Index) -> Path:
         return tmp_path / ("common" if shared else f"machine {local.rank // 2}") / "pixels"

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.contact_sheet import denormalized, draw_sheet, font, show
+from largebatch.report.style import font_file
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -239,3 +241,43 @@ def test_cifar10_is_shown_as_it_is(
 def test_letters_beyond_ascii_are_no_boxes(letter: str) -> None:
     unknown = font(40).getmask("\uf8fe")  # of private use
     assert bytes(font(40).getmask(letter)) != bytes(unknown)
+
+
+def test_a_letter_that_the_usual_font_lacks_comes_from_another_one() -> None:
+    """⌒ is in others of the DejaVu fonts, which come with matplotlib."""
+    usual, other = font_file("ab"), font_file("a\u2312")
+    assert usual is not None
+    assert usual.name == "DejaVuSans.ttf"
+    assert other != usual
+    assert font_file("\U0010fffd") is None  # of private use
+
+
+def named(root: Path, names: Sequence[str]) -> Path:
+    for split, number in (("train", EACH), ("val", 2)):
+        for name in names:
+            (root / split / name).mkdir(parents=True)
+            for k in range(number):
+                Image.new("RGB", (SIDE, SIDE), (k, 0, 0)).save(root / split / name / f"{k}.png")
+    return root
+
+
+def test_class_names_that_no_font_can_draw_are_numbers_and_the_sheet_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = named(tmp_path, ["ape", "\U0010fffd", "\U0010fffdx"])
+    words = words_of(monkeypatch, recipe(), folder)
+    assert words[1:4] == ["ape", "class 1", "class 2"]
+    assert words[-1] == (
+        "2 of 3 class names are shown by number: no installed font has their letters; install one "
+        "that has, such as Noto Sans CJK"
+    )
+
+
+def test_class_names_in_chinese_are_drawn_where_a_font_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["狗", "猫", "鸟"]  # as sorted
+    words = words_of(monkeypatch, recipe(), named(tmp_path, names))
+    known = font_file("狗猫鸟") is not None
+    assert words[1:4] == (names if known else ["class 0", "class 1", "class 2"])
+    assert ("by number" in words[-1]) is not known
