@@ -29,6 +29,12 @@ def test_every_layout_makes_the_same_update_of_the_same_samples(tmp_path: Path) 
     assert cells["ring-horovod"].placement.backend == "horovod"
 
 
+def test_the_installed_study_has_the_larger_model_of_the_paper_as_large() -> None:
+    """LeNet-5 and an LSTM, of which the paper calls the LSTM the bigger one; ResNet-50 is ours."""
+    sizes = {name: trained.size for name, trained in load_study("jaeger").recipes.items()}
+    assert sizes == {"lenet5": "small", "lstm": "large", "resnet50": "large"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

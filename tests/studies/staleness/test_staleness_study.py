@@ -1,5 +1,6 @@
 """The file of a staleness study, and the recipes of its cells."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from short_staleness import STUDY, write_study
 
 from largebatch.errors import RecipeError
 from largebatch.studies.staleness.study import Cell, cells_of, load_study
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def cells(folder: Path, **grid: object) -> dict[str, Cell]:
@@ -54,6 +57,15 @@ def test_the_installed_study_has_the_points_of_the_papers() -> None:
             assert cell.rule.gradients == 30 // n
             assert cell.recipe.batch.global_batch == 4 * (30 // n)
     assert {cell.learners for cell in found.values()} == {1, 4, 10, 30}
+
+
+def test_the_rates_of_the_installed_study_are_those_that_were_found() -> None:
+    (path,) = RESULTS.glob("staleness_cpu2_*.json")
+    found = {name: rate["found"] for name, rate in json.loads(path.read_text())["rates"].items()}
+    cells = cells_of(load_study("rudra"), Path())
+    rates = {cell.name.partition("-")[0]: cell.recipe.schedule.peak_lr for cell in cells}
+    assert rates["lars"] == found["lars"] == 0.362
+    assert rates["norm"] == rates["polished"] == found["norm"] == 0.0048
 
 
 @pytest.mark.parametrize(
