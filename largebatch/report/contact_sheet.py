@@ -271,7 +271,9 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
 
 def font(size: float, text: str = "") -> ImageFont.FreeTypeFont:
     """Load a font that has every letter of a text, if one is installed."""
-    return ImageFont.truetype(font_file(text) or font_file(""), size)
+    file = font_file(text) or font_file("")
+    assert file is not None, "any font has the letters of nothing"
+    return ImageFont.truetype(file, size)
 
 
 def _groups(shown: Shown, recipe: Recipe, plan: Plan) -> list[_Group]:

@@ -56,7 +56,7 @@ def _stage_times(run: Run) -> str:
         "clean epochs": [stage for stage in run.stages[1:] if stage.name == "clean"],
         "polishing": run.polishing,
     }
-    parts = []
+    parts: list[str] = []
     for name, of in stages.items():
         seconds = sum(stage.result.seconds for stage in of if stage.result)
         if seconds:
