@@ -68,7 +68,7 @@ def make_page(findings: Findings) -> str:
         title=findings.study,
         subtitle=", ".join(findings.recipes),
         sentences=list(describe(findings)),
-        good=not findings.waiting,
+        good=findings.has_enough_seeds and not findings.waiting,
         legend_of=looks,
         axes=axes,
         shown_with={at: only_at(at) for at in axes},
