@@ -32,7 +32,7 @@ from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER, font_file, require_png
-from largebatch.storage import Progress, silent, whole_file
+from largebatch.storage import whole_file
 
 SMALLEST = 112
 """Images with shorter sides are enlarged to at least this."""
@@ -197,9 +197,7 @@ class _Group(NamedTuple):
     rows: Rows
 
 
-def write_sheet(
-    path: Path, recipe: Recipe, *, folder: Path | None, progress: Progress = silent
-) -> list[str]:
+def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> list[str]:
     """Write the contact sheet of a recipe, whose images may lie in `folder`, as a PNG file.
 
     Return what it cannot show, a sentence each. Raises LargebatchError where the images cannot be
@@ -207,7 +205,7 @@ def write_sheet(
     """
     require_png(path, what="sheet")
     plan = make_plan(recipe.mathematics, workers=1)
-    pipeline = open_images(recipe, plan, Serial(), folder=folder, progress=progress)
+    pipeline = open_images(recipe, plan, Serial(), folder=folder)
     shown = show(pipeline)
     sheet = draw_sheet(shown, recipe, plan)
     try:
@@ -274,7 +272,7 @@ def draw_sheet(shown: Shown, recipe: Recipe, plan: Plan) -> Image.Image:
 def font(size: float, text: str = "") -> ImageFont.FreeTypeFont:
     """Load a font that has every letter of a text, if one is installed."""
     file = font_file(text) or font_file("")
-    assert file is not None  # matplotlib brings one
+    assert file is not None, "any font has the letters of nothing"
     return ImageFont.truetype(file, size)
 
 

@@ -40,10 +40,8 @@ def draw_loss(figure: "Canvas", run: Run) -> None:
     for trace in run.traces:
         draw_series(top, trace, trace.loss)
         bottom.plot(trace.step, trace.lr, color=COLOURS[trace.stage], marker=_lonely(trace.step))
-    losses = np.array(
-        [step.loss for step in run.steps] + [evaluation.loss for evaluation in run.evaluations]
-    )
-    if needs_log_scale(losses):
+    losses = [*(step.loss for step in run.steps), *(found.loss for found in run.evaluations)]
+    if needs_log_scale(np.array(losses)):
         top.set_yscale("log")
         top.minorticks_off()
         top.yaxis.set_major_formatter("{x:g}")

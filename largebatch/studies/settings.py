@@ -157,6 +157,12 @@ class Findings:
             key for key in self.keys if all(_is_positive(one.at(key)) for one in self.cells)
         )
 
+    @property
+    def has_enough_seeds(self) -> bool:
+        """True if all cells have the seeds to be compared, or there is one setting alone."""
+        few = min(len(one.found.seeds) for one in self.cells) < ENOUGH_SEEDS
+        return len(self.settings) < 2 or not few
+
     def of(self, place: int) -> list[Measured]:
         """Return the cells of a recipe."""
         return [one for one in self.cells if one.configuration == place]
@@ -317,6 +323,8 @@ def _circumstances(findings: Findings) -> Iterator[str]:
             f"Other programs used {min(others):.1f} to {max(others):.1f} cores of the machine "
             "during the runs, which their times show."
         )
+    if not findings.has_enough_seeds:
+        yield f"Too few seeds to compare: {ENOUGH_SEEDS} or more tell settings apart."
     if findings.waiting:
         named = shorten(findings.waiting, most=_NAMED)
         yield f"Not finished: {plural(len(findings.waiting), 'cell')}, {named}"

@@ -68,7 +68,7 @@ def make_page(findings: Findings) -> str:
         title=findings.study,
         subtitle=", ".join(findings.recipes),
         sentences=list(describe(findings)),
-        good=not findings.waiting,
+        good=findings.has_enough_seeds and not findings.waiting,
         legend_of=looks,
         axes=axes,
         shown_with={at: only_at(at) for at in axes},
@@ -104,11 +104,11 @@ def _table(findings: Findings, looks: Sequence[Series]) -> "Table":
     return new_table(
         [
             column("Setting", lambda one: one.found.setting, None),
-            column("Recipe", lambda one: one.found.configuration, None),
             mean("Top-1, %", lambda run: run.top1, "0.00", factor=100),
             column("±", lambda one: _reach(one.mean_of("top1"), 100), "0.00"),
             used("Training, s", "train_seconds", "0,0.0"),
             column("± s", lambda one: _reach(one.mean_of("train_seconds"), 1), "0,0.0"),
+            column("Recipe", lambda one: one.found.configuration, None),
             mean("Images/s", lambda run: run.images_per_second, "0,0"),
             used("Evaluation, s", "evaluation_seconds", "0,0.00"),
             used("Processor, s", "cpu_seconds", "0,0.0"),

@@ -132,6 +132,23 @@ def test_what_trains_as_fast_within_the_noise_is_named() -> None:
     assert "fast trains in the shortest time, 9.9 s (within the noise of it: as fast)" in first
 
 
+def test_settings_with_two_seeds_are_too_few_to_compare(tmp_path: Path) -> None:
+    times = {"own": [10.0, 11.0], "large": [20.0, 22.0]}
+    cells = [
+        cell(
+            "mnist", name, [run(seed, 0.5 + seed / 5, seconds=time) for seed, time in enumerate(of)]
+        )
+        for name, of in times.items()
+    ]
+    findings = find(cells, ("top1",))
+    assert list(describe(findings))[-1] == (
+        "Too few seeds to compare: 3 or more tell settings apart."
+    )
+    page = write_settings_page(findings, tmp_path / "study.html").read_text("utf-8")
+    assert '<div class="verdict bad">' in page
+    assert find(cells[:1], ("top1",)).has_enough_seeds
+
+
 def test_a_study_without_a_run_has_no_page() -> None:
     with pytest.raises(StudyError, match="no run that has ended"):
         find([cell("a", "own", [])], ("top1",))
