@@ -1,4 +1,4 @@
-"""The verdict: the sentence or two with which a page tells how its run went.
+"""The verdict: the sentence or two that the page of a run begins with.
 
 Which accuracy is good for a data set is not known here, so nothing is praised. A run is held
 against itself and against guessing: an answer of equal probabilities for all K classes has a loss
