@@ -32,7 +32,7 @@ from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER, font_file, require_png
-from largebatch.storage import whole_file
+from largebatch.storage import Progress, silent, whole_file
 
 SMALLEST = 112
 """Images with shorter sides are enlarged to at least this."""
@@ -197,7 +197,9 @@ class _Group(NamedTuple):
     rows: Rows
 
 
-def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> list[str]:
+def write_sheet(
+    path: Path, recipe: Recipe, *, folder: Path | None, progress: Progress = silent
+) -> list[str]:
     """Write the contact sheet of a recipe, whose images may lie in `folder`, as a PNG file.
 
     Return what it cannot show, a sentence each. Raises LargebatchError where the images cannot be
@@ -205,7 +207,7 @@ def write_sheet(path: Path, recipe: Recipe, *, folder: Path | None) -> list[str]
     """
     require_png(path, what="sheet")
     plan = make_plan(recipe.mathematics, workers=1)
-    pipeline = open_images(recipe, plan, Serial(), folder=folder)
+    pipeline = open_images(recipe, plan, Serial(), folder=folder, progress=progress)
     shown = show(pipeline)
     sheet = draw_sheet(shown, recipe, plan)
     try:
