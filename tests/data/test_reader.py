@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from decoding import Decode, both_decoders, photograph, run
 from PIL import Image
 
 from largebatch import storage
-from largebatch.data.decoders import pixel_cache
+from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.decoders import reader as reading
+from largebatch.data.index.file import Paths
 from largebatch.data.index.index import Index, Location, load_or_read
 from largebatch.data.types import Bytes, Request
 from largebatch.distributed.serial import Serial
@@ -243,6 +245,44 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
         assert written.wait(120)
         found = [content.tobytes() for content in later.contents]
     assert [row for row, content in enumerate(expected[12:]) if found[row] != content] == []
+
+
+@both_decoders
+def test_the_thread_that_asks_for_images_makes_no_path(
+    decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path takes more than everything else that this thread does for an image."""
+    real: Callable[[Paths, int], str] = Paths.__getitem__
+    threads: list[threading.Thread] = []
+
+    def note(paths: Paths, row: int) -> str:
+        threads.append(threading.current_thread())
+        return real(paths, row)
+
+    def join(*_: object) -> Path:
+        raise AssertionError("no path object is made of an image that can be read")
+
+    monkeypatch.setattr(Paths, "__getitem__", note)
+    monkeypatch.setattr(Index, "locate", join)
+    batches = run(decode, folder, whole(folder))
+    assert sum(len(batch.labels) for batch in batches) == len(folder) == len(threads)
+    assert threading.current_thread() not in threads
+
+
+def test_several_images_are_passed_to_a_thread_at_a_time(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passing one on takes ten microseconds."""
+    real: Callable[..., object] = ThreadPoolExecutor.submit
+    jobs: list[object] = []
+
+    def count(pool: ThreadPoolExecutor, *job: object) -> object:
+        jobs.append(job)
+        return real(pool, *job)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
+    assert len(list(run(torchvision.decode, folder, whole(folder, 24) * 2))) == 2
+    assert len(jobs) == 2 * 24 / torchvision.AT_A_TIME
 
 
 def overwrite(path: Path, content: bytes) -> None:

@@ -19,7 +19,7 @@ from torch.utils import dlpack
 from largebatch.data.decoders.orientation import as_stored, turn_resized
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batch, Batches, Bytes, Request, View
+from largebatch.data.types import Batch, Batches, Request, View
 from largebatch.errors import DataError
 from largebatch.optional import require_dali
 
@@ -27,7 +27,9 @@ AHEAD = 2
 """How many batches are finished or under way when one is asked for."""
 
 _Numbers = npt.NDArray[np.int32]
-_Inputs = tuple[list[Bytes], _Numbers, _Numbers, _Numbers]
+_Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
+"""Encoded images, in DALI's own type or as a list of arrays; corners, shapes and flips of boxes."""
+
 _UnderWay = tuple[Reading, _Inputs]
 
 
@@ -121,7 +123,7 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
     with (
         open_reader() as reader,
         # Else index and buffers stay until Python collects the rings that DALI's graphs are.
-        closing(_inputs(index, read_ahead(index, requests, reader), under_way)) as inputs,
+        closing(_inputs(graph, read_ahead(index, requests, reader), under_way)) as inputs,
     ):
         pipeline = graph.build(inputs, batch_size=batch_size, threads=threads, ahead=AHEAD)
         while True:
@@ -141,16 +143,18 @@ def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads
 
 
 def _inputs(
-    index: Index, readings: Iterable[Reading], under_way: deque[_UnderWay]
+    graph: _Graph, readings: Iterable[Reading], under_way: deque[_UnderWay]
 ) -> Generator[_Inputs, None, None]:
     """Turn requests into the pipeline's inputs: images, corners, shapes and flips.
 
-    DALI reads them where they are, so `under_way` holds them until their batch is finished.
+    DALI reads them where they are, so `under_way` holds them until their batch is finished. It
+    would look at each image several times to make a list of its own of Python's.
     """
+    tensors = graph.dali.tensors
     for reading in readings:
-        boxes, flips = as_stored(index, reading.request)
+        boxes, flips = as_stored(graph.index, reading.request)
         inputs = (
-            reading.contents,
+            tensors.TensorListCPU([tensors.TensorCPU(each, "") for each in reading.contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(boxes[:, 2:], dtype=np.int32),
             flips.astype(np.int32),
@@ -166,8 +170,8 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
     can be, the fault lies elsewhere and this returns.
     """
     singles = [
-        (sample, (encoded[k : k + 1], corners[k : k + 1], shapes[k : k + 1], flips[k : k + 1]))
-        for reading, (encoded, corners, shapes, flips) in under_way
+        (sample, (reading.contents[k : k + 1], *(rows[k : k + 1] for rows in numbers)))
+        for reading, (_, *numbers) in under_way
         for k, sample in enumerate(reading.request.samples.tolist())
     ]
     inputs = (single for _, single in singles)

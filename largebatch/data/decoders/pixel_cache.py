@@ -189,5 +189,5 @@ def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
     whole = (clean_request(index, samples, image_size=1, resize=None) for samples in parts)
     with open_reader() as reader, ThreadPoolExecutor(threads) as pool:
         for reading in read_ahead(index, whole, reader):
-            yield from pool.map(to_bytes, encoded_images(index, reading))
+            yield from pool.map(to_bytes, encoded_images(reading))
             reader.release(reading)

@@ -4,7 +4,7 @@ A GPU is sent bytes, a quarter as much, and normalises them itself.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -28,6 +28,18 @@ class Part(NamedTuple):
     rows: slice
     fill: Callable[[Bytes | Floats], None]
     """Writes their pixels, n x H x W x 3, values 0 .. 255 of either type."""
+
+
+def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
+    """Divide rows for the threads: at most `most` together, fewer where threads would be idle.
+
+    >>> [rows.stop - rows.start for rows in in_parts(20, threads=2, most=8)]
+    [8, 8, 4]
+    >>> [rows.stop - rows.start for rows in in_parts(20, threads=6, most=8)]
+    [4, 4, 4, 4, 4]
+    """
+    each = min(most, -(-number // threads)) or 1
+    return (slice(first, min(first + each, number)) for first in range(0, number, each))
 
 
 class _Scale(NamedTuple):

@@ -5,22 +5,23 @@ not end over that; nor may it wait for ever without saying for what. The threads
 one that hangs inside the operating system keeps neither a run nor the process from ending.
 
 A batch is read into one buffer, which can be used again: fresh memory costs more than reading what
-the system has cached.
+the system has cached. The thread that asks for a batch does a few operations on arrays; paths and
+everything else that is done for each image are the work of the threads that read.
 """
 
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
-from itertools import accumulate
 from queue import SimpleQueue
 
 import numpy as np
 
 from largebatch.data.index.folder import changed
 from largebatch.data.index.index import Index, Location
-from largebatch.data.types import Bytes, Request
+from largebatch.data.types import Bytes, IntArray, Request
 from largebatch.storage import read_again
 
 THREADS = 8
@@ -43,47 +44,65 @@ def read(location: Location) -> bytes:
     """Return the bytes of one image; raise DataError with its path if no attempt succeeds."""
     content = np.empty(location.num_bytes, dtype=np.uint8)
     try:
-        _fill(content, location)
+        _read_one(content, location)
     except OSError as error:
         content = _read_again(location, error)
     return content.tobytes()
 
 
-def _fill(content: Bytes, location: Location) -> None:
+def _read_one(content: Bytes, location: Location) -> None:
     """Read an image into `content`; raise OSError where the file is not what was indexed."""
+    if location.offset == 0:  # shards begin with a header
+        _read_file(content, str(location.path), location.mtime)
+        return
     file = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if location.offset == 0:  # the whole file: shards begin with a header
-            _compare(location, os.fstat(file))
-        done, got = 0, 1
-        while done < len(content) and got > 0:
-            got = os.preadv(file, [content.data[done:]], location.offset + done)
-            done += got
+        _fill(content, file, location.offset)
     finally:
         os.close(file)
+
+
+def _read_file(content: Bytes, path: str, mtime: int | None) -> None:
+    """Read a whole file; raise OSError where it has another length, or time if that is known."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        then = len(content), found.st_mtime_ns if mtime is None else mtime
+        if then != (found.st_size, found.st_mtime_ns):
+            raise OSError(changed("it", then, (found.st_size, found.st_mtime_ns)))
+        _fill(content, file, 0)
+    finally:
+        os.close(file)
+
+
+def _fill(content: Bytes, file: int, offset: int) -> None:
+    """Read `content` from a place in an open file; raise OSError where the file ends before."""
+    done, got = 0, 1
+    while done < len(content) and got > 0:
+        got = os.preadv(file, [content.data[done:]], offset + done)
+        done += got
     if done < len(content):
         raise OSError(f"its file has {done:,} of its {len(content):,} bytes")
-
-
-def _compare(location: Location, found: os.stat_result) -> None:
-    """Raise OSError if a file has another length, or another time where that is known."""
-    mtime = found.st_mtime_ns if location.mtime is None else location.mtime
-    then, now = (location.num_bytes, mtime), (found.st_size, found.st_mtime_ns)
-    if then != now:
-        raise OSError(changed("it", then, now))
 
 
 def _read_again(location: Location, problem: OSError) -> Bytes:
     """Try a read that failed or hangs again, each time in a thread that may hang too."""
 
     def in_a_thread() -> Bytes:
-        share = _Share([location], [np.empty(location.num_bytes, dtype=np.uint8)])
-        threading.Thread(target=share.run, name="read again", daemon=True).start()
-        if not share.done.wait(SLOW_SECONDS):
+        content = np.empty(location.num_bytes, dtype=np.uint8)
+        outcome: futures.Future[None] = futures.Future()
+
+        def attempt() -> None:
+            try:
+                outcome.set_result(_read_one(content, location))
+            except OSError as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=attempt, name="read again", daemon=True).start()
+        if not futures.wait([outcome], SLOW_SECONDS).done:
             raise _no_answer()
-        if share.problems:
-            raise share.problems[0]
-        return share.contents[0]
+        outcome.result()
+        return content
 
     return read_again(in_a_thread, problem, name=name_of(location))
 
@@ -95,9 +114,16 @@ def _no_answer() -> OSError:
 class _Share:
     """Some images of a batch, which one thread reads one after the other."""
 
-    def __init__(self, locations: Sequence[Location], contents: Sequence[Bytes]) -> None:
-        self.locations = locations
-        self.contents = contents
+    def __init__(self, index: Index, samples: IntArray, room: Bytes, spans: IntArray) -> None:
+        self.index = index
+        self.samples = samples
+        self.room = room
+        self.spans = spans
+        """First and last byte in `room` of each image, N x 2."""
+
+        self.contents: list[Bytes] = []
+        """The images, once the first of them is being read."""
+
         self.problems: dict[int, OSError] = {}
         self.done = threading.Event()
         self.abandoned = False
@@ -114,15 +140,24 @@ class _Share:
 
     def run(self) -> None:
         """Read the images into their places, noting which reads failed."""
+        self.contents = [self.room[start:end] for start, end in self.spans.tolist()]
         begun = time.monotonic()
-        for row, location in enumerate(self.locations):
+        for row, sample in enumerate(self.samples.tolist()):
             self.current, self._since = row, time.monotonic()
             try:
-                _fill(self.contents[row], location)
+                self._read(row, sample)
             except OSError as error:
                 self.problems[row] = error
         self.seconds = time.monotonic() - begun
         self.done.set()
+
+    def _read(self, row: int, sample: int) -> None:
+        index, content = self.index, self.contents[row]
+        if index.offsets is None:
+            mtime = None if index.mtimes is None else int(index.mtimes[sample])
+            _read_file(content, index.file(sample), mtime)
+        else:
+            _read_one(content, index.locate(sample))
 
     def wait(self) -> bool:
         """Wait until all is read; return False instead once a single read takes too long."""
@@ -135,21 +170,26 @@ class _Share:
 class Reading:
     """The images of a request while they are being read, all into one buffer."""
 
-    def __init__(
-        self, request: Request, locations: Sequence[Location], buffer: Bytes, threads: int
-    ) -> None:
+    def __init__(self, index: Index, request: Request, buffer: Bytes, threads: int) -> None:
+        self.index = index
         self.request = request
-        self.locations = locations
         self.buffer: Bytes | None = buffer
         """None once something else may still write into it."""
 
-        ends = list(accumulate(location.num_bytes for location in locations))
-        starts = [0, *ends[:-1]]
-        self.contents = [buffer[start:end] for start, end in zip(starts, ends, strict=True)]
-        """The encoded images."""
+        self.contents = [buffer[:0]] * len(request.samples)
+        """The encoded images, once all of them are read."""
 
+        sizes = sizes_of(index, request)
+        ends = np.cumsum(sizes)
+        spans = np.stack([ends - sizes, ends], axis=-1)
         parts = (slice(first, None, threads) for first in range(threads))
-        self.shares = [_Share(locations[part], self.contents[part]) for part in parts]
+        self.shares = [_Share(index, request.samples[p], buffer, spans[p]) for p in parts]
+
+
+def sizes_of(index: Index, request: Request) -> IntArray:
+    """Return the lengths of the encoded images of a request in bytes."""
+    assert index.num_bytes is not None, "these images are made up, not read"
+    return index.num_bytes[request.samples]
 
 
 class Reader:
@@ -166,9 +206,8 @@ class Reader:
 
     def start(self, index: Index, request: Request) -> Reading:
         """Begin to read the images of a request; `finish` waits for them."""
-        locations = [index.locate(sample) for sample in request.samples.tolist()]
-        room = self._room(sum(location.num_bytes for location in locations))
-        reading = Reading(request, locations, room, self._sharing)
+        room = self._room(int(sizes_of(index, request).sum()))
+        reading = Reading(index, request, room, self._sharing)
         for share in reading.shares:
             self._jobs.put(share)
         return reading
@@ -196,18 +235,20 @@ class Reader:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _finish(self, share: _Share, reading: Reading) -> list[Bytes]:
-        following = None
+        following, in_time = None, share.wait()
         contents, problems = list(share.contents), share.problems
-        if not share.wait():
+        if not in_time:
             # Its read may end this very moment. Then one image is read twice and one more thread
             # comes and goes, which does no harm: all write the same bytes to the same place.
             share.abandoned, hung = True, share.current
             reading.buffer = None  # the thread that was replaced may still write into it
-            following = _Share(share.locations[hung + 1 :], share.contents[hung + 1 :])
+            rest = slice(hung + 1, None)
+            following = _Share(share.index, share.samples[rest], share.room, share.spans[rest])
             contents, problems = contents[: hung + 1], {**problems, hung: _no_answer()}
             self._add_thread(following)  # at once: others may hang in what is queued
         for row, problem in problems.items():
-            contents[row] = _read_again(share.locations[row], problem)
+            location = share.index.locate(int(share.samples[row]))
+            contents[row] = _read_again(location, problem)
         return contents if following is None else contents + self._finish(following, reading)
 
     def _room(self, num_bytes: int) -> Bytes:
