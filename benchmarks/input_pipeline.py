@@ -20,6 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from largebatch.data.augment import train_request
 from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
 from largebatch.data.index.index import Index, index_of, load_or_read
 from largebatch.data.order import sample_ids
-from largebatch.data.types import Batches, Request, View
+from largebatch.data.types import Batches, Decode, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 
@@ -44,6 +45,8 @@ CPU = torch.device("cpu")
 
 Rival = Iterator[object]
 """Gives batch after batch, for ever."""
+
+OpenDecoder = Callable[[Index, View, Resources], AbstractContextManager[Decode]]
 
 
 def view(size: int) -> View:
@@ -56,15 +59,15 @@ def requests(index: Index, batch: int, area: tuple[float, float] = AREA) -> Iter
         yield train_request(index, positions, seed=0, area=area, aspect=ASPECT, flip=True)
 
 
-def ours(decode: Callable[..., Batches], index: Index, args: argparse.Namespace) -> Rival:
-    return decode(
-        index,
-        requests(index, args.batch),
-        view(224),
-        device=CPU,
-        threads=args.threads,
-        batch_size=args.batch,
-    )
+def batches(opened: AbstractContextManager[Decode], asked: Iterator[Request]) -> Batches:
+    """Decode until the batches are closed."""
+    with opened as decode:
+        yield from decode(asked)
+
+
+def ours(open_decoder: OpenDecoder, index: Index, args: argparse.Namespace) -> Rival:
+    resources = Resources(CPU, threads=args.threads, batch_size=args.batch)
+    return batches(open_decoder(index, view(224), resources), requests(index, args.batch))
 
 
 def dali_reader(folder: Path, *, batch: int, threads: int, device: torch.device = CPU) -> Rival:
@@ -167,10 +170,10 @@ def full_size(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str
     index = load_or_read(folder, "train")
     rates = compete(
         {
-            "ours on DALI": ours(dali.decode, index, args),
+            "ours on DALI": ours(dali.open_decoder, index, args),
             "DALI's reader": dali_reader(folder, batch=args.batch, threads=args.threads),
             "DataLoader": data_loader(folder, args),
-            "ours on torchvision": ours(torchvision.decode, index, args),
+            "ours on torchvision": ours(torchvision.open_decoder, index, args),
         },
         args,
     )
@@ -219,16 +222,15 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     kept = pixel_cache.open_cache(index, backend=Serial(CPU), threads=args.threads)
     filling = time.perf_counter() - begun
 
-    def decoding(decode: Callable[..., Batches]) -> Rival:
-        asked = requests(index, batch, (0.25, 1.0))
-        return decode(index, asked, small, device=CPU, threads=args.threads, batch_size=batch)
+    def decoding(opened: AbstractContextManager[Decode]) -> Rival:
+        return batches(opened, requests(index, batch, (0.25, 1.0)))
 
-    asked = requests(index, batch, (0.25, 1.0))
+    resources = Resources(CPU, threads=args.threads, batch_size=batch)
     rates = compete(
         {
-            "cache": cached.decode(kept, asked, small, device=CPU, threads=args.threads),
-            "decoded by DALI": decoding(dali.decode),
-            "decoded by torchvision": decoding(torchvision.decode),
+            "cache": decoding(cached.open_decoder(kept, small, resources)),
+            "decoded by DALI": decoding(dali.open_decoder(index, small, resources)),
+            "decoded by torchvision": decoding(torchvision.open_decoder(index, small, resources)),
         },
         argparse.Namespace(**{**vars(args), "batch": batch, "batches": 4 * args.batches}),
     )

@@ -5,8 +5,8 @@ chosen only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +17,12 @@ from largebatch.data.augment import clean_request, train_request, training_sampl
 from largebatch.data.batches import Pipeline, Split, divide_samples, require_described
 from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.decoders.idle import IdleDecoders
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
 from largebatch.data.text import open_text
-from largebatch.data.types import Batches, IntArray, Request, View
+from largebatch.data.types import Batches, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -30,8 +31,7 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.recipe.text import Text
 
-Decode = Callable[[Index, Iterator[Request]], Batches]
-DecodeView = Callable[[Index, Iterator[Request], View], Batches]
+OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,9 @@ class ImagePipeline(Pipeline):
 
     train_index: Index
     val_index: Index
-    decode: Decode
-    """Decodes to the size of the evaluation."""
-
-    decode_to: Callable[[int], Decode]
-    """Returns what decodes to another size."""
+    open_decoder: OpenDecoder
+    idle: IdleDecoders = field(default_factory=IdleDecoders)
+    """Decoders of clean images, by split: every evaluation uses the same one."""
 
     @property
     def indexes(self) -> dict[str, Index]:
@@ -88,8 +86,7 @@ class ImagePipeline(Pipeline):
     def _training_in_sizes(self, steps: range) -> Batches:
         for part, size in self.plan.sized(steps, otherwise=self.recipe.images.image_size):
             requests = self._training_requests(part, clean=False)
-            with closing(self.decoder(size)(self.train_index, requests)) as batches:
-                yield from batches
+            yield from self.decode(self.train_index, requests, image_size=size)
 
     def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
         """Return a batch for each of these ranges of positions, in the size of its first one."""
@@ -100,13 +97,14 @@ class ImagePipeline(Pipeline):
 
         for size, several in groupby(parts, key=size_of):
             requests = (self.training_request(part, clean=clean) for part in several)
-            with closing(self.decoder(size)(self.train_index, requests)) as batches:
-                yield from batches
+            yield from self.decode(self.train_index, requests, image_size=size)
 
-    def decoder(self, image_size: int) -> Decode:
-        """Return what decodes to this size."""
-        is_usual = image_size == self.recipe.images.image_size
-        return self.decode if is_usual else self.decode_to(image_size)
+    def decode(
+        self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
+    ) -> Batches:
+        """Return a batch for each request, decoded to this size, by default the evaluation's."""
+        with self.open_decoder(index, _view(self.recipe.images, image_size)) as decode:
+            yield from decode(requests)
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the images at these positions of the run: each once an epoch, none held out."""
@@ -115,7 +113,14 @@ class ImagePipeline(Pipeline):
     def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
         """Return batches of these images as validation shows them."""
         index = self.train_index if split == "train" else self.val_index
-        return self.decode(index, (self.clean_request(index, part) for part in parts))
+        requests = (self.clean_request(index, part) for part in parts)
+        opened = partial(self.open_decoder, index, _view(self.recipe.images))
+        with self.idle.borrow(split, opened) as decode:
+            yield from decode(requests)
+
+    def close(self) -> None:
+        """Release the decoders that stay open between two evaluations."""
+        self.idle.close()
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Ask for what training shows at these positions of the run."""
@@ -180,44 +185,36 @@ def open_images(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
         )
     threads = max(1, available_cores() // backend.local_size)
+    resources = Resources(
+        device=backend.device,
+        threads=threads,
+        batch_size=plan.statistics_batch,  # the largest of any stage
+    )
     if dataset is not None:
         _require_own(recipe, folder, dataset)
-        train, val, decode_view = _open_own(recipe, dataset, backend, threads=threads)
-        return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
+        train, val, open_decoder = _open_own(recipe, dataset, backend, resources)
+        return _pipeline(recipe, plan, backend.rank, (train, val), open_decoder)
     train, val = _open_indexes(recipe, backend, folder)
     if recipe.execution.cache is not None:
-        decode_view = _open_cache(recipe, train, val, backend=backend, threads=threads)
+        open_decoder = _open_cache(recipe, train, val, backend=backend, resources=resources)
     else:
-        decode_view = partial(
-            _choose_decode(recipe),
-            device=backend.device,
-            threads=threads,
-            batch_size=plan.statistics_batch,  # the largest of any stage
-        )
-        # What cannot decode is found out here, not in the run.
-        decode_view(train, iter(()), _view(data)).close()
-    return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
+        open_decoder = partial(_choose_decoder(recipe), resources=resources)
+        open_decoder(train, _view(data))  # what cannot decode is found out here, not in the run
+    return _pipeline(recipe, plan, backend.rank, (train, val), open_decoder)
 
 
 def _pipeline(
-    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode_view: DecodeView
+    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], open_decoder: OpenDecoder
 ) -> ImagePipeline:
     trained, evaluated, held_out = divide_samples(recipe, *map(len, indexes))
     train = replace(indexes[0], trained=trained)
-    view = _view(recipe.images)
-
-    def decode_to(image_size: int) -> Decode:
-        shown = replace(view, image_size=image_size)
-        return lambda index, requests: decode_view(index, requests, shown)
-
     return ImagePipeline(
         recipe=recipe,
         plan=plan,
         rank=rank,
         train_index=train,
         val_index=indexes[1] if recipe.data.held_out is None else train,
-        decode=decode_to(recipe.images.image_size),
-        decode_to=decode_to,
+        open_decoder=open_decoder,
         evaluated_samples=evaluated,
         held_out_samples=held_out,
     )
@@ -237,57 +234,49 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
 
 
 def _open_own(
-    recipe: Recipe, dataset: str, backend: Backend, *, threads: int
-) -> tuple[Index, Index, DecodeView]:
+    recipe: Recipe, dataset: str, backend: Backend, resources: Resources
+) -> tuple[Index, Index, OpenDecoder]:
     classes = recipe.data.classes
     items = own.open_own(dataset)
     train, val = (own.index_items(each, classes=classes, backend=backend) for each in items)
     _check(recipe.images, train, val)
     split = {train.digest: items[0], val.digest: items[1]}
 
-    def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
-        return own.decode(
-            split[index.digest],
-            index,
-            requests,
-            view,
-            device=backend.device,
-            threads=threads,
-        )
-
-    return train, val, decode
+    return (
+        train,
+        val,
+        lambda index, view: own.open_decoder(split[index.digest], index, view, resources),
+    )
 
 
-def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
+def _choose_decoder(recipe: Recipe) -> Callable[..., AbstractContextManager[Decode]]:
     if recipe.data.source == "synthetic":
-        return synthetic.decode
-    return dali.decode if recipe.execution.decoder == "dali" else torchvision.decode
+        return synthetic.open_decoder
+    if recipe.execution.decoder == "dali":
+        return dali.open_decoder
+    return torchvision.open_decoder
 
 
-def _open_cache(recipe: Recipe, *indexes: Index, backend: Backend, threads: int) -> DecodeView:
+def _open_cache(
+    recipe: Recipe, *indexes: Index, backend: Backend, resources: Resources
+) -> OpenDecoder:
     """Keep the decoded images of the indexes; return what cuts and resizes from them."""
-    device = backend.device
+    device, threads = resources.device, resources.threads
     in_memory = {
         one.digest: pixel_cache.open_cache(one, backend=backend, threads=threads) for one in indexes
     }
     # The memory of a CPU "device" is the same.
     if recipe.execution.cache == "memory" or device.type == "cpu":
-
-        def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
-            cache = in_memory[index.digest]
-            return cached.decode(cache, requests, view, device=device, threads=threads)
-
-        return decode
-
+        return lambda index, view: cached.open_decoder(in_memory[index.digest], view, resources)
     uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
-    return lambda index, requests, view: cached.decode_on_device(
-        uploaded[index.digest], requests, view
+    return lambda index, view: nullcontext(
+        partial(cached.decode_on_device, uploaded[index.digest], view)
     )
 
 
-def _view(data: Data) -> View:
+def _view(data: Data, image_size: int | None = None) -> View:
     return View(
-        image_size=data.image_size,
+        image_size=image_size or data.image_size,
         mean=data.mean,
         std=data.std,
         interpolation=data.interpolation,

@@ -286,6 +286,7 @@ def build_trainer(
             )
         finally:
             state.updater.reducer.close()
+            pipeline.close()
 
 
 def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:

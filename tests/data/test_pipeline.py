@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoding import with_decoder
 
 from largebatch.data.index import folder as index_folder
 from largebatch.data.index.index import Index
@@ -38,7 +39,7 @@ def requests(
         yield from ()
 
     opened = open_images(recipe, plan, CPU, folder=None)
-    noting = replace(opened, decode=note, rank=rank)
+    noting = replace(with_decoder(opened, note), rank=rank)
     list(noting.statistics(statistics) if statistics else noting.training(steps, clean=clean))
     return asked
 

@@ -164,8 +164,8 @@ def test_reads_that_hung_once_are_made_by_other_threads(
 
     monkeypatch.setattr(reading, "_read_again", mend_first)
     requests = whole(folder, len(folder)) * 3
-    with reading.open_reader() as reader:
-        for given in reading.read_ahead(folder, requests, reader):
+    with reading.open_reader(folder) as reader:
+        for given in reading.read_ahead(requests, reader):
             assert all(a.tobytes() == b for a, b in zip(given.contents, expected, strict=True))
             reader.release(given)
         for path in moved:
@@ -191,14 +191,14 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
         return getattr(clock, "now", 0.0)
 
     def sharing(reader: reading.Reader) -> int:
-        given = reader.start(folder, request)
+        given = reader.start(request)
         reader.finish(given)
         return len(given.shares)
 
     monkeypatch.setattr(os, "preadv", slow)
     monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
-    with reading.open_reader() as reader:
+    with reading.open_reader(folder) as reader:
         assert sharing(reader) == reading.THREADS  # nothing is known of the disk yet
         sharing(reader)
         seconds = 0.01
@@ -234,12 +234,12 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
 
     monkeypatch.setattr(os, "preadv", late)
     monkeypatch.setattr(reading, "_read_again", again)
-    with reading.open_reader() as reader:
+    with reading.open_reader(folder) as reader:
         first, second = whole(folder, 12)
-        replaced = reader.start(folder, first)
+        replaced = reader.start(first)
         reader.finish(replaced)
         reader.release(replaced)
-        later = reader.start(folder, second)
+        later = reader.start(second)
         reader.finish(later)
         go_on.set()
         assert written.wait(120)
@@ -281,7 +281,7 @@ def test_several_images_are_passed_to_a_thread_at_a_time(
         return real(pool, *job)
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
-    assert len(list(run(torchvision.decode, folder, whole(folder, 24) * 2))) == 2
+    assert len(list(run(torchvision.open_decoder, folder, whole(folder, 24) * 2))) == 2
     assert len(jobs) == 2 * 24 / torchvision.AT_A_TIME
 
 

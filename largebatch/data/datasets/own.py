@@ -15,7 +15,8 @@ import importlib
 import operator
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.data.decoders.prefetch import Part, in_parts, prefetch
+from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.torchvision import AT_A_TIME, show
 from largebatch.data.index.file import Paths, pack, unpack
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
+from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError
@@ -150,24 +151,18 @@ def _measure(items: Items, classes: int) -> dict[str, IntArray]:
     return dict(zip(("labels", "heights", "widths"), rows.T.copy(), strict=True))
 
 
-def decode(
-    items: Items,
-    index: Index,
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed."""
+@contextmanager
+def open_decoder(items: Items, index: Index, view: View, resources: Resources) -> Iterator[Decode]:
+    """Yield a decoder whose threads end with the block."""
     require_torchvision()
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
-        rows = in_parts(len(request.samples), threads=threads, most=AT_A_TIME)
+        rows = in_parts(len(request.samples), threads=resources.threads, most=AT_A_TIME)
         parts = [Part(each, partial(_fill, items, index, view, request, each)) for each in rows]
         return index.labels[request.samples], parts
 
-    return prefetch(requests, divide, view=view, device=device, threads=threads)
+    with open_prefetcher(view, resources) as prefetcher:
+        yield lambda requests: prefetcher.batches(requests, divide)
 
 
 def _fill(

@@ -1,13 +1,14 @@
 """Small sets, decoded once: crops, flips and resizing from pixels cached as bytes.
 
-On a processor threads cut and resize one image after the other (`decode`). On a GPU the bytes stay
-there and are cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`): nothing is
-read, decoded or copied from the host but a few numbers for each image, and nothing waits for the
-device. On a processor the batched products would do many times the arithmetic of resizing one image
-after the other, and pay for small ones only.
+On a processor threads cut and resize one image after the other (`open_decoder`). On a GPU the bytes
+stay there and are cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`):
+nothing is read, decoded or copied from the host but a few numbers for each image, and nothing waits
+for the device. On a processor the batched products would do many times the arithmetic of resizing
+one image after the other, and pay for small ones only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,9 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from largebatch.data.decoders.pixel_cache import EACH, PixelCache, make_cache
-from largebatch.data.decoders.prefetch import Part, prefetch
+from largebatch.data.decoders.prefetch import Part, open_prefetcher
 from largebatch.data.decoders.resample import resample, resample_small
-from largebatch.data.types import Batch, Batches, BoolArray, Bytes, Floats, IntArray, Request, View
+from largebatch.data.types import (
+    Batch,
+    Batches,
+    BoolArray,
+    Bytes,
+    Decode,
+    Floats,
+    IntArray,
+    Request,
+    Resources,
+    View,
+)
 from largebatch.errors import DataError
 from largebatch.recipe.sections import Interpolation
 
@@ -30,15 +42,9 @@ AT_ONCE = 2**25
 """How many pixels of images are resized at once; as floats they take twelve bytes each."""
 
 
-def decode(
-    cache: PixelCache[Bytes],
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed."""
+@contextmanager
+def open_decoder(cache: PixelCache[Bytes], view: View, resources: Resources) -> Iterator[Decode]:
+    """Yield a decoder whose threads end with the block."""
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
         cache.require_whole()
@@ -46,7 +52,8 @@ def decode(
         parts = [Part(r, partial(_fill, cache, request, r, view.interpolation)) for r in rows]
         return cache.index.labels[request.samples], parts
 
-    return prefetch(requests, divide, view=view, device=device, threads=threads)
+    with open_prefetcher(view, resources) as prefetcher:
+        yield lambda requests: prefetcher.batches(requests, divide)
 
 
 def _fill(
@@ -87,7 +94,7 @@ def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tenso
     return make_cache(on_host.index, pixels, on_host.starts)
 
 
-def decode_on_device(cache: PixelCache[Tensor], requests: Iterable[Request], view: View) -> Batches:
+def decode_on_device(cache: PixelCache[Tensor], view: View, requests: Iterable[Request]) -> Batches:
     """Return one batch for each request, in order."""
     device = cache.pixels.device
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)

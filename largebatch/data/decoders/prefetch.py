@@ -6,13 +6,14 @@ A GPU is sent bytes, a quarter as much, and normalises them itself.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, View
+from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
 
 Order = TypeVar("Order")
 """What describes a batch: a request, alone or with bytes that were read for it."""
@@ -60,34 +61,48 @@ class _Pending(NamedTuple):
     labels: IntArray
 
 
-def prefetch(
-    orders: Iterable[Order],
-    divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
-    *,
-    view: View,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Keep AHEAD batches started while one is used; the threads end with the batches.
+class Prefetcher:
+    """Threads that fill in batches before they are used; `open_prefetcher` starts them."""
 
-    `divide` gives a batch's labels and its parts.
-    """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-    scale = _Scale(*(torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)))
-    there = _Scale(*(each.to(device) for each in scale))
-    started: deque[_Pending] = deque()
-    try:
-        for order in orders:
-            labels, parts = divide(order)
-            pending = _room(labels, view.image_size, on_gpu=device.type == "cuda")
-            pending.jobs.extend(pool.submit(_make, part, pending, scale) for part in parts)
-            started.append(pending)
-            if len(started) > AHEAD:
-                yield _finish(started.popleft(), there)
-        while started:
-            yield _finish(started.popleft(), there)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def __init__(self, view: View, resources: Resources) -> None:
+        self.pool = ThreadPoolExecutor(resources.threads, thread_name_prefix="decode")
+        self._size = view.image_size
+        self._on_gpu = resources.device.type == "cuda"
+        scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
+        self._scale = _Scale(*scale)
+        self._scale_there = _Scale(*(each.to(resources.device) for each in self._scale))
+
+    def batches(
+        self,
+        orders: Iterable[Order],
+        divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
+    ) -> Batches:
+        """Keep AHEAD batches started while one is used; `divide` gives the labels and the parts."""
+        started: deque[_Pending] = deque()
+        try:
+            for order in orders:
+                started.append(self._start(*divide(order)))
+                if len(started) > AHEAD:
+                    yield _finish(started.popleft(), self._scale_there)
+            while started:
+                yield _finish(started.popleft(), self._scale_there)
+        finally:
+            for job in (job for pending in started for job in pending.jobs):
+                job.cancel()
+
+    def _start(self, labels: IntArray, parts: Sequence[Part]) -> _Pending:
+        pending = _room(labels, self._size, on_gpu=self._on_gpu)
+        jobs = (self.pool.submit(_make, part, pending, self._scale) for part in parts)
+        pending.jobs.extend(jobs)
+        return pending
+
+
+@contextmanager
+def open_prefetcher(view: View, resources: Resources) -> Iterator[Prefetcher]:
+    """Yield a prefetcher whose threads end with the block."""
+    prefetcher = Prefetcher(view, resources)
+    with prefetcher.pool:
+        yield prefetcher
 
 
 def _room(labels: IntArray, size: int, *, on_gpu: bool) -> _Pending:

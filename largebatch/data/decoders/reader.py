@@ -94,7 +94,8 @@ def _read_again(location: Location, problem: OSError) -> Bytes:
 
         def attempt() -> None:
             try:
-                outcome.set_result(_read_one(content, location))
+                _read_one(content, location)
+                outcome.set_result(None)
             except OSError as error:
                 outcome.set_exception(error)
 
@@ -195,7 +196,8 @@ def sizes_of(index: Index, request: Request) -> IntArray:
 class Reader:
     """Reads images in threads of its own; `open_reader` makes one."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: Index) -> None:
+        self._index = index
         self._jobs: SimpleQueue[_Share | None] = SimpleQueue()
         self._free: list[Bytes] = []
         self._closed = False
@@ -204,10 +206,10 @@ class Reader:
         for _ in range(THREADS):
             self._add_thread(None)
 
-    def start(self, index: Index, request: Request) -> Reading:
+    def start(self, request: Request) -> Reading:
         """Begin to read the images of a request; `finish` waits for them."""
-        room = self._room(int(sizes_of(index, request).sum()))
-        reading = Reading(index, request, room, self._sharing)
+        room = self._room(int(sizes_of(self._index, request).sum()))
+        reading = Reading(self._index, request, room, self._sharing)
         for share in reading.shares:
             self._jobs.put(share)
         return reading
@@ -275,20 +277,20 @@ class Reader:
 
 
 @contextmanager
-def open_reader() -> Iterator[Reader]:
-    """Yield a reader whose threads end with the block."""
-    reader = Reader()
+def open_reader(index: Index) -> Iterator[Reader]:
+    """Yield a reader of the images of an index, whose threads end with the block."""
+    reader = Reader(index)
     try:
         yield reader
     finally:
         reader.close()
 
 
-def read_ahead(index: Index, requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
+def read_ahead(requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
     """Give each request with its images read, while those of the next are being read."""
     waiting: Reading | None = None
     for request in requests:
-        started = reader.start(index, request)
+        started = reader.start(request)
         if waiting is not None:
             reader.finish(waiting)
             yield waiting

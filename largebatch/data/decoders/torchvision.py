@@ -4,19 +4,19 @@ Pillow lets go of the interpreter lock while it decodes and resizes, so threads 
 """
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 
 from largebatch.data.decoders.orientation import orientation_of, turn_whole
-from largebatch.data.decoders.prefetch import Part, in_parts, prefetch
+from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
+from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
@@ -24,7 +24,8 @@ AT_A_TIME = 8
 """How many images a thread decodes at a time: to pass one on takes some ten microseconds."""
 
 
-class Encoded(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Encoded:
     """An encoded image, and its row of an index."""
 
     index: Index
@@ -37,35 +38,28 @@ class Encoded(NamedTuple):
         return name_of(self.index.locate(self.sample))
 
 
-def decode(
-    index: Index,
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-    batch_size: int,  # noqa: ARG001 -- every decoder is called alike
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed.
+def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
+    """Return a decoder, whose threads end with the block; raise MissingPackageError at once.
 
     A box is cut out, resized, then mirrored if asked for.
     """
     require_torchvision()
-    return _decode(index, requests, view, device=device, threads=threads)
+    return _open(index, view, resources)
 
 
-def _decode(
-    index: Index, requests: Iterable[Request], view: View, *, device: torch.device, threads: int
-) -> Batches:
+@contextmanager
+def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
     def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
         samples = reading.request.samples
-        rows = in_parts(len(samples), threads=threads, most=AT_A_TIME)
+        rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)
         parts = [Part(each, partial(_decode_some, reading, each, view)) for each in rows]
         return index.labels[samples], parts
 
-    with open_reader() as reader:
-        readings = read_ahead(index, requests, reader)
-        yield from prefetch(readings, divide, view=view, device=device, threads=threads)
+    def decode(requests: Iterable[Request]) -> Batches:
+        return prefetcher.batches(read_ahead(requests, reader), divide)
+
+    with open_reader(index) as reader, open_prefetcher(view, resources) as prefetcher:
+        yield decode
 
 
 def encoded_images(reading: Reading, rows: slice = slice(None)) -> list[Encoded]:
@@ -77,9 +71,9 @@ def encoded_images(reading: Reading, rows: slice = slice(None)) -> list[Encoded]
 
 def to_pillow(encoded: Encoded) -> Image.Image:
     """Decode a whole image to RGB, as it is seen; raise DataError with its path if it cannot be."""
-    index, sample, content = encoded
+    index, sample = encoded.index, encoded.sample
     try:
-        with Image.open(io.BytesIO(content.data)) as image:
+        with Image.open(io.BytesIO(encoded.content.data)) as image:
             pixels = turn_whole(image.convert("RGB"), orientation_of(index, sample))
     except Exception as error:  # Pillow raises all kinds over a damaged file
         raise DataError(f"{encoded.name}: Pillow cannot decode this image: {error}") from error
