@@ -189,6 +189,7 @@ def open_images(
         device=backend.device,
         threads=threads,
         batch_size=plan.statistics_batch,  # the largest of any stage
+        reads=recipe.execution.reads or max(8, min(64, plan.device_batch // 4)),
     )
     if dataset is not None:
         _require_own(recipe, folder, dataset)
@@ -226,6 +227,7 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
         f"data.source: {recipe.data.source}": recipe.data.source != "folder",
         f"--data {folder}": folder is not None,
         f"execution.cache: {recipe.execution.cache}": recipe.execution.cache is not None,
+        f"execution.reads: {recipe.execution.reads}": recipe.execution.reads is not None,
         "execution.decoder: dali": recipe.execution.decoder == "dali",
     }
     for setting, given in unused.items():

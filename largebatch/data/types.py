@@ -75,6 +75,9 @@ class Resources(NamedTuple):
     batch_size: int
     """Number of images in the largest request."""
 
+    reads: int = 8
+    """Number of images read at a time, at most."""
+
 
 Decode = Callable[[Iterable[Request]], Batches]
 """Gives one batch for each request, in order. It can be called again when all of them are used."""

@@ -25,6 +25,7 @@ from largebatch.data.types import Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 
+READS = 8
 TIMES = 4
 """How often a read is tried."""
 
@@ -145,7 +146,7 @@ def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: In
 
 
 @pytest.mark.usefixtures("soon_slow")
-@pytest.mark.parametrize("hanging", [[8], list(range(reading.THREADS + 4)), [0, 8, 16]])
+@pytest.mark.parametrize("hanging", [[8], list(range(READS + 4)), [0, 8, 16]])
 def test_reads_that_hung_once_are_made_by_other_threads(
     folder: Index, monkeypatch: pytest.MonkeyPatch, hanging: list[int]
 ) -> None:
@@ -164,16 +165,16 @@ def test_reads_that_hung_once_are_made_by_other_threads(
 
     monkeypatch.setattr(reading, "_read_again", mend_first)
     requests = whole(folder, len(folder)) * 3
-    with reading.open_reader(folder) as reader:
+    with reading.open_reader(folder, READS) as reader:
         for given in reading.read_ahead(requests, reader):
             assert all(a.tobytes() == b for a, b in zip(given.contents, expected, strict=True))
             reader.release(given)
         for path in moved:
             let_go(path)
         deadline = time.monotonic() + 120
-        while alive(reader) > reading.THREADS and time.monotonic() < deadline:
+        while alive(reader) > READS and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert alive(reader) == reading.THREADS, "one for each that was given up, and no more"
+        assert alive(reader) == READS, "one for each that was given up, and no more"
     assert len(moved) == len(hanging)
 
 
@@ -198,15 +199,15 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
     monkeypatch.setattr(os, "preadv", slow)
     monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
-    with reading.open_reader(folder) as reader:
-        assert sharing(reader) == reading.THREADS  # nothing is known of the disk yet
+    with reading.open_reader(folder, READS) as reader:
+        assert sharing(reader) == READS  # nothing is known of the disk yet
         sharing(reader)
         seconds = 0.01
         assert sharing(reader) == 1
         assert sharing(reader) == 1 + int(0.01 * 24 / 0.05)
         seconds = 0.1
         sharing(reader)
-        assert sharing(reader) == reading.THREADS
+        assert sharing(reader) == READS
         seconds = 0.0
         sharing(reader)
         assert sharing(reader) == 1
@@ -234,7 +235,7 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
 
     monkeypatch.setattr(os, "preadv", late)
     monkeypatch.setattr(reading, "_read_again", again)
-    with reading.open_reader(folder) as reader:
+    with reading.open_reader(folder, READS) as reader:
         first, second = whole(folder, 12)
         replaced = reader.start(first)
         reader.finish(replaced)
@@ -283,6 +284,24 @@ def test_several_images_are_passed_to_a_thread_at_a_time(
     monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
     assert len(list(run(torchvision.open_decoder, folder, whole(folder, 24) * 2))) == 2
     assert len(jobs) == 2 * 24 / torchvision.AT_A_TIME
+
+
+def test_no_more_images_are_read_at_a_time_than_the_recipe_allows(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, threads = os.preadv, set()
+
+    def note(file: int, buffers: list[memoryview], offset: int) -> int:
+        threads.add(threading.current_thread())
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", note)
+    monkeypatch.setattr(reading, "THREAD_SECONDS", 1e-9)  # so that all are brought in
+    with reading.open_reader(folder, 3) as reader:
+        for given in reading.read_ahead(whole(folder) * 3, reader):
+            assert len(given.shares) == 3
+            reader.release(given)
+    assert len(threads) <= 3
 
 
 def overwrite(path: Path, content: bytes) -> None:

@@ -134,7 +134,7 @@ class _Source:
 @contextmanager
 def _open(graph: _Graph, resources: Resources) -> Iterator[Decode]:
     source = _Source()
-    with open_reader(graph.index) as reader:
+    with open_reader(graph.index, resources.reads) as reader:
         pipeline = graph.build(
             source, batch_size=resources.batch_size, threads=resources.threads, ahead=AHEAD
         )

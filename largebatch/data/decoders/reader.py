@@ -9,9 +9,12 @@ the system has cached. The thread that asks for a batch does a few operations on
 everything else that is done for each image are the work of the threads that read.
 """
 
+import functools
 import os
+import resource
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -24,8 +27,11 @@ from largebatch.data.index.index import Index, Location
 from largebatch.data.types import Bytes, IntArray, Request
 from largebatch.storage import read_again
 
-THREADS = 8
-"""How many reads are under way at once, at most; they wait for the disk, not for the processor."""
+FIRST_READS = 8
+"""How many images are read at a time, at most, before it is known how long reads take."""
+
+KEPT_OPEN = 4
+"""A reader keeps at most this part, 1 / KEPT_OPEN, of the files that a process may open: shards."""
 
 THREAD_SECONDS = 0.02
 """How much reading of the batch before brings in another thread. What lies in memory is read best
@@ -112,11 +118,46 @@ def _no_answer() -> OSError:
     return OSError(f"no answer in {SLOW_SECONDS:g} seconds")
 
 
+class _OpenFile:
+    """A file that is closed with the last reference to it: a thread that hangs may be reading."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+
+
+class _Files:
+    """The files of an index: shards stay open, of which an image is read with one call."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = None if limit == resource.RLIM_INFINITY else limit // KEPT_OPEN
+        self._open = functools.lru_cache(maxsize=most)(_OpenFile)
+
+    def read(self, content: Bytes, sample: int) -> None:
+        """Read an image into `content`; raise OSError where the file is not what was indexed."""
+        index, path = self.index, self.index.file(sample)
+        if index.offsets is None:
+            mtime = None if index.mtimes is None else int(index.mtimes[sample])
+            _read_file(content, path, mtime)
+            return
+        try:
+            _fill(content, self._open(path).number, int(index.offsets[sample]))
+        except OSError:
+            self.close()  # a file that was opened over a network may be stale
+            raise
+
+    def close(self) -> None:
+        """Close what nobody is reading, and the rest when it is read."""
+        self._open.cache_clear()
+
+
 class _Share:
     """Some images of a batch, which one thread reads one after the other."""
 
-    def __init__(self, index: Index, samples: IntArray, room: Bytes, spans: IntArray) -> None:
-        self.index = index
+    def __init__(self, files: "_Files", samples: IntArray, room: Bytes, spans: IntArray) -> None:
+        self.files = files
         self.samples = samples
         self.room = room
         self.spans = spans
@@ -146,19 +187,11 @@ class _Share:
         for row, sample in enumerate(self.samples.tolist()):
             self.current, self._since = row, time.monotonic()
             try:
-                self._read(row, sample)
+                self.files.read(self.contents[row], sample)
             except OSError as error:
                 self.problems[row] = error
         self.seconds = time.monotonic() - begun
         self.done.set()
-
-    def _read(self, row: int, sample: int) -> None:
-        index, content = self.index, self.contents[row]
-        if index.offsets is None:
-            mtime = None if index.mtimes is None else int(index.mtimes[sample])
-            _read_file(content, index.file(sample), mtime)
-        else:
-            _read_one(content, index.locate(sample))
 
     def wait(self) -> bool:
         """Wait until all is read; return False instead once a single read takes too long."""
@@ -171,8 +204,8 @@ class _Share:
 class Reading:
     """The images of a request while they are being read, all into one buffer."""
 
-    def __init__(self, index: Index, request: Request, buffer: Bytes, threads: int) -> None:
-        self.index = index
+    def __init__(self, files: _Files, request: Request, buffer: Bytes, threads: int) -> None:
+        self.index = files.index
         self.request = request
         self.buffer: Bytes | None = buffer
         """None once something else may still write into it."""
@@ -180,11 +213,11 @@ class Reading:
         self.contents = [buffer[:0]] * len(request.samples)
         """The encoded images, once all of them are read."""
 
-        sizes = sizes_of(index, request)
+        sizes = sizes_of(self.index, request)
         ends = np.cumsum(sizes)
         spans = np.stack([ends - sizes, ends], axis=-1)
         parts = (slice(first, None, threads) for first in range(threads))
-        self.shares = [_Share(index, request.samples[p], buffer, spans[p]) for p in parts]
+        self.shares = [_Share(files, request.samples[p], buffer, spans[p]) for p in parts]
 
 
 def sizes_of(index: Index, request: Request) -> IntArray:
@@ -196,22 +229,27 @@ def sizes_of(index: Index, request: Request) -> IntArray:
 class Reader:
     """Reads images in threads of its own; `open_reader` makes one."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, reads: int) -> None:
+        self._files = _Files(index)
         self._index = index
+        self._reads = reads
         self._jobs: SimpleQueue[_Share | None] = SimpleQueue()
         self._free: list[Bytes] = []
         self._closed = False
-        self._sharing = THREADS
+        self._sharing = min(reads, FIRST_READS)
         self._threads: list[threading.Thread] = []
-        for _ in range(THREADS):
-            self._add_thread(None)
+        self._at_work = 0
+        """Number of threads, without those that hang and were replaced."""
 
     def start(self, request: Request) -> Reading:
         """Begin to read the images of a request; `finish` waits for them."""
         room = self._room(int(sizes_of(self._index, request).sum()))
-        reading = Reading(self._index, request, room, self._sharing)
+        reading = Reading(self._files, request, room, self._sharing)
         for share in reading.shares:
             self._jobs.put(share)
+        for _ in range(self._at_work, self._sharing):
+            self._add_thread(None)
+        self._at_work = max(self._at_work, self._sharing)
         return reading
 
     def finish(self, reading: Reading) -> None:
@@ -219,7 +257,7 @@ class Reader:
         for first, share in enumerate(reading.shares):
             reading.contents[first :: len(reading.shares)] = self._finish(share, reading)
         seconds = sum(share.seconds for share in reading.shares)
-        self._sharing = min(THREADS, 1 + int(seconds / THREAD_SECONDS))
+        self._sharing = min(self._reads, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:
         """Let the memory of images that are no longer used be used again."""
@@ -235,6 +273,7 @@ class Reader:
         deadline = time.monotonic() + 1.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._files.close()
 
     def _finish(self, share: _Share, reading: Reading) -> list[Bytes]:
         following, in_time = None, share.wait()
@@ -245,11 +284,11 @@ class Reader:
             share.abandoned, hung = True, share.current
             reading.buffer = None  # the thread that was replaced may still write into it
             rest = slice(hung + 1, None)
-            following = _Share(share.index, share.samples[rest], share.room, share.spans[rest])
+            following = _Share(share.files, share.samples[rest], share.room, share.spans[rest])
             contents, problems = contents[: hung + 1], {**problems, hung: _no_answer()}
             self._add_thread(following)  # at once: others may hang in what is queued
         for row, problem in problems.items():
-            location = share.index.locate(int(share.samples[row]))
+            location = share.files.index.locate(int(share.samples[row]))
             contents[row] = _read_again(location, problem)
         return contents if following is None else contents + self._finish(following, reading)
 
@@ -277,9 +316,9 @@ class Reader:
 
 
 @contextmanager
-def open_reader(index: Index) -> Iterator[Reader]:
-    """Yield a reader of the images of an index, whose threads end with the block."""
-    reader = Reader(index)
+def open_reader(index: Index, reads: int) -> Iterator[Reader]:
+    """Yield a reader of an index's images, at most `reads` at a time; it ends with the block."""
+    reader = Reader(index, reads)
     try:
         yield reader
     finally:

@@ -58,7 +58,10 @@ def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
     def decode(requests: Iterable[Request]) -> Batches:
         return prefetcher.batches(read_ahead(requests, reader), divide)
 
-    with open_reader(index) as reader, open_prefetcher(view, resources) as prefetcher:
+    with (
+        open_reader(index, resources.reads) as reader,
+        open_prefetcher(view, resources) as prefetcher,
+    ):
         yield decode
 
 
