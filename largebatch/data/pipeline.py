@@ -41,6 +41,9 @@ class ImagePipeline(Pipeline):
     train_index: Index
     val_index: Index
     open_decoder: OpenDecoder
+    channels_last: bool = False
+    """Order of images in memory, which is that of the model."""
+
     idle: IdleDecoders = field(default_factory=IdleDecoders)
     """Decoders of clean images, by split: every evaluation uses the same one."""
 
@@ -103,7 +106,7 @@ class ImagePipeline(Pipeline):
         self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
     ) -> Batches:
         """Return a batch for each request, decoded to this size, by default the evaluation's."""
-        with self.open_decoder(index, _view(self.recipe.images, image_size)) as decode:
+        with self.open_decoder(index, self._view(image_size)) as decode:
             yield from decode(requests)
 
     def training_samples(self, positions: range) -> IntArray:
@@ -114,7 +117,7 @@ class ImagePipeline(Pipeline):
         """Return batches of these images as validation shows them."""
         index = self.train_index if split == "train" else self.val_index
         requests = (self.clean_request(index, part) for part in parts)
-        opened = partial(self.open_decoder, index, _view(self.recipe.images))
+        opened = partial(self.open_decoder, index, self._view())
         with self.idle.borrow(split, opened) as decode:
             yield from decode(requests)
 
@@ -142,6 +145,10 @@ class ImagePipeline(Pipeline):
         index.require_whole()
         data = self.recipe.images
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
+
+    def _view(self, image_size: int | None = None) -> View:
+        view = replace(_view(self.recipe.images), channels_last=self.channels_last)
+        return view if image_size is None else replace(view, image_size=image_size)
 
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
         return (self.training_request(part, clean=clean) for part in self.positions(steps))
@@ -194,28 +201,33 @@ def open_images(
     if dataset is not None:
         _require_own(recipe, folder, dataset)
         train, val, open_decoder = _open_own(recipe, dataset, backend, resources)
-        return _pipeline(recipe, plan, backend.rank, (train, val), open_decoder)
+        return _pipeline(recipe, plan, backend, (train, val), open_decoder)
     train, val = _open_indexes(recipe, backend, folder)
     if recipe.execution.cache is not None:
         open_decoder = _open_cache(recipe, train, val, backend=backend, resources=resources)
     else:
         open_decoder = partial(_choose_decoder(recipe), resources=resources)
         open_decoder(train, _view(data))  # what cannot decode is found out here, not in the run
-    return _pipeline(recipe, plan, backend.rank, (train, val), open_decoder)
+    return _pipeline(recipe, plan, backend, (train, val), open_decoder)
 
 
 def _pipeline(
-    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], open_decoder: OpenDecoder
+    recipe: Recipe,
+    plan: Plan,
+    backend: Backend,
+    indexes: tuple[Index, Index],
+    open_decoder: OpenDecoder,
 ) -> ImagePipeline:
     trained, evaluated, held_out = divide_samples(recipe, *map(len, indexes))
     train = replace(indexes[0], trained=trained)
     return ImagePipeline(
         recipe=recipe,
         plan=plan,
-        rank=rank,
+        rank=backend.rank,
         train_index=train,
         val_index=indexes[1] if recipe.data.held_out is None else train,
         open_decoder=open_decoder,
+        channels_last=recipe.execution.channels_last(backend.device.type),
         evaluated_samples=evaluated,
         held_out_samples=held_out,
     )
@@ -276,9 +288,9 @@ def _open_cache(
     )
 
 
-def _view(data: Data, image_size: int | None = None) -> View:
+def _view(data: Data) -> View:
     return View(
-        image_size=image_size or data.image_size,
+        image_size=data.image_size,
         mean=data.mean,
         std=data.std,
         interpolation=data.interpolation,

@@ -62,6 +62,9 @@ class View:
 
     interpolation: Interpolation
 
+    channels_last: bool = False
+    """True if the channels of a pixel lie beside each other in memory, as torch's channels_last."""
+
 
 class Resources(NamedTuple):
     """The means of a worker to decode."""

@@ -379,8 +379,8 @@ class Execution(Section):
     besides on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None
-    """Order of weights and maps in memory, torch's name for it; which is faster on a CPU depends on
-    the model. null: channels_last on GPUs, contiguous on CPUs."""
+    """Order of images, weights and maps in memory, torch's name for it; which is faster on a CPU
+    depends on the model. null: channels_last on GPUs, contiguous on CPUs."""
 
     groups: Annotated[
         CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
@@ -395,6 +395,12 @@ class Execution(Section):
 
     kernels: Kernels = "torch"
     """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
+
+    def channels_last(self, device: str) -> bool:
+        """Return True if `memory_format` is channels_last on this type of device."""
+        if self.memory_format is None:
+            return device != "cpu"
+        return self.memory_format == "channels_last"
 
     @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:

@@ -19,10 +19,10 @@ from torch import Tensor
 from largebatch.data.decoders.pixel_cache import EACH, PixelCache, make_cache
 from largebatch.data.decoders.prefetch import Part, open_prefetcher
 from largebatch.data.decoders.resample import resample, resample_small
+from largebatch.data.transfer import Transfer
 from largebatch.data.types import (
     Batch,
     Batches,
-    BoolArray,
     Bytes,
     Decode,
     Floats,
@@ -97,25 +97,16 @@ def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tenso
 def decode_on_device(cache: PixelCache[Tensor], view: View, requests: Iterable[Request]) -> Batches:
     """Return one batch for each request, in order."""
     device = cache.pixels.device
+    transfer = Transfer(device)
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).mul_(255).view(3, 1, 1)
     for request in requests:
         labels = cache.index.labels[request.samples]
-        numbers = _copied(device, request.samples, *request.boxes.T, request.flips, labels)
+        rows = request.samples, *request.boxes.T, request.flips, labels
+        numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
+        (numbers,) = transfer.send(numbers)
         images = _resized(cache, request, numbers, view)
         yield Batch(images.sub_(center).div_(spread), numbers[-1])
-
-
-def _copied(device: torch.device, *rows: IntArray | BoolArray) -> Tensor:
-    """Return rows of numbers on the device, copied in one go.
-
-    From pinned memory, because a copy from any other may wait until the device has done all that
-    was asked of it before.
-    """
-    numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)
 
 
 def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
@@ -130,7 +121,9 @@ def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view:
         pixels = int(request.boxes[:, 2:].max(axis=0).prod())
     number = max(1, AT_ONCE // pixels)
     samples, boxes, flips = numbers[0], numbers[1:5].T, numbers[5] > 0
-    images = torch.empty(len(samples), 3, size, size, device=numbers.device)
+    order = torch.channels_last if view.channels_last else torch.contiguous_format
+    shape = len(samples), 3, size, size
+    images = torch.empty(shape, device=numbers.device, memory_format=order)
     for first in range(0, len(images), number):
         part = slice(first, first + number)
         if cache.alike is not None:

@@ -20,6 +20,7 @@ from torch.utils import dlpack
 from largebatch.data.decoders.orientation import as_stored, turn_resized
 from largebatch.data.decoders.reader import Reader, Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
+from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Decode, Request, Resources, View
 from largebatch.errors import DataError
 from largebatch.optional import require_dali
@@ -103,7 +104,7 @@ class _Graph:
             mean=[255 * value for value in view.mean],
             std=[255 * value for value in view.std],
             dtype=types.FLOAT,
-            output_layout="CHW",
+            output_layout="HWC" if view.channels_last else "CHW",
         )
 
 
@@ -151,7 +152,7 @@ def _run(
     """Return the outputs as torch's tensors, without a copy."""
     index, device = graph.index, graph.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    under_way: deque[_UnderWay] = deque()
+    transfer, under_way = Transfer(device), deque[_UnderWay]()
     with source.giving(_inputs(graph, read_ahead(requests, reader), under_way)):
         while True:
             try:
@@ -164,10 +165,12 @@ def _run(
                 raise
             reading, _ = under_way.popleft()
             reader.release(reading)
+            samples = reading.request.samples
             pixels = dlpack.from_dlpack(images.as_tensor())
+            if graph.view.channels_last:
+                pixels = pixels.permute(0, 3, 1, 2)
             turn_resized(pixels, index, reading.request)
-            labels = torch.from_numpy(index.labels[reading.request.samples])
-            yield Batch(pixels, labels.to(device, non_blocking=True))
+            yield Batch(pixels, *transfer.send(torch.from_numpy(index.labels[samples])))
 
 
 def _inputs(
