@@ -5,9 +5,9 @@
 Full-size ImageNet JPEGs, RandomResizedCrop 224, flip, normalise; two threads or worker processes.
 In every round each rival goes once, in turn: some batches that are not counted, so that what it
 had prepared while others ran is used up, then the counted ones. Ratios are of times in the same
-round, ours first. Then: what order, boxes and places of a batch of ImageNet's 1.28 million images
-cost, and CIFAR-10 kept decoded against decoded each time. (benchmarks/index.py measures the first
-batch of a run.)
+round, ours first. Then: CIFAR-10 kept decoded against decoded each time. (benchmarks/index.py
+measures the first batch of a run, benchmarks/input_host.py what input takes of the thread that
+trains.)
 """
 
 import argparse
@@ -27,14 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from index import imagenet
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
-from largebatch.data.index.index import Index, index_of, load_or_read
-from largebatch.data.order import sample_ids
+from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.types import Batches, Decode, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
@@ -180,30 +178,6 @@ def full_size(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str
     return compared("ours on DALI", rates, {"DALI's reader": 1.0, "DataLoader": 1 / 1.3})
 
 
-def arithmetic(index: Index, seconds_a_batch: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure order, boxes and places over ImageNet, the permutation of an epoch included."""
-    begun = time.perf_counter()
-    sample_ids(range(1), seed=1, num_samples=len(index))
-    permutation = time.perf_counter() - begun
-    asked = requests(index, args.batch)
-    next(asked)
-    times = []
-    for _ in range(200):
-        begun = time.perf_counter()
-        for sample in next(asked).samples.tolist():
-            index.locate(sample)
-        times.append(time.perf_counter() - begun)
-    total = float(np.median(times)) + permutation * args.batch / len(index)
-    part = total / seconds_a_batch
-    return {
-        "milliseconds a batch": 1000 * total,
-        "milliseconds for an epoch's permutation": 1000 * permutation,
-        "part of a batch's time": part,
-        "at most": 0.03,
-        "met": part <= 0.03,
-    }
-
-
 def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure 10,000 CIFAR-10 images kept decoded against PNG files decoded each time."""
     labels = np.load(archive / "test_labels.npy")
@@ -260,9 +234,6 @@ def main() -> None:
         result: dict[str, Any] = {"settings": {**vars(args), "data": "LARGEBATCH_DATA"}}
         samples = args.data / "imagenet_samples/samples.zip"
         result["full-size JPEGs"] = full_size(samples, folder / "jpeg", args)
-        rate = result["full-size JPEGs"]["images a second"]["ours on DALI"]["median"]
-        large = index_of(imagenet(), Path("imagenet"))
-        result["order, boxes and places"] = arithmetic(large, args.batch / rate, args)
         result["CIFAR-10"] = cifar(args.data / "cifar10", folder / "cifar10", args)
     print(json.dumps(result, indent=2))
     print(write("input_pipeline", " ".join(["python", *sys.argv]), result))
