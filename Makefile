@@ -100,6 +100,7 @@ bench: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/loop.py
 	$(BENCH_PYTHON) benchmarks/reduction.py
 	$(BENCH_PYTHON) benchmarks/norm.py
+	$(BENCH_PYTHON) benchmarks/input_host.py
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BENCH_PYTHON) benchmarks/checkpoint.py
 	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
 	$(BENCH_PYTHON) benchmarks/polish.py

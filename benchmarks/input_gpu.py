@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from input_pipeline import AREA, dali_reader, requests, view
+from input_pipeline import AREA, batches, dali_reader, requests, view
 from measuring import Step, paired_ratio, spread, take_turns, write
 
 from largebatch.cli.main import main as largebatch
 from largebatch.data.decoders import cached, dali, pixel_cache
 from largebatch.data.index.index import load_or_read
-from largebatch.data.types import Request
+from largebatch.data.types import Request, Resources
 from largebatch.distributed.environment import available_cores
 from largebatch.distributed.serial import Serial
 
@@ -53,10 +53,9 @@ def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     def small_requests() -> Iterator[Request]:
         return requests(index, batch, SMALL_AREA)
 
-    kept_there = cached.decode_on_device(cached.upload(kept, args.device), small_requests(), small)
-    in_memory = cached.decode(
-        kept, small_requests(), small, device=args.device, threads=args.threads
-    )
+    kept_there = cached.decode_on_device(cached.upload(kept, args.device), small, small_requests())
+    resources = Resources(args.device, threads=args.threads, batch_size=batch)
+    in_memory = batches(cached.open_decoder(kept, small, resources), small_requests())
     rivals = {"cache: device": step(kept_there), "cache: memory": step(in_memory)}
     times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=backend)
     arithmetic = {"order, boxes, flips": step(small_requests())}
@@ -85,14 +84,9 @@ def jpegs(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
             place.mkdir(parents=True)
             (place / Path(name).name).write_bytes(archive.read(name))
     index = load_or_read(folder, "train")
-    ours = dali.decode(
-        index,
-        requests(index, args.jpeg_batch, AREA),
-        view(224),
-        device=args.device,
-        threads=args.threads,
-        batch_size=args.jpeg_batch,
-    )
+    resources = Resources(args.device, threads=args.threads, batch_size=args.jpeg_batch)
+    opened = dali.open_decoder(index, view(224), resources)
+    ours = batches(opened, requests(index, args.jpeg_batch, AREA))
     theirs = dali_reader(folder, batch=args.jpeg_batch, threads=args.threads, device=args.device)
     rivals = {"ours on DALI": step(ours), "DALI's reader": step(theirs)}
     times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=Serial(args.device))

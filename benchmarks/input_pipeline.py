@@ -5,9 +5,9 @@
 Full-size ImageNet JPEGs, RandomResizedCrop 224, flip, normalise; two threads or worker processes.
 In every round each rival goes once, in turn: some batches that are not counted, so that what it
 had prepared while others ran is used up, then the counted ones. Ratios are of times in the same
-round, ours first. Then: what order, boxes and places of a batch of ImageNet's 1.28 million images
-cost, and CIFAR-10 kept decoded against decoded each time. (benchmarks/index.py measures the first
-batch of a run.)
+round, ours first. Then: CIFAR-10 kept decoded against decoded each time. (benchmarks/index.py
+measures the first batch of a run, benchmarks/input_host.py what input takes of the thread that
+trains.)
 """
 
 import argparse
@@ -20,21 +20,20 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from index import imagenet
 from measuring import paired_ratio, spread, write
 from PIL import Image
 
 from largebatch.data.augment import train_request
 from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
-from largebatch.data.index.index import Index, index_of, load_or_read
-from largebatch.data.order import sample_ids
-from largebatch.data.types import Batches, Request, View
+from largebatch.data.index.index import Index, load_or_read
+from largebatch.data.types import Batches, Decode, Request, Resources, View
 from largebatch.distributed.serial import Serial
 from largebatch.optional import require_torchvision
 
@@ -44,6 +43,8 @@ CPU = torch.device("cpu")
 
 Rival = Iterator[object]
 """Gives batch after batch, for ever."""
+
+OpenDecoder = Callable[[Index, View, Resources], AbstractContextManager[Decode]]
 
 
 def view(size: int) -> View:
@@ -56,15 +57,15 @@ def requests(index: Index, batch: int, area: tuple[float, float] = AREA) -> Iter
         yield train_request(index, positions, seed=0, area=area, aspect=ASPECT, flip=True)
 
 
-def ours(decode: Callable[..., Batches], index: Index, args: argparse.Namespace) -> Rival:
-    return decode(
-        index,
-        requests(index, args.batch),
-        view(224),
-        device=CPU,
-        threads=args.threads,
-        batch_size=args.batch,
-    )
+def batches(opened: AbstractContextManager[Decode], asked: Iterator[Request]) -> Batches:
+    """Decode until the batches are closed."""
+    with opened as decode:
+        yield from decode(asked)
+
+
+def ours(open_decoder: OpenDecoder, index: Index, args: argparse.Namespace) -> Rival:
+    resources = Resources(CPU, threads=args.threads, batch_size=args.batch)
+    return batches(open_decoder(index, view(224), resources), requests(index, args.batch))
 
 
 def dali_reader(folder: Path, *, batch: int, threads: int, device: torch.device = CPU) -> Rival:
@@ -167,38 +168,14 @@ def full_size(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str
     index = load_or_read(folder, "train")
     rates = compete(
         {
-            "ours on DALI": ours(dali.decode, index, args),
+            "ours on DALI": ours(dali.open_decoder, index, args),
             "DALI's reader": dali_reader(folder, batch=args.batch, threads=args.threads),
             "DataLoader": data_loader(folder, args),
-            "ours on torchvision": ours(torchvision.decode, index, args),
+            "ours on torchvision": ours(torchvision.open_decoder, index, args),
         },
         args,
     )
     return compared("ours on DALI", rates, {"DALI's reader": 1.0, "DataLoader": 1 / 1.3})
-
-
-def arithmetic(index: Index, seconds_a_batch: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure order, boxes and places over ImageNet, the permutation of an epoch included."""
-    begun = time.perf_counter()
-    sample_ids(range(1), seed=1, num_samples=len(index))
-    permutation = time.perf_counter() - begun
-    asked = requests(index, args.batch)
-    next(asked)
-    times = []
-    for _ in range(200):
-        begun = time.perf_counter()
-        for sample in next(asked).samples.tolist():
-            index.locate(sample)
-        times.append(time.perf_counter() - begun)
-    total = float(np.median(times)) + permutation * args.batch / len(index)
-    part = total / seconds_a_batch
-    return {
-        "milliseconds a batch": 1000 * total,
-        "milliseconds for an epoch's permutation": 1000 * permutation,
-        "part of a batch's time": part,
-        "at most": 0.03,
-        "met": part <= 0.03,
-    }
 
 
 def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -219,16 +196,15 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     kept = pixel_cache.open_cache(index, backend=Serial(CPU), threads=args.threads)
     filling = time.perf_counter() - begun
 
-    def decoding(decode: Callable[..., Batches]) -> Rival:
-        asked = requests(index, batch, (0.25, 1.0))
-        return decode(index, asked, small, device=CPU, threads=args.threads, batch_size=batch)
+    def decoding(opened: AbstractContextManager[Decode]) -> Rival:
+        return batches(opened, requests(index, batch, (0.25, 1.0)))
 
-    asked = requests(index, batch, (0.25, 1.0))
+    resources = Resources(CPU, threads=args.threads, batch_size=batch)
     rates = compete(
         {
-            "cache": cached.decode(kept, asked, small, device=CPU, threads=args.threads),
-            "decoded by DALI": decoding(dali.decode),
-            "decoded by torchvision": decoding(torchvision.decode),
+            "cache": decoding(cached.open_decoder(kept, small, resources)),
+            "decoded by DALI": decoding(dali.open_decoder(index, small, resources)),
+            "decoded by torchvision": decoding(torchvision.open_decoder(index, small, resources)),
         },
         argparse.Namespace(**{**vars(args), "batch": batch, "batches": 4 * args.batches}),
     )
@@ -258,9 +234,6 @@ def main() -> None:
         result: dict[str, Any] = {"settings": {**vars(args), "data": "LARGEBATCH_DATA"}}
         samples = args.data / "imagenet_samples/samples.zip"
         result["full-size JPEGs"] = full_size(samples, folder / "jpeg", args)
-        rate = result["full-size JPEGs"]["images a second"]["ours on DALI"]["median"]
-        large = index_of(imagenet(), Path("imagenet"))
-        result["order, boxes and places"] = arithmetic(large, args.batch / rate, args)
         result["CIFAR-10"] = cifar(args.data / "cifar10", folder / "cifar10", args)
     print(json.dumps(result, indent=2))
     print(write("input_pipeline", " ".join(["python", *sys.argv]), result))

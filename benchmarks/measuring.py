@@ -46,9 +46,23 @@ MEASURED = {
     "checkpoint_busy": ("training/checkpoint.py", "training/state.py"),
     "index": ("data/index",),
     "input_gpu": ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py"),
+    "input_host": (
+        "data/augment.py",
+        "data/batches.py",
+        "data/decoders",
+        "data/index/file.py",
+        "data/order.py",
+        "data/pipeline.py",
+    ),
     "input_pipeline": ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py"),
     "lars": ("optim/kernels", "optim/lars.py"),
-    "loop": ("distributed/reducer.py", "models/batchnorm.py", "training/loop.py"),
+    "loop": (
+        "distributed/reducer.py",
+        "models/batchnorm.py",
+        "models/batchnorm_functional.py",
+        "training/loop.py",
+        "training/loss.py",
+    ),
     "noise_cost": ("distributed/reducer.py", "training/loop.py"),
     "norm": ("models/batchnorm.py", "models/batchnorm_functional.py"),
     "polish": ("models/batchnorm.py", "models/batchnorm_functional.py", "polish"),
@@ -184,10 +198,9 @@ def _code(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-            assert node.end_lineno is not None
-            for row in range(node.lineno - 1, node.end_lineno):
-                lines[row] = ""
+        match node:
+            case ast.Expr(ast.Constant(str()), lineno=first, end_lineno=int(last)):  # a docstring
+                lines[first - 1 : last] = [""] * (last - first + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, needs_dali, open_cache, photograph, png_folder, view
+from decoding import augmented, needs_dali, open_cache, photograph, png_folder, run_cached, view
 from decoding import run as decode
 from PIL import Image
 from threads import Thread, on_threads
@@ -225,8 +225,8 @@ def test_dali_on_the_gpu_shows_what_torchvision_shows(
     index = load_or_read(cache, "train")
     clean = clean_request(index, np.arange(8), image_size=128, resize=146)
     requests = [*augmented(index, 8, 3), clean]
-    ours = decode(dali.decode, index, requests, device=GPU)
-    for a, b in zip(ours, decode(torchvision.decode, index, requests), strict=True):
+    ours = decode(dali.open_decoder, index, requests, device=GPU)
+    for a, b in zip(ours, decode(torchvision.open_decoder, index, requests), strict=True):
         difference = steps_apart(a, b)
         assert difference[:, :, 1:-1, 1:-1].max() <= most
         assert difference.max() <= 32  # DALI repeats the outermost pixel, see test_decoders
@@ -271,7 +271,7 @@ def kept_on(
     device: torch.device, index: Index, requests: list[Request], **changes: object
 ) -> Batches:
     return cached.decode_on_device(
-        cached.upload(open_cache(index), device), requests, view(**changes)
+        cached.upload(open_cache(index), device), view(**changes), requests
     )
 
 
@@ -279,9 +279,9 @@ def opened(way: str, index: Index, requests: list[Request]) -> Batches:
     if way == "device":
         return kept_on(GPU, index, requests)
     if way == "memory":
-        return cached.decode(open_cache(index), requests, view(), device=GPU, threads=2)
+        return run_cached(index, requests, device=GPU)
     return decode(
-        {"dali": dali, "torchvision": torchvision}[way].decode, index, requests, device=GPU
+        {"dali": dali, "torchvision": torchvision}[way].open_decoder, index, requests, device=GPU
     )
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from largebatch import models
 from largebatch.data.datasets import digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index import index
-from largebatch.data.types import Request, View
+from largebatch.data.types import Decode, Request, Resources, View
 from largebatch.distributed import horovod
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.network import bandwidth, measure_network
@@ -37,9 +38,9 @@ def examine() -> Iterator[str]:
     """Yield one line for each part: whether it works, its version, or what to do about it."""
     yield f"{'torch':>12}  works  {torch.__version__}, {_devices()}"
     checks: dict[str, tuple[str, Callable[[], object]]] = {
-        "torchvision": ("torchvision", lambda: _decode_one(torchvision.decode)),
+        "torchvision": ("torchvision", lambda: _decode_one(torchvision.open_decoder)),
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
-        "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.decode)),
+        "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.open_decoder)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", require_wandb),
         "MLPerf": ("mlperf-logging", lambda: require_mlperf("mllog.mllog", "tracking: [mlperf]")),
@@ -101,7 +102,7 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
     return f"works  {version}"
 
 
-def _decode_one(decode: Callable[..., Iterator[object]]) -> None:
+def _decode_one(open_decoder: Callable[..., AbstractContextManager[Decode]]) -> None:
     """Decode one image made for the purpose."""
     from PIL import Image
 
@@ -118,15 +119,9 @@ def _decode_one(decode: Callable[..., Iterator[object]]) -> None:
             std=(1.0, 1.0, 1.0),
             interpolation="bilinear",
         )
-        batches = decode(
-            found,
-            iter([request]),
-            view,
-            device=torch.device("cpu"),
-            threads=1,
-            batch_size=1,
-        )
-        next(batches)
+        resources = Resources(torch.device("cpu"), threads=1, batch_size=1)
+        with open_decoder(found, view, resources) as decode:
+            next(decode([request]))
 
 
 def _devices() -> str:

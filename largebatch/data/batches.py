@@ -65,6 +65,9 @@ class Pipeline(ABC):
         """What is to be known about the data when a run begins."""
         return []
 
+    def close(self) -> None:  # noqa: B027 -- most have nothing to release
+        """Release what stays open between two passes over samples."""
+
     def replica(self, plan: Plan, *, seed: int) -> Self:
         """Return the pipeline of a replica, whose batches this worker alone goes through."""
         recipe = self.recipe.model_copy(update={"seed": seed})

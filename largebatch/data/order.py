@@ -11,6 +11,7 @@ for ever, but not what `Generator.permutation` makes of them, so the permutation
 
 import enum
 import functools
+import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -86,17 +87,48 @@ def divide(
     return np.sort(order[held_out:]).astype(np.int64), np.sort(order[:held_out]).astype(np.int64)
 
 
-@functools.lru_cache(maxsize=1)  # positions only rise: an epoch that is over is not asked for again
 def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Return the order of one epoch."""
-    return _draw(seed, Stream.ORDER, part=epoch, num_samples=num_samples)
+    """Return the order of one epoch; that of the next is drawn meanwhile."""
+    drawing = _drawing(seed, epoch, num_samples)
+    _drawing(seed, epoch + 1, num_samples)
+    return drawing.wait()
+
+
+@functools.lru_cache(maxsize=4)  # two of training, two of statistics over the first epoch
+def _drawing(seed: int, epoch: int, num_samples: int) -> "_Drawing":
+    return _Drawing(seed, epoch, num_samples)
+
+
+class _Drawing:
+    """The order of an epoch, which a thread of its own draws: most of that is one sort of NumPy's.
+
+    It takes a quarter of a second for ImageNet, in which training would wait.
+    """
+
+    def __init__(self, seed: int, epoch: int, num_samples: int) -> None:
+        self._seed, self._epoch, self._num_samples = seed, epoch, num_samples
+        self._order: npt.NDArray[np.uint32] | None = None
+        self._thread = threading.Thread(target=self._draw, name="order", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> npt.NDArray[np.uint32]:
+        """Return the order once it is drawn."""
+        self._thread.join()
+        # It is missing where the thread failed, which then shows here, and in a process that was
+        # forked meanwhile, in which there are no threads.
+        return self._draw() if self._order is None else self._order
+
+    def _draw(self) -> npt.NDArray[np.uint32]:
+        number = self._num_samples
+        self._order = _draw(self._seed, Stream.ORDER, part=self._epoch, num_samples=number)
+        return self._order
 
 
 def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:
     """Return a random order of the samples.
 
-    Every worker holds one, in numbers of 32 bits: 5 MB for ImageNet, and some 30 MB of working
-    memory for the quarter of a second in which it is drawn.
+    Every worker holds at most four, in numbers of 32 bits: 5 MB each for ImageNet, and some 30 MB
+    of working memory while one is drawn.
     """
     assert num_samples < 2**32, "more samples need wider numbers"
     num_blocks = -(-num_samples // WORDS_PER_BLOCK)

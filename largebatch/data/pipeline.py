@@ -5,25 +5,25 @@ chosen only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from largebatch.data.augment import clean_request, train_request, training_samples
 from largebatch.data.batches import Pipeline, Split, divide_samples, require_described
 from largebatch.data.datasets import digits, own
 from largebatch.data.decoders import cached, dali, pixel_cache, synthetic, torchvision
+from largebatch.data.decoders.idle import IdleDecoders
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
 from largebatch.data.text import open_text
-from largebatch.data.types import Batches, Bytes, IntArray, Request, View
+from largebatch.data.types import Batches, Bytes, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
@@ -33,8 +33,7 @@ from largebatch.recipe.sections import Data
 from largebatch.recipe.text import Text
 from largebatch.storage import Progress, silent
 
-Decode = Callable[[Index, Iterator[Request]], Batches]
-DecodeView = Callable[[Index, Iterator[Request], View], Batches]
+OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +42,12 @@ class ImagePipeline(Pipeline):
 
     train_index: Index
     val_index: Index
-    decode: Decode
-    """Decodes to the size of the evaluation."""
+    open_decoder: OpenDecoder
+    channels_last: bool = False
+    """Order of images in memory, which is that of the model."""
 
-    decode_to: Callable[[int], Decode]
-    """Returns what decodes to another size."""
+    idle: IdleDecoders = field(default_factory=IdleDecoders)
+    """Decoders of clean images, by split: every evaluation uses the same one."""
 
     @property
     def indexes(self) -> dict[str, Index]:
@@ -91,8 +91,7 @@ class ImagePipeline(Pipeline):
     def _training_in_sizes(self, steps: range) -> Batches:
         for part, size in self.plan.sized(steps, otherwise=self.recipe.images.image_size):
             requests = self._training_requests(part, clean=False)
-            with closing(self.decoder(size)(self.train_index, requests)) as batches:
-                yield from batches
+            yield from self.decode(self.train_index, requests, image_size=size)
 
     def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
         """Return a batch for each of these ranges of positions, in the size of its first one."""
@@ -103,13 +102,14 @@ class ImagePipeline(Pipeline):
 
         for size, several in groupby(parts, key=size_of):
             requests = (self.training_request(part, clean=clean) for part in several)
-            with closing(self.decoder(size)(self.train_index, requests)) as batches:
-                yield from batches
+            yield from self.decode(self.train_index, requests, image_size=size)
 
-    def decoder(self, image_size: int) -> Decode:
-        """Return what decodes to this size."""
-        is_usual = image_size == self.recipe.images.image_size
-        return self.decode if is_usual else self.decode_to(image_size)
+    def decode(
+        self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
+    ) -> Batches:
+        """Return a batch for each request, decoded to this size, by default the evaluation's."""
+        with self.open_decoder(index, self._view(image_size)) as decode:
+            yield from decode(requests)
 
     def training_samples(self, positions: range) -> IntArray:
         """Return the images at these positions of the run: each once an epoch, none held out."""
@@ -118,7 +118,14 @@ class ImagePipeline(Pipeline):
     def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
         """Return batches of these images as validation shows them."""
         index = self.train_index if split == "train" else self.val_index
-        return self.decode(index, (self.clean_request(index, part) for part in parts))
+        requests = (self.clean_request(index, part) for part in parts)
+        opened = partial(self.open_decoder, index, self._view())
+        with self.idle.borrow(split, opened) as decode:
+            yield from decode(requests)
+
+    def close(self) -> None:
+        """Release the decoders that stay open between two evaluations."""
+        self.idle.close()
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
         """Ask for what training shows at these positions of the run."""
@@ -140,6 +147,10 @@ class ImagePipeline(Pipeline):
         index.require_whole()
         data = self.recipe.images
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
+
+    def _view(self, image_size: int | None = None) -> View:
+        view = replace(_view(self.recipe.images), channels_last=self.channels_last)
+        return view if image_size is None else replace(view, image_size=image_size)
 
     def _training_requests(self, steps: range, *, clean: bool) -> Iterator[Request]:
         return (self.training_request(part, clean=clean) for part in self.positions(steps))
@@ -185,48 +196,46 @@ def open_images(
             f"--data {folder} would not be read: the recipe's data.source is {data.source}"
         )
     threads = max(1, available_cores() // backend.local_size)
+    resources = Resources(
+        device=backend.device,
+        threads=threads,
+        batch_size=plan.statistics_batch,  # the largest of any stage
+        reads=recipe.execution.reads or max(8, min(64, plan.device_batch // 4)),
+    )
     if dataset is not None:
         _require_own(recipe, folder, dataset)
-        train, val, decode_view = _open_own(recipe, dataset, backend, threads=threads)
-        return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
+        train, val, open_decoder = _open_own(recipe, dataset, backend, resources)
+        return _pipeline(recipe, plan, backend, (train, val), open_decoder)
     train, val = _open_indexes(recipe, backend, folder, progress)
     if recipe.execution.cache is not None:
         open_cache = partial(
             pixel_cache.open_cache, backend=backend, threads=threads, progress=progress
         )
         caches = [open_cache(index) for index in (train, val)]
-        decode_view = _decode_cached(recipe, caches, device=backend.device, threads=threads)
+        open_decoder = _decode_cached(recipe, caches, resources)
     else:
-        decode_view = partial(
-            _choose_decode(recipe),
-            device=backend.device,
-            threads=threads,
-            batch_size=plan.statistics_batch,  # the largest of any stage
-        )
-        # What cannot decode is found out here, not in the run.
-        decode_view(train, iter(()), _view(data)).close()
-    return _pipeline(recipe, plan, backend.rank, (train, val), decode_view)
+        open_decoder = partial(_choose_decoder(recipe), resources=resources)
+        open_decoder(train, _view(data))  # what cannot decode is found out here, not in the run
+    return _pipeline(recipe, plan, backend, (train, val), open_decoder)
 
 
 def _pipeline(
-    recipe: Recipe, plan: Plan, rank: int, indexes: tuple[Index, Index], decode_view: DecodeView
+    recipe: Recipe,
+    plan: Plan,
+    backend: Backend,
+    indexes: tuple[Index, Index],
+    open_decoder: OpenDecoder,
 ) -> ImagePipeline:
     trained, evaluated, held_out = divide_samples(recipe, *map(len, indexes))
     train = replace(indexes[0], trained=trained)
-    view = _view(recipe.images)
-
-    def decode_to(image_size: int) -> Decode:
-        shown = replace(view, image_size=image_size)
-        return lambda index, requests: decode_view(index, requests, shown)
-
     return ImagePipeline(
         recipe=recipe,
         plan=plan,
-        rank=rank,
+        rank=backend.rank,
         train_index=train,
         val_index=indexes[1] if recipe.data.held_out is None else train,
-        decode=decode_to(recipe.images.image_size),
-        decode_to=decode_to,
+        open_decoder=open_decoder,
+        channels_last=recipe.execution.channels_last(backend.device.type),
         evaluated_samples=evaluated,
         held_out_samples=held_out,
     )
@@ -238,6 +247,7 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
         f"data.source: {recipe.data.source}": recipe.data.source != "folder",
         f"--data {folder}": folder is not None,
         f"execution.cache: {recipe.execution.cache}": recipe.execution.cache is not None,
+        f"execution.reads: {recipe.execution.reads}": recipe.execution.reads is not None,
         "execution.decoder: dali": recipe.execution.decoder == "dali",
     }
     for setting, given in unused.items():
@@ -246,50 +256,41 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
 
 
 def _open_own(
-    recipe: Recipe, dataset: str, backend: Backend, *, threads: int
-) -> tuple[Index, Index, DecodeView]:
+    recipe: Recipe, dataset: str, backend: Backend, resources: Resources
+) -> tuple[Index, Index, OpenDecoder]:
     classes = recipe.data.classes
     items = own.open_own(dataset)
     train, val = (own.index_items(each, classes=classes, backend=backend) for each in items)
     _check(recipe.images, train, val)
     split = {train.digest: items[0], val.digest: items[1]}
 
-    def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
-        return own.decode(
-            split[index.digest],
-            index,
-            requests,
-            view,
-            device=backend.device,
-            threads=threads,
-        )
-
-    return train, val, decode
+    return (
+        train,
+        val,
+        lambda index, view: own.open_decoder(split[index.digest], index, view, resources),
+    )
 
 
-def _choose_decode(recipe: Recipe) -> Callable[..., Batches]:
+def _choose_decoder(recipe: Recipe) -> Callable[..., AbstractContextManager[Decode]]:
     if recipe.data.source == "synthetic":
-        return synthetic.decode
-    return dali.decode if recipe.execution.decoder == "dali" else torchvision.decode
+        return synthetic.open_decoder
+    if recipe.execution.decoder == "dali":
+        return dali.open_decoder
+    return torchvision.open_decoder
 
 
 def _decode_cached(
-    recipe: Recipe, caches: Sequence[PixelCache[Bytes]], *, device: torch.device, threads: int
-) -> DecodeView:
+    recipe: Recipe, caches: Sequence[PixelCache[Bytes]], resources: Resources
+) -> OpenDecoder:
     """Return what cuts and resizes from the decoded images, which a device may hold as well."""
+    device = resources.device
     in_memory = {cache.index.digest: cache for cache in caches}
     # The memory of a CPU "device" is the same.
     if recipe.execution.cache == "memory" or device.type == "cpu":
-
-        def decode(index: Index, requests: Iterator[Request], view: View) -> Batches:
-            cache = in_memory[index.digest]
-            return cached.decode(cache, requests, view, device=device, threads=threads)
-
-        return decode
-
+        return lambda index, view: cached.open_decoder(in_memory[index.digest], view, resources)
     uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
-    return lambda index, requests, view: cached.decode_on_device(
-        uploaded[index.digest], requests, view
+    return lambda index, view: nullcontext(
+        partial(cached.decode_on_device, uploaded[index.digest], view)
     )
 
 

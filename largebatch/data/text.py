@@ -35,6 +35,7 @@ from largebatch.data.batches import (
     require_described,
     samples_at,
 )
+from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.distributed.backend import Backend
 from largebatch.errors import DataError, shorten
@@ -112,7 +113,7 @@ class TextPipeline(Pipeline):
 
     corpus: Corpus
     length: int
-    device: torch.device
+    transfer: Transfer
     trained: IntArray | None
     """The windows of the training text that a run may train on, rising; None: all of them."""
 
@@ -171,7 +172,7 @@ class TextPipeline(Pipeline):
 
     def _batch(self, text: IntArray, samples: IntArray) -> Batch:
         tensors = map(torch.from_numpy, windows(text, samples, length=self.length))
-        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in tensors))
+        return Batch(*self.transfer.send(*tensors))
 
 
 def open_text(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | None) -> TextPipeline:
@@ -197,7 +198,7 @@ def open_text(recipe: Recipe, plan: Plan, backend: Backend, *, folder: Path | No
         held_out_samples=held_out,
         corpus=corpus,
         length=recipe.data.window,
-        device=backend.device,
+        transfer=Transfer(backend.device),
         trained=trained,
     )
 

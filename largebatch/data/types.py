@@ -1,11 +1,12 @@
 """What the modules of data/ meet through, and training with them: requests and batches."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from largebatch.recipe.sections import Interpolation, Triple
@@ -60,3 +61,26 @@ class View:
     """Of red, green and blue on the scale 0 .. 1."""
 
     interpolation: Interpolation
+
+    channels_last: bool = False
+    """True if the channels of a pixel lie beside each other in memory, as torch's channels_last."""
+
+
+class Resources(NamedTuple):
+    """The means of a worker to decode."""
+
+    device: torch.device
+    """Where batches are used."""
+
+    threads: int
+    """Number of threads that decode."""
+
+    batch_size: int
+    """Number of images in the largest request."""
+
+    reads: int = 8
+    """Number of images read at a time, at most."""
+
+
+Decode = Callable[[Iterable[Request]], Batches]
+"""Gives one batch for each request, in order. It can be called again when all of them are used."""

@@ -117,10 +117,13 @@ class _Group:
     first: Tensor | None = None
     """The squared length of the gradients of a step's first backward pass, where it is measured."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return what holds the gradients: the buffer, or the gradients one by one."""
+        return [self.buffer] if self.views else list(self.held.values())
+
     def square(self) -> Tensor:
-        """Return the squared length of what it holds: 0-d, on the device."""
-        whole = [self.buffer] if self.views else list(self.held.values())
-        return torch.stack(torch._foreach_norm(whole)).square().sum()
+        """Return the squared length of the gradients: 0-d, on the device."""
+        return torch.stack(torch._foreach_norm(self.tensors())).square().sum()
 
     def send(self, workers: Group, divisor: float) -> Work:
         if self.sent is not self.buffer:
@@ -239,11 +242,11 @@ class Reducer:
     def finite(self) -> Tensor:
         """Return whether every gradient is a finite number, after `wait`: 0-d, bool, on the device.
 
-        All workers find the same, for all have the same sums.
+        All workers find the same, for all have the same sums. Gradients are real.
         """
-        held = [grad for group in self._groups for grad in group.held.values() if grad.numel()]
+        held = [tensor for group in self._groups for tensor in group.tensors() if tensor.numel()]
         if self.device.type == "cpu":  # where the infinity norm takes ten times as long
-            ends = [end for gradient in held for end in torch.aminmax(gradient)]
+            ends = [end for tensor in held for end in torch.aminmax(tensor)]
         else:  # one launch for many tensors
             ends = list(torch._foreach_norm(held, ord=math.inf))
         finite: Tensor = torch.linalg.vector_norm(torch.stack(ends), math.inf) < math.inf

@@ -88,16 +88,16 @@ class SpanBatchNorm(_BatchNorm):
         )
         if not self.track_running_stats:
             return normalised()
+        again = _in_backward()  # computed once more, and counted already
         # A span over several workers counts once: for the first of them.
-        counts = not _in_backward() and (group is None or group.rank == 0)
-        if counts and self.moments is not None:
+        if self.moments is not None and not again and (group is None or group.rank == 0):
             before = self.num_spans
             self.num_spans += -(-len(images) // self.span) if group is None else 1
             return normalised(moments=self.moments, num=before)
         empty = torch.zeros(2, self.num_features, dtype=exact_type(images), device=images.device)
         moments = Moments(*empty)  # also in backward, where as many tensors are saved as before
         out = normalised(moments=moments)
-        if counts:
+        if self.moments is None and not again:
             self._move_buffers(moments)
         return out
 
@@ -191,6 +191,11 @@ class Spans:
         self._counts: tuple[int, ...] = ()
         """How many spans each layer had in the last step."""
 
+        self._spans = self._sums[len(self._moments) :].clone()
+        """The same on the device, and for each of the moments."""
+
+        self._weights = torch.zeros_like(self._moments)
+
         owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
         self._owners = owners.to(backend.device)
         """The number of the layer that each of the moments belongs to."""
@@ -207,8 +212,8 @@ class Spans:
         # tensors of `.data` have versions of their own.
         parts = [part.data for part in self._moments.split(sizes)]
         for layer, mean, variance in zip(self._layers, parts[::2], parts[1::2], strict=True):
-            layer.moments, layer.num_spans = Moments(mean, variance), 0
-            layer.group = self._group
+            layer.moments, layer.group = Moments(mean, variance), self._group
+        self._forget()
 
     def reduce(self) -> None:
         """Start to sum the moments over all workers; call it after the step's last forward.

@@ -1,8 +1,9 @@
-"""Normalise groups of samples by their own moments, forward and backward, without extra copies.
+"""Normalise groups of samples by their own moments, forward and backward.
 
-Splitting a batch and joining the parts again would copy it twice forward and twice backward, which
-costs as much as BatchNorm itself. Here PyTorch's kernels write each group into its place in one
-output. A group is either a contiguous part of the batch (ghost batches, Hoffer et al. 2017,
+A single group of one worker is PyTorch's batch_norm. Several are normalised by its kernels group by
+group, each written into its place in one output; their input gradients are joined by one copy,
+which takes the memory of the largest of these tensors a second time for as long as a layer's
+backward pass. A group is either a contiguous part of the batch (ghost batches, Hoffer et al. 2017,
 arXiv:1705.08741, section 4), or the batches of several workers together, who then exchange two
 numbers per channel forward and two backward.
 
@@ -30,7 +31,7 @@ _aten = torch.ops.aten
 
 
 class Moments(NamedTuple):
-    """Of every channel; float32 or longer."""
+    """Mean and variance of every channel, in float32 or longer."""
 
     mean: Tensor
     variance: Tensor
@@ -78,9 +79,9 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
         )
     else:
         out = _Normalise.apply(images, weight, bias, eps, span, group, into, num)  # type: ignore[no-untyped-call]  # torch's
-    for kept, moved in zip(moments or (), into or (), strict=True):
-        if kept is not moved:
-            kept.copy_(moved)
+    if moments is not None and into is not None and moments.mean.dtype != exact:
+        moments.mean.copy_(into.mean)
+        moments.variance.copy_(into.variance)
     return out
 
 
@@ -120,8 +121,9 @@ class _Normalise(torch.autograd.Function):
             shared = None
         else:
             out, found, saved, shared = _over_workers(images, (weight, bias), eps=eps, group=group)
-            for kept, one in zip(moments or (), found, strict=False):
-                kept.lerp_(one, 1 / (num + 1))
+            if moments is not None:
+                moments.mean.lerp_(found.mean, 1 / (num + 1))
+                moments.variance.lerp_(found.variance, 1 / (num + 1))
         ctx.save_for_backward(images, weight, saved, shared)
         ctx.span, ctx.group, ctx.eps = span, group, eps
         return out

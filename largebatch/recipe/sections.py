@@ -369,14 +369,18 @@ class Execution(Section):
     """Decodes and resizes the images (--decoder). `dali`: NVIDIA DALI, on the GPU where there is
     one; pixels differ from torchvision's by 1/255 at most. null: torchvision."""
 
+    reads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """Images that a worker reads at a time, at most. Storage that takes long to answer needs many.
+    null: a quarter of the device batch, 8 at the least and 64 at the most."""
+
     cache: Literal["memory", "device"] | None = None
     """Decode once and keep the pixels of small sets. `memory`: in one file that all workers of a
     machine map, in the user's cache, where a file is removed after 30 days without use. `device`:
     besides on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
 
     memory_format: Literal["contiguous", "channels_last"] | None = None
-    """Order of weights and maps in memory, torch's name for it; which is faster on a CPU depends on
-    the model. null: channels_last on GPUs, contiguous on CPUs."""
+    """Order of images, weights and maps in memory, torch's name for it; which is faster on a CPU
+    depends on the model. null: channels_last on GPUs, contiguous on CPUs."""
 
     groups: Annotated[
         CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
@@ -392,11 +396,19 @@ class Execution(Section):
     kernels: Kernels = "torch"
     """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
 
+    def channels_last(self, device: str) -> bool:
+        """Return True if `memory_format` is channels_last on this type of device."""
+        if self.memory_format is None:
+            return device != "cpu"
+        return self.memory_format == "channels_last"
+
     @model_validator(mode="after")
     def _decoder_is_used(self) -> Self:
-        if self.decoder is not None and self.cache is not None:
-            raise ValueError(
-                f"decoder: {self.decoder} would not be used: cache: {self.cache} decodes all "
-                "images once; give one of the two"
-            )
+        if self.cache is not None:
+            for key, value in (("decoder", self.decoder), ("reads", self.reads)):
+                if value is not None:
+                    raise ValueError(
+                        f"{key}: {value} would not be used: cache: {self.cache} decodes all "
+                        "images once; give one of the two"
+                    )
         return self

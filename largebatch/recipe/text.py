@@ -102,6 +102,7 @@ def misfits(recipe: "Recipe") -> Iterator[str]:
     execution = recipe.execution
     settings = {
         "execution.decoder": execution.decoder,
+        "execution.reads": execution.reads,
         "execution.cache": execution.cache,
         "execution.memory_format": execution.memory_format,
         "tracking: mlperf": "mlperf" in recipe.tracking or None,

@@ -119,7 +119,7 @@ def _training(pipeline: ImagePipeline, places: IntArray) -> list[Tensor]:
     size_of = partial(pipeline.plan.image_size, otherwise=usual)
     for size, positions in groupby(places.T.ravel().tolist(), key=size_of):
         requests = _requests(pipeline, positions, clean=False)
-        found += _images(pipeline.decoder(size)(pipeline.train_index, requests))
+        found += _images(pipeline.decode(pipeline.train_index, requests, image_size=size))
     return found
 
 

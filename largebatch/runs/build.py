@@ -88,7 +88,7 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
         except ValueError as error:  # better now than after the whole schedule
             raise RecipeError(f"polish.affine: {error}") from None
     model.to(backend.device)
-    if _channels_last(recipe, backend):
+    if recipe.execution.channels_last(backend.device.type):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     if recipe.precision != "fp32":
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
@@ -184,12 +184,6 @@ def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
         init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
         growth_interval=max(1, min(2000, plan.steps // 20)),
     )
-
-
-def _channels_last(recipe: Recipe, backend: Backend) -> bool:
-    if recipe.execution.memory_format is None:
-        return backend.device.type == "cuda"
-    return recipe.execution.memory_format == "channels_last"
 
 
 def _set_span(model: nn.Module, recipe: Recipe) -> None:
@@ -299,6 +293,7 @@ def build_trainer(
             )
         finally:
             state.updater.reducer.close()
+            pipeline.close()
 
 
 def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:

@@ -15,7 +15,7 @@ import torch
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import torchvision
 from largebatch.data.index.index import Index
-from largebatch.data.types import View
+from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
@@ -78,18 +78,13 @@ def survey(train: Index, val: Index) -> Survey:
     view = View(image_size=image_size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
     begun = time.perf_counter()
     sums, squares, number = torch.zeros(3), torch.zeros(3), 0
-    for images, _ in torchvision.decode(
-        train,
-        requests,
-        view,
-        device=torch.device("cpu"),
-        threads=available_cores(),
-        batch_size=64,
-    ):
-        pixels = images.double()
-        sums = sums + pixels.sum((0, 2, 3))
-        squares = squares + pixels.square().sum((0, 2, 3))
-        number += pixels.numel() // 3
+    resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
+    with torchvision.open_decoder(train, view, resources) as decode:
+        for images, _ in decode(requests):
+            pixels = images.double()
+            sums = sums + pixels.sum((0, 2, 3))
+            squares = squares + pixels.square().sum((0, 2, 3))
+            number += pixels.numel() // 3
     mean = sums / number
     std = (squares / number - mean.square()).clamp(min=1e-6).sqrt()
     return Survey(

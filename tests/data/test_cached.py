@@ -5,11 +5,12 @@ since Pillow 13 resizes the height of a tall box first, where the order shows.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, open_cache, png_folder, run, view
+from decoding import augmented, open_cache, png_folder, run, run_cached, view
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,12 +43,12 @@ def folder(
     return png_folder(tmp_path, one_size=request.param != "many sizes", size=size)
 
 
-def kept_batches(way: str, index: Index, requests: list[Request], **changes: object) -> Batches:
+def kept_batches(way: str, index: Index, requests: list[Request], **changes: Any) -> Batches:  # noqa: ANN401 -- of any kind, as view's
     if way == "device":
         return cached.decode_on_device(
-            cached.upload(open_cache(index), CPU), requests, view(**changes)
+            cached.upload(open_cache(index), CPU), view(**changes), requests
         )
-    return cached.decode(open_cache(index), requests, view(**changes), device=CPU, threads=2)
+    return run_cached(index, requests, **changes)
 
 
 def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
@@ -66,7 +67,7 @@ def on_bytes(part: Bytes, size: int, interpolation: Interpolation) -> Tensor:
 def test_kept_images_are_what_pillow_would_make(way: str, size: int, folder: Index) -> None:
     clean = clean_request(folder, np.arange(13), image_size=size, resize=size + 6)
     requests = [*augmented(folder, 10, 4), clean]
-    theirs = run(torchvision.decode, folder, requests, image_size=size)
+    theirs = run(torchvision.open_decoder, folder, requests, image_size=size)
     for ours, other in zip(
         kept_batches(way, folder, requests, image_size=size), theirs, strict=True
     ):

@@ -88,7 +88,7 @@ def by_hand(index: Index, request: Request, image_size: int) -> Tensor:
 
 def test_torchvision_gives_what_pillow_gives_by_hand(folder: Index) -> None:
     requests = augmented(folder, 17, 3)
-    batches = list(run(torchvision.decode, folder, requests, mean=MEAN, std=STD))
+    batches = list(run(torchvision.open_decoder, folder, requests, mean=MEAN, std=STD))
     for batch, request in zip(batches, requests, strict=True):
         expected = by_hand(folder, request, 128).float()
         torch.testing.assert_close(batch.images, expected, rtol=0, atol=2e-6)
@@ -179,9 +179,9 @@ def test_the_decoders_nearly_agree_on_bicubic_photographs(photographs: Index) ->
     requests = [*augmented(photographs, 100, 1), clean]
     both = [
         run(decode, photographs, requests, image_size=224, interpolation="bicubic")
-        for decode in (dali.decode, torchvision.decode)
+        for decode in (dali.open_decoder, torchvision.open_decoder)
     ]
-    bilinear = run(torchvision.decode, photographs, requests, image_size=224)
+    bilinear = run(torchvision.open_decoder, photographs, requests, image_size=224)
     for a, b, other in zip(*both, bilinear, strict=True):
         difference = (a.images - b.images).abs()
         assert difference.max() <= 32
@@ -194,8 +194,8 @@ def assert_alike(
     index: Index, requests: list[Request], *, image_size: int = 128, outermost: float = 32
 ) -> None:
     """Compare in steps of 255."""
-    theirs = run(dali.decode, index, requests, image_size=image_size)
-    ours = run(torchvision.decode, index, requests, image_size=image_size)
+    theirs = run(dali.open_decoder, index, requests, image_size=image_size)
+    ours = run(torchvision.open_decoder, index, requests, image_size=image_size)
     for a, b in zip(theirs, ours, strict=True):
         difference = (a.images - b.images).abs()
         assert difference[:, :, 1:-1, 1:-1].max() <= 1.01
@@ -229,7 +229,7 @@ def test_what_nobody_will_use_is_not_decoded(
         return Image.open(file)
 
     monkeypatch.setattr(torchvision, "Image", SimpleNamespace(open=count))
-    batches = run(torchvision.decode, folder, augmented(folder, 40, 3))
+    batches = run(torchvision.open_decoder, folder, augmented(folder, 40, 3))
     next(batches)
     batches.close()
     number = len(opened)
@@ -253,6 +253,6 @@ def test_without_dali_the_way_to_get_it_and_to_do_without_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(MissingPackageError) as caught:
-        run(dali.decode, folder, [])
+        run(dali.open_decoder, folder, [])
     assert "pip install nvidia-dali-cuda120" in str(caught.value)
     assert "--decoder torchvision works without it" in str(caught.value)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import has_dali
+from decoding import has_dali, with_decoder
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -62,7 +62,7 @@ def seen(
     by_worker: list[list[Request]] = [[] for _ in range(workers)]
     for rank, asked in enumerate(by_worker):
         pipeline = worker(recipe, workers=workers, rank=rank, device_batch=device_batch)
-        list(replace(pipeline, decode=functools.partial(note, asked)).training(steps, clean=False))
+        list(with_decoder(pipeline, functools.partial(note, asked)).training(steps, clean=False))
     return [
         (sample, tuple(box), flip)
         for together in zip(*by_worker, strict=True)

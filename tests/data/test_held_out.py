@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoding import with_decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ class Asked:
         for pipeline in self.workers:
             asked: list[Request] = []
             note = functools.partial(_note, asked)
-            list(batches(replace(pipeline, decode=note)))  # type: ignore[operator]
+            list(batches(with_decoder(pipeline, note)))  # type: ignore[operator]
             parts.append(asked)
         longest = max(map(len, parts))
         rounds = [[p[i] for p in parts if i < len(p)] for i in range(longest)]
@@ -152,7 +153,7 @@ def test_the_contact_sheet_shows_images_that_are_trained_on() -> None:
             yield from decode(index, iter([request]))
 
     decode = pipeline.decode
-    show(replace(pipeline, decode=note))
+    show(with_decoder(pipeline, note))
     assert asked
     assert not {int(one.samples[0]) for one in asked} & by_hand(1, 20, 12)
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from largebatch.data.decoders.torchvision import Encoded, to_pillow
 from largebatch.data.index.build import MAX_SIDE, BadImageError, measure_bytes
-from largebatch.data.index.index import Location, make
+from largebatch.data.index.index import Index, make
 from largebatch.errors import DataError
 
 FORMS = ("jpeg", "png", "bmp", "ppm", "tiff", "webp")
@@ -121,10 +121,18 @@ def test_any_bytes_are_measured_and_decoded_alike_or_refused(
     assert 1 <= size.width <= MAX_SIDE
     if size.height * size.width > 2**20:
         return  # as large as it may be, and slow to decode
-    location = Location(Path("any"), 0, len(content))
-    bytes_of_it = np.frombuffer(content, np.uint8)
+    index = Index(
+        root=Path("root"),
+        classes=("any",),
+        paths=["any"],
+        labels=np.zeros(1, np.int64),
+        heights=np.array([size.height]),
+        widths=np.array([size.width]),
+        orientations=np.array([size.orientation], np.uint8),
+        num_bytes=np.array([len(content)]),
+    )
     try:
-        pixels = to_pillow(Encoded(location, bytes_of_it, *size))
+        pixels = to_pillow(Encoded(index, 0, np.frombuffer(content, np.uint8)))
     except DataError as error:
         assert "Pillow cannot decode this image" in str(error)  # noqa: PT017 -- either is right
     else:

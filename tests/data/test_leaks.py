@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import augmented, has_dali, needs_dali, open_cache, photograph, view
+from decoding import augmented, decode_all, has_dali, needs_dali, open_cache, photograph, view
 from on_workers import on_workers
 from PIL import Image
 
 from largebatch.data.decoders import cached
 from largebatch.data.index.index import Index, load_or_read
 from largebatch.data.pipeline import open_pipeline
+from largebatch.data.types import Resources
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
@@ -202,7 +203,8 @@ def test_nothing_partial_is_left_where_images_are_kept(folder: Index, tmp_path: 
 def test_kept_pixels_are_mapped_and_never_copied(folder: Index) -> None:
     """So that any number of workers has them in memory once."""
     kept = open_cache(folder)
-    list(cached.decode(kept, augmented(folder, 4, 3), view(), device=CPU, threads=2))
+    opened = cached.open_decoder(kept, view(), Resources(CPU, threads=2, batch_size=4))
+    list(decode_all(opened, augmented(folder, 4, 3)))
     mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
     ours = [mapping for mapping in mappings if folder.digest in mapping]
     assert [re.findall(r"Anonymous: +(\d+) kB", mapping) for mapping in ours] == [["0"]]

@@ -1,4 +1,6 @@
 import itertools
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -61,21 +63,54 @@ def test_a_caller_cannot_change_the_order_of_the_next() -> None:
     assert -1 not in sample_ids(range(5), seed=0, num_samples=5)
 
 
-def test_every_epoch_is_drawn_once_and_none_before_it_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Batches of four over epochs of ten: every other batch that ends one begins the next."""
-    drawn = []
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, threading.Thread]]:
+    """The threads that draw the orders of epochs; an epoch that is drawn again is an error."""
+    found: dict[int, threading.Thread] = {}
 
-    def count(seed: int, stream: Stream, *, block: int, num_blocks: int, part: int) -> np.ndarray:
-        drawn.append(part)
+    def note(seed: int, stream: Stream, *, block: int, num_blocks: int, part: int) -> np.ndarray:
+        assert part not in found, "every epoch is drawn once"
+        found[part] = threading.current_thread()
         return random_words(seed, stream, block=block, num_blocks=num_blocks, part=part)
 
-    monkeypatch.setattr(order, "random_words", count)
-    order._permutation.cache_clear()
+    monkeypatch.setattr(order, "random_words", note)
+    order._drawing.cache_clear()
+    yield found
+    order._drawing.cache_clear()
+
+
+def test_the_next_epoch_is_drawn_while_one_is_used_and_none_twice(
+    drawn: dict[int, threading.Thread],
+) -> None:
+    """Batches of four over epochs of ten: every other batch that ends one begins the next."""
     for stop in range(4, 44, 4):
         sample_ids(range(stop - 4, stop), seed=0, num_samples=10)
-        assert drawn == list(range(1 + (stop - 1) // 10))
+        begun = 1 + (stop - 1) // 10
+        order._drawing(0, begun, 10).wait()
+        assert sorted(drawn) == list(range(begun + 1))
+    assert threading.current_thread() not in drawn.values()
+
+
+def test_statistics_over_the_first_epoch_do_not_cost_the_order_of_training(
+    drawn: dict[int, threading.Thread],
+) -> None:
+    for batch in range(4):
+        sample_ids(range(70 + batch, 72 + batch), seed=0, num_samples=10)
+        sample_ids(range(batch, 2 + batch), seed=0, num_samples=10)
+    for epoch in (1, 8):
+        order._drawing(0, epoch, 10).wait()
+    assert sorted(drawn) == [0, 1, 7, 8]
+
+
+def test_an_order_that_no_thread_could_draw_is_drawn_when_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a process that was forked meanwhile there is no such thread."""
+    expected = sample_ids(range(10), seed=5, num_samples=10)
+    order._drawing.cache_clear()
+    monkeypatch.setattr(threading.Thread, "run", lambda _: None)
+    assert sample_ids(range(10), seed=5, num_samples=10).tolist() == expected.tolist()
+    order._drawing.cache_clear()
 
 
 def test_no_positions_have_no_samples() -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoding import CPU, Decode, augmented, both_decoders, open_cache, photograph, run, view
+from decoding import Decode, augmented, both_decoders, photograph, run, run_cached
 from PIL import Image, ImageOps
 
 from largebatch.data.augment import clean_request
 from largebatch.data.datasets.packing import pack_folder
-from largebatch.data.decoders import cached
 from largebatch.data.index.build import BadImageError, measure_bytes
 from largebatch.data.index.index import Index, read_folder
 from largebatch.data.types import Request
@@ -89,10 +88,8 @@ def test_cached_pixels_are_those_that_are_seen(
     folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = open_cache(folder)
     request = clean_request(folder, np.arange(len(folder)), image_size=90, resize=90)
-    shown = view(image_size=90)
-    (batch,) = cached.decode(cache, iter([request]), shown, device=CPU, threads=1)
+    (batch,) = run_cached(folder, [request], image_size=90)
     for sample, box in enumerate(request.boxes.tolist()):
         top, left, height, width = box
         expected = np.asarray(seen(folder, sample))[top : top + height, left : left + width]

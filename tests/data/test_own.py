@@ -138,7 +138,7 @@ def test_an_item_that_changes_is_named(place: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["data.source=digits", "execution.cache=memory", "execution.decoder=dali"],
+    ["data.source=digits", "execution.cache=memory", "execution.decoder=dali", "execution.reads=9"],
 )
 def test_a_setting_that_would_not_be_used_is_refused(place: Path, change: str) -> None:
     key = change.replace("=", ": ")

@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoding import with_decoder
 
+from largebatch.data.decoders import torchvision
 from largebatch.data.index import folder as index_folder
 from largebatch.data.index.index import Index
 from largebatch.data.pipeline import open_images
-from largebatch.data.types import Batch, Batches, Request
+from largebatch.data.types import Batch, Batches, Request, Resources
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
@@ -38,7 +40,7 @@ def requests(
         yield from ()
 
     opened = open_images(recipe, plan, CPU, folder=None)
-    noting = replace(opened, decode=note, rank=rank)
+    noting = replace(with_decoder(opened, note), rank=rank)
     list(noting.statistics(statistics) if statistics else noting.training(steps, clean=clean))
     return asked
 
@@ -128,3 +130,26 @@ def test_kept_images_are_compared_with_every_file_since_none_is_read(
     recipe = load_recipe(DIGITS, ["execution.cache=memory"])
     with pytest.raises(DataError, match=f"{path.name} was changed"):
         open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "change", "reads"),
+    [
+        pytest.param(8, None, 8, id="some even for a small batch"),
+        pytest.param(96, None, 24, id="a quarter of the batch"),
+        pytest.param(512, None, 64, id="no more for a large one"),
+        pytest.param(96, 5, 5, id="the recipe decides"),
+    ],
+)
+def test_as_many_images_are_read_at_a_time_as_the_device_batch_needs(
+    batch: int, change: int | None, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Resources] = []
+    monkeypatch.setattr(torchvision, "open_decoder", lambda *_, resources: opened.append(resources))
+    changes = [
+        f"batch={{global_batch: {batch}, bn_span: null}}",
+        f"execution.reads={change or 'null'}",
+    ]
+    recipe = load_recipe(DIGITS, [*changes, "polish=null", f"execution.device_batch={batch}"])
+    open_images(recipe, make_plan(recipe, workers=1), CPU, folder=None)
+    assert [resources.reads for resources in opened] == [reads]

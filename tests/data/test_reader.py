@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,15 @@ from decoding import Decode, both_decoders, photograph, run
 from PIL import Image
 
 from largebatch import storage
-from largebatch.data.decoders import pixel_cache
+from largebatch.data.decoders import pixel_cache, torchvision
 from largebatch.data.decoders import reader as reading
+from largebatch.data.index.file import Paths
 from largebatch.data.index.index import Index, Location, load_or_read
 from largebatch.data.types import Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 
+READS = 8
 TIMES = 4
 """How often a read is tried."""
 
@@ -143,7 +146,7 @@ def test_a_read_that_hangs_ends_the_run_with_its_path(decode: Decode, folder: In
 
 
 @pytest.mark.usefixtures("soon_slow")
-@pytest.mark.parametrize("hanging", [[8], list(range(reading.THREADS + 4)), [0, 8, 16]])
+@pytest.mark.parametrize("hanging", [[8], list(range(READS + 4)), [0, 8, 16]])
 def test_reads_that_hung_once_are_made_by_other_threads(
     folder: Index, monkeypatch: pytest.MonkeyPatch, hanging: list[int]
 ) -> None:
@@ -162,16 +165,16 @@ def test_reads_that_hung_once_are_made_by_other_threads(
 
     monkeypatch.setattr(reading, "_read_again", mend_first)
     requests = whole(folder, len(folder)) * 3
-    with reading.open_reader() as reader:
-        for given in reading.read_ahead(folder, requests, reader):
+    with reading.open_reader(folder, READS) as reader:
+        for given in reading.read_ahead(requests, reader):
             assert all(a.tobytes() == b for a, b in zip(given.contents, expected, strict=True))
             reader.release(given)
         for path in moved:
             let_go(path)
         deadline = time.monotonic() + 120
-        while alive(reader) > reading.THREADS and time.monotonic() < deadline:
+        while alive(reader) > READS and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert alive(reader) == reading.THREADS, "one for each that was given up, and no more"
+        assert alive(reader) == READS, "one for each that was given up, and no more"
     assert len(moved) == len(hanging)
 
 
@@ -189,22 +192,22 @@ def test_as_many_threads_share_a_batch_as_the_one_before_needed(
         return getattr(clock, "now", 0.0)
 
     def sharing(reader: reading.Reader) -> int:
-        given = reader.start(folder, request)
+        given = reader.start(request)
         reader.finish(given)
         return len(given.shares)
 
     monkeypatch.setattr(os, "preadv", slow)
     monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(reading, "THREAD_SECONDS", 0.05)
-    with reading.open_reader() as reader:
-        assert sharing(reader) == reading.THREADS  # nothing is known of the disk yet
+    with reading.open_reader(folder, READS) as reader:
+        assert sharing(reader) == READS  # nothing is known of the disk yet
         sharing(reader)
         seconds = 0.01
         assert sharing(reader) == 1
         assert sharing(reader) == 1 + int(0.01 * 24 / 0.05)
         seconds = 0.1
         sharing(reader)
-        assert sharing(reader) == reading.THREADS
+        assert sharing(reader) == READS
         seconds = 0.0
         sharing(reader)
         assert sharing(reader) == 1
@@ -232,17 +235,73 @@ def test_memory_that_a_read_may_still_write_into_is_not_used_again(
 
     monkeypatch.setattr(os, "preadv", late)
     monkeypatch.setattr(reading, "_read_again", again)
-    with reading.open_reader() as reader:
+    with reading.open_reader(folder, READS) as reader:
         first, second = whole(folder, 12)
-        replaced = reader.start(folder, first)
+        replaced = reader.start(first)
         reader.finish(replaced)
         reader.release(replaced)
-        later = reader.start(folder, second)
+        later = reader.start(second)
         reader.finish(later)
         go_on.set()
         assert written.wait(120)
         found = [content.tobytes() for content in later.contents]
     assert [row for row, content in enumerate(expected[12:]) if found[row] != content] == []
+
+
+@both_decoders
+def test_the_thread_that_asks_for_images_makes_no_path(
+    decode: Decode, folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path takes more than everything else that this thread does for an image."""
+    real: Callable[[Paths, int], str] = Paths.__getitem__
+    threads: list[threading.Thread] = []
+
+    def note(paths: Paths, row: int) -> str:
+        threads.append(threading.current_thread())
+        return real(paths, row)
+
+    def join(*_: object) -> Path:
+        raise AssertionError("no path object is made of an image that can be read")
+
+    monkeypatch.setattr(Paths, "__getitem__", note)
+    monkeypatch.setattr(Index, "locate", join)
+    batches = run(decode, folder, whole(folder))
+    assert sum(len(batch.labels) for batch in batches) == len(folder) == len(threads)
+    assert threading.current_thread() not in threads
+
+
+def test_several_images_are_passed_to_a_thread_at_a_time(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passing one on takes ten microseconds."""
+    real: Callable[..., object] = ThreadPoolExecutor.submit
+    jobs: list[object] = []
+
+    def count(pool: ThreadPoolExecutor, *job: object) -> object:
+        jobs.append(job)
+        return real(pool, *job)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
+    assert len(list(run(torchvision.open_decoder, folder, whole(folder, 24) * 2))) == 2
+    assert len(jobs) == 2 * 2, "for either thread one, of 12 images, in each batch"
+
+
+def test_no_more_images_are_read_at_a_time_than_the_recipe_allows(
+    folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, threads = os.preadv, set()
+
+    def note(file: int, buffers: list[memoryview], offset: int) -> int:
+        threads.add(threading.current_thread())
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", note)
+    monkeypatch.setattr(reading, "THREAD_SECONDS", 1e-9)  # so that all are brought in
+    with reading.open_reader(folder, 3) as reader:
+        for given in reading.read_ahead(whole(folder) * 3, reader):
+            assert len(given.shares) == 3
+            reader.release(given)
+    assert len(threads) <= 3
 
 
 def overwrite(path: Path, content: bytes) -> None:

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from decoding import decode_all
 from torch import Tensor
 
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import synthetic
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batch, Request, View
+from largebatch.data.types import Batch, Request, Resources, View
 
 
 def decode(index: Index, requests: list[Request], **changes: object) -> Iterator[Batch]:
@@ -21,7 +22,8 @@ def decode(index: Index, requests: list[Request], **changes: object) -> Iterator
         "interpolation": "bilinear",
     }
     view, cpu = View(**(arguments | changes)), torch.device("cpu")
-    return synthetic.decode(index, requests, view, device=cpu, threads=1, batch_size=512)
+    resources = Resources(cpu, threads=1, batch_size=512)
+    return decode_all(synthetic.open_decoder(index, view, resources), requests)
 
 
 def whole(index: Index, samples: np.ndarray) -> Request:

@@ -279,6 +279,18 @@ def test_a_layer_counts_its_own_spans() -> None:
     assert model.get_buffer("idle.running_var").equal(torch.ones(3, dtype=torch.float64))
 
 
+def test_moments_that_are_no_numbers_are_gone_after_attaching_again() -> None:
+    """They would stay in the kernel's moving average, whatever it is multiplied by."""
+    model = with_span(nn.Sequential(nn.BatchNorm1d(3)), 4)
+    spans = Spans(model, CPU)
+    model(torch.full((4, 3), torch.nan))
+    spans.attach()
+    model(images(4, 3).float())
+    spans.reduce()
+    spans.update()
+    assert bool(model.state_dict()["0.running_mean"].isfinite().all())
+
+
 def test_names_values_and_evaluation_stay_as_they_were() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).double().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -17,6 +17,8 @@ DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
             "cache: memory would not be used",
         ),
         (["execution={decoder: dali, cache: memory}"], "decoder: dali would not be used: cache"),
+        (["execution={reads: 20, cache: memory}"], "reads: 20 would not be used: cache: memory"),
+        (["execution.reads=0"], "execution.reads: input should be greater than 0"),
         (["data.interpolation=nearest"], "interpolation: input should be 'bilinear' or 'bicubic'"),
         (["execution.cache=disk"], "cache: input should be 'memory' or 'device'"),
         (["data.decoder=dali"], "data.decoder: now execution.decoder"),

@@ -272,7 +272,7 @@ def _require_idle(tensor: SimTensor, name: str) -> None:
 
 
 def mark_busy(tensor: SimTensor, busy: Busy) -> None:
-    """Let something use the memory of a tensor outside the order of the device."""
+    """Note that something uses the memory of a tensor outside the order of the device."""
     _BUSY[_address(tensor)] = busy
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,24 +13,28 @@ import pytest
 import torch
 from PIL import Image
 
+from largebatch.data import types
 from largebatch.data.augment import train_request
-from largebatch.data.decoders import dali, pixel_cache, torchvision
+from largebatch.data.decoders import cached, dali, pixel_cache, torchvision
+from largebatch.data.decoders.idle import IdleDecoders
 from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.index import Index, load_or_read
-from largebatch.data.types import Batches, Bytes, Request, View
+from largebatch.data.pipeline import ImagePipeline
+from largebatch.data.types import Batches, Bytes, Request, Resources, View
 from largebatch.distributed.serial import Serial
 
 CPU = torch.device("cpu")
 
-Decode = Callable[..., Batches]
+Decode = Callable[..., AbstractContextManager[types.Decode]]
+"""Opens a decoder of one kind."""
 
 has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
 needs_dali = pytest.mark.skipif(not has_dali, reason="NVIDIA DALI is not installed")
 both_decoders = pytest.mark.parametrize(
     "decode",
     [
-        pytest.param(dali.decode, id="dali", marks=needs_dali),
-        pytest.param(torchvision.decode, id="torchvision"),
+        pytest.param(dali.open_decoder, id="dali", marks=needs_dali),
+        pytest.param(torchvision.open_decoder, id="torchvision"),
     ],
 )
 
@@ -73,7 +79,36 @@ def run(
     **changes: object,
 ) -> Batches:
     """Decode with two threads; `changes` are to the view."""
-    return decode(index, iter(requests), view(**changes), device=device, threads=2, batch_size=100)
+    resources = Resources(device, threads=2, batch_size=100)
+    return decode_all(decode(index, view(**changes), resources), requests)
+
+
+def run_cached(
+    index: Index, requests: Iterable[Request], *, device: torch.device = CPU, **changes: object
+) -> Batches:
+    """Decode from cached pixels with two threads; `changes` are to the view."""
+    resources = Resources(device, threads=2, batch_size=100)
+    opened = cached.open_decoder(open_cache(index), view(**changes), resources)
+    return decode_all(opened, requests)
+
+
+def decode_all(
+    opened: AbstractContextManager[types.Decode], requests: Iterable[Request]
+) -> Batches:
+    """Decode with a decoder that is closed with its batches."""
+    with opened as decode:
+        yield from decode(iter(requests))
+
+
+def with_decoder(
+    pipeline: ImagePipeline, decode: Callable[[Index, Iterable[Request]], Batches]
+) -> ImagePipeline:
+    """Return a pipeline in which this takes the place of every decoder."""
+    return replace(
+        pipeline,
+        open_decoder=lambda index, _: nullcontext(partial(decode, index)),
+        idle=IdleDecoders(),
+    )
 
 
 def open_cache(index: Index) -> PixelCache[Bytes]:

@@ -103,9 +103,11 @@ def plain_counts(device: torch.device) -> dict[str, int]:
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:
-    """Return the largest difference of any weight or buffer."""
+    """Return the largest difference of any weight or buffer; NaN where one is not a number."""
     states = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
-    return max(float((a.cpu().double() - b.double()).abs().max()) for a, b in states)
+    return float(
+        torch.stack([(a.cpu().double() - b.double()).abs().max() for a, b in states]).max()
+    )
 
 
 def on_both(case: Case) -> dict[str, float]:
@@ -113,7 +115,7 @@ def on_both(case: Case) -> dict[str, float]:
     device = accelerator.simulate()  # first, for autograd notes the devices in its first pass
     expected, losses, _ = updates(Serial(CPU), case)
     network, ours, counts = updates(Serial(device), case)
-    apart = max(abs(a - b) for a, b in zip(ours, losses, strict=True))
+    apart = float((torch.tensor(ours) - torch.tensor(losses)).abs().max())
     return {**counts, "weights": difference(network, expected), "losses": apart}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoding import with_decoder
 from short_runs import AFFINE, CLEAN, STATISTICS, a_recipe, content, log, weights
 
 from largebatch import run
@@ -84,7 +85,7 @@ def test_workers_see_together_the_samples_of_one_in_the_order_of_a_constant_batc
         yield from ()
 
     for rank in range(workers):
-        list(replace(opened, decode=note, rank=rank).training(range(8), clean=False))
+        list(replace(with_decoder(opened, note), rank=rank).training(range(8), clean=False))
     found = [one for together in zip(*shares, strict=True) for one in together]
     whole = opened.training_request(range(sum(SIZES)), clean=False)
     for field in ("samples", "boxes", "flips"):

@@ -15,7 +15,8 @@ import importlib
 import operator
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from largebatch.data.decoders.prefetch import Part, prefetch
-from largebatch.data.decoders.torchvision import show
+from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
+from largebatch.data.decoders.torchvision import AT_A_TIME, show
 from largebatch.data.index.file import Paths, pack, unpack
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
+from largebatch.data.types import Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import DataError
@@ -150,33 +151,32 @@ def _measure(items: Items, classes: int) -> dict[str, IntArray]:
     return dict(zip(("labels", "heights", "widths"), rows.T.copy(), strict=True))
 
 
-def decode(
-    items: Items,
-    index: Index,
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed."""
+@contextmanager
+def open_decoder(items: Items, index: Index, view: View, resources: Resources) -> Iterator[Decode]:
+    """Yield a decoder whose threads end with the block."""
     require_torchvision()
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
-        parts = [
-            Part(slice(row, row + 1), partial(_fill, items, index, view, request, row))
-            for row in range(len(request.samples))
-        ]
+        rows = in_parts(len(request.samples), threads=resources.threads, most=AT_A_TIME)
+        parts = [Part(each, partial(_fill, items, index, view, request, each)) for each in rows]
         return index.labels[request.samples], parts
 
-    return prefetch(requests, divide, view=view, device=device, threads=threads)
+    with open_prefetcher(view, resources) as prefetcher:
+        yield lambda requests: prefetcher.batches(requests, divide)
 
 
 def _fill(
-    items: Items, index: Index, view: View, request: Request, row: int, pixels: Bytes | Floats
+    items: Items, index: Index, view: View, request: Request, rows: slice, pixels: Bytes | Floats
 ) -> None:
-    """Write what a row of a request asks for into `pixels`."""
-    sample = int(request.samples[row])
+    """Write what these rows of a request ask for into `pixels`."""
+    samples = request.samples[rows].tolist()
+    each = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
+    for sample, box, flip, out in each:
+        show(_read_same(items, index, sample), view, box, flip, out)
+
+
+def _read_same(items: Items, index: Index, sample: int) -> Image.Image:
+    """Return an item's image; raise DataError where the item is not what it was."""
     image, label = items.read(sample)
     then = index.heights[sample], index.widths[sample], index.labels[sample]
     if then != (image.height, image.width, label):
@@ -185,7 +185,7 @@ def _fill(
             f"{label}, and was {then[0]} x {then[1]} of class {then[2]} when the run began; items "
             "must not change: random crops and flips are the recipe's data section"
         )
-    show(image, view, request.boxes[row], request.flips[row], pixels)
+    return image
 
 
 def _to_pillow(image: object) -> Image.Image:

@@ -1,13 +1,14 @@
 """Small sets, decoded once: crops, flips and resizing from pixels cached as bytes.
 
-On a processor threads cut and resize one image after the other (`decode`). On a GPU the bytes stay
-there and are cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`): nothing is
-read, decoded or copied from the host but a few numbers for each image, and nothing waits for the
-device. On a processor the batched products would do many times the arithmetic of resizing one image
-after the other, and pay for small ones only.
+On a processor threads cut and resize one image after the other (`open_decoder`). On a GPU the bytes
+stay there and are cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`):
+nothing is read, decoded or copied from the host but a few numbers for each image, and nothing waits
+for the device. On a processor the batched products would do many times the arithmetic of resizing
+one image after the other, and pay for small ones only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,9 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from largebatch.data.decoders.pixel_cache import EACH, PixelCache, make_cache
-from largebatch.data.decoders.prefetch import Part, prefetch
+from largebatch.data.decoders.prefetch import Part, open_prefetcher
 from largebatch.data.decoders.resample import resample, resample_small
-from largebatch.data.types import Batch, Batches, BoolArray, Bytes, Floats, IntArray, Request, View
+from largebatch.data.transfer import Transfer
+from largebatch.data.types import (
+    Batch,
+    Batches,
+    Bytes,
+    Decode,
+    Floats,
+    IntArray,
+    Request,
+    Resources,
+    View,
+)
 from largebatch.errors import DataError
 from largebatch.recipe.sections import Interpolation
 
@@ -30,15 +42,9 @@ AT_ONCE = 2**25
 """How many pixels of images are resized at once; as floats they take twelve bytes each."""
 
 
-def decode(
-    cache: PixelCache[Bytes],
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed."""
+@contextmanager
+def open_decoder(cache: PixelCache[Bytes], view: View, resources: Resources) -> Iterator[Decode]:
+    """Yield a decoder whose threads end with the block."""
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
         cache.require_whole()
@@ -46,7 +52,8 @@ def decode(
         parts = [Part(r, partial(_fill, cache, request, r, view.interpolation)) for r in rows]
         return cache.index.labels[request.samples], parts
 
-    return prefetch(requests, divide, view=view, device=device, threads=threads)
+    with open_prefetcher(view, resources) as prefetcher:
+        yield lambda requests: prefetcher.batches(requests, divide)
 
 
 def _fill(
@@ -87,28 +94,19 @@ def upload(on_host: PixelCache[Bytes], device: torch.device) -> PixelCache[Tenso
     return make_cache(on_host.index, pixels, on_host.starts)
 
 
-def decode_on_device(cache: PixelCache[Tensor], requests: Iterable[Request], view: View) -> Batches:
+def decode_on_device(cache: PixelCache[Tensor], view: View, requests: Iterable[Request]) -> Batches:
     """Return one batch for each request, in order."""
     device = cache.pixels.device
+    transfer = Transfer(device)
     center = torch.tensor(view.mean, device=device).mul_(255).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).mul_(255).view(3, 1, 1)
     for request in requests:
         labels = cache.index.labels[request.samples]
-        numbers = _copied(device, request.samples, *request.boxes.T, request.flips, labels)
+        rows = request.samples, *request.boxes.T, request.flips, labels
+        numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
+        (numbers,) = transfer.send(numbers)
         images = _resized(cache, request, numbers, view)
         yield Batch(images.sub_(center).div_(spread), numbers[-1])
-
-
-def _copied(device: torch.device, *rows: IntArray | BoolArray) -> Tensor:
-    """Return rows of numbers on the device, copied in one go.
-
-    From pinned memory, because a copy from any other may wait until the device has done all that
-    was asked of it before.
-    """
-    numbers = torch.from_numpy(np.stack(rows).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)
 
 
 def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
@@ -123,7 +121,9 @@ def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view:
         pixels = int(request.boxes[:, 2:].max(axis=0).prod())
     number = max(1, AT_ONCE // pixels)
     samples, boxes, flips = numbers[0], numbers[1:5].T, numbers[5] > 0
-    images = torch.empty(len(samples), 3, size, size, device=numbers.device)
+    order = torch.channels_last if view.channels_last else torch.contiguous_format
+    shape = len(samples), 3, size, size
+    images = torch.empty(shape, device=numbers.device, memory_format=order)
     for first in range(0, len(images), number):
         part = slice(first, first + number)
         if cache.alike is not None:

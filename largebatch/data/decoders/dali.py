@@ -6,8 +6,9 @@ its readers, shards, seeds, shuffling and last-batch policies are not used.
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch.utils import dlpack
 
 from largebatch.data.decoders.orientation import as_stored, turn_resized
-from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
+from largebatch.data.decoders.reader import Reader, Reading, name_of, open_reader, read_ahead
 from largebatch.data.index.index import Index
-from largebatch.data.types import Batch, Batches, Bytes, Request, View
+from largebatch.data.transfer import Transfer
+from largebatch.data.types import Batch, Batches, Decode, Request, Resources, View
 from largebatch.errors import DataError
 from largebatch.optional import require_dali
 
@@ -27,29 +29,22 @@ AHEAD = 2
 """How many batches are finished or under way when one is asked for."""
 
 _Numbers = npt.NDArray[np.int32]
-_Inputs = tuple[list[Bytes], _Numbers, _Numbers, _Numbers]
+_Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
+"""Encoded images, in DALI's own type or as a list of arrays; corners, shapes and flips of boxes."""
+
 _UnderWay = tuple[Reading, _Inputs]
 
 
-def decode(
-    index: Index,
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-    batch_size: int,
-) -> Batches:
-    """Return one batch of at most `batch_size` for each request, in order.
+def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
+    """Return a decoder, which the block keeps; raise MissingPackageError at once.
 
-    A box is cut out, resized, then mirrored if asked for. DALI's threads and memory are given back
-    when the batches end or are closed.
+    A box is cut out, resized, then mirrored if asked for. DALI's pipeline is built once, however
+    often images are decoded, and its threads and memory are released with the block.
     """
-    dali = require_dali()
+    dali, device = require_dali(), resources.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    graph = _Graph(dali=dali, index=index, view=view, device=device)
-    return _run(graph, requests, batch_size=batch_size, threads=threads)
+    return _open(_Graph(dali=dali, index=index, view=view, device=device), resources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +56,7 @@ class _Graph:
     view: View
     device: torch.device
 
-    def build(self, inputs: Iterator[_Inputs], *, batch_size: int, threads: int, ahead: int) -> Any:  # noqa: ANN401 -- DALI is optional
+    def build(self, source: "_Source", *, batch_size: int, threads: int, ahead: int) -> Any:  # noqa: ANN401 -- DALI is optional
         """Return a pipeline that keeps `ahead` batches finished or under way."""
         at_once = ahead > 1
         pipeline = self.dali.Pipeline(
@@ -73,15 +68,15 @@ class _Graph:
             exec_async=at_once,
         )
         with pipeline:
-            pipeline.set_outputs(self._images(inputs))
+            pipeline.set_outputs(self._images(source))
         return pipeline
 
-    def _images(self, inputs: Iterator[_Inputs]) -> Any:  # noqa: ANN401 -- DALI is optional
+    def _images(self, source: "_Source") -> Any:  # noqa: ANN401 -- DALI is optional
         """Describe the pipeline: decode the box, resize, mirror and normalise."""
         fn, types, view = self.dali.fn, self.dali.types, self.view
         on_gpu = self.device.type == "cuda"
         encoded, corners, shapes, flips = fn.external_source(
-            source=inputs,
+            source=source.next,
             num_outputs=4,
             dtype=[types.UINT8, types.INT32, types.INT32, types.INT32],
             ndim=[1, 1, 1, 0],
@@ -109,48 +104,88 @@ class _Graph:
             mean=[255 * value for value in view.mean],
             std=[255 * value for value in view.std],
             dtype=types.FLOAT,
-            output_layout="CHW",
+            output_layout="HWC" if view.channels_last else "CHW",
         )
 
 
-def _run(graph: _Graph, requests: Iterable[Request], *, batch_size: int, threads: int) -> Batches:
-    """Hand the outputs over to torch, without a copy; the last reference ends the pipeline."""
+class _Source:
+    """Inputs of a pipeline, those of one pass over images after those of another."""
+
+    def __init__(self) -> None:
+        self._inputs: Iterator[_Inputs] = iter(())
+
+    @contextmanager
+    def giving(self, inputs: Generator[_Inputs, None, None]) -> Iterator[None]:
+        """Give these inputs in the block, and hold nothing of them after it.
+
+        Else index and buffers stay until Python collects the rings that DALI's graphs are.
+        """
+        self._inputs = inputs
+        try:
+            with closing(inputs):
+                yield
+        finally:
+            self._inputs = iter(())
+
+    def next(self) -> _Inputs:
+        """Return the next inputs; raise StopIteration at the end of a pass."""
+        return next(self._inputs)
+
+
+@contextmanager
+def _open(graph: _Graph, resources: Resources) -> Iterator[Decode]:
+    source = _Source()
+    with open_reader(graph.index, resources.reads) as reader:
+        pipeline = graph.build(
+            source, batch_size=resources.batch_size, threads=resources.threads, ahead=AHEAD
+        )
+        yield partial(_run, graph, pipeline, source, reader)
+
+
+def _run(
+    graph: _Graph,
+    pipeline: Any,  # noqa: ANN401 -- DALI is optional
+    source: _Source,
+    reader: Reader,
+    requests: Iterable[Request],
+) -> Batches:
+    """Return the outputs as torch's tensors, without a copy."""
     index, device = graph.index, graph.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    under_way: deque[_UnderWay] = deque()
-    with (
-        open_reader() as reader,
-        # Else index and buffers stay until Python collects the rings that DALI's graphs are.
-        closing(_inputs(index, read_ahead(index, requests, reader), under_way)) as inputs,
-    ):
-        pipeline = graph.build(inputs, batch_size=batch_size, threads=threads, ahead=AHEAD)
+    transfer, under_way = Transfer(device), deque[_UnderWay]()
+    with source.giving(_inputs(graph, read_ahead(requests, reader), under_way)):
         while True:
             try:
                 (images,) = pipeline.run(stream)
             except StopIteration:
+                pipeline.reset()  # ready for another pass
                 return
             except RuntimeError:
                 _name_culprit(graph, under_way)
                 raise
             reading, _ = under_way.popleft()
             reader.release(reading)
+            samples = reading.request.samples
             pixels = dlpack.from_dlpack(images.as_tensor())
+            if graph.view.channels_last:
+                pixels = pixels.permute(0, 3, 1, 2)
             turn_resized(pixels, index, reading.request)
-            labels = torch.from_numpy(index.labels[reading.request.samples])
-            yield Batch(pixels, labels.to(device, non_blocking=True))
+            yield Batch(pixels, *transfer.send(torch.from_numpy(index.labels[samples])))
 
 
 def _inputs(
-    index: Index, readings: Iterable[Reading], under_way: deque[_UnderWay]
+    graph: _Graph, readings: Iterable[Reading], under_way: deque[_UnderWay]
 ) -> Generator[_Inputs, None, None]:
     """Turn requests into the pipeline's inputs: images, corners, shapes and flips.
 
-    DALI reads them where they are, so `under_way` holds them until their batch is finished.
+    DALI reads them where they are, so `under_way` holds them until their batch is finished. It
+    would look at each image several times to make a list of its own of Python's.
     """
+    tensors = graph.dali.tensors
     for reading in readings:
-        boxes, flips = as_stored(index, reading.request)
+        boxes, flips = as_stored(graph.index, reading.request)
         inputs = (
-            reading.contents,
+            tensors.TensorListCPU([tensors.TensorCPU(each, "") for each in reading.contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(boxes[:, 2:], dtype=np.int32),
             flips.astype(np.int32),
@@ -166,20 +201,22 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
     can be, the fault lies elsewhere and this returns.
     """
     singles = [
-        (sample, (encoded[k : k + 1], corners[k : k + 1], shapes[k : k + 1], flips[k : k + 1]))
-        for reading, (encoded, corners, shapes, flips) in under_way
+        (sample, (reading.contents[row], corners[row], shapes[row], flips[row]))
+        for reading, (_, corners, shapes, flips) in under_way
         for k, sample in enumerate(reading.request.samples.tolist())
+        for row in [slice(k, k + 1)]
     ]
-    inputs = (single for _, single in singles)
-    pipeline = graph.build(inputs, batch_size=1, threads=1, ahead=1)
-    for sample, _ in singles:
-        try:
-            pipeline.run()
-        except RuntimeError as error:
-            name = name_of(graph.index.locate(sample))
-            raise DataError(
-                f"{name}: DALI cannot decode this image ({_gist(error)}); replace or remove it"
-            ) from error
+    source = _Source()
+    pipeline = graph.build(source, batch_size=1, threads=1, ahead=1)
+    with source.giving(single for _, single in singles):
+        for sample, _ in singles:
+            try:
+                pipeline.run()
+            except RuntimeError as error:
+                name = name_of(graph.index.locate(sample))
+                raise DataError(
+                    f"{name}: DALI cannot decode this image ({_gist(error)}); replace or remove it"
+                ) from error
 
 
 def _gist(error: RuntimeError) -> str:

@@ -34,11 +34,18 @@ def turn_whole(image: Image.Image, orientation: int) -> Image.Image:
     return image if orientation == 1 else image.transpose(METHODS[orientation])
 
 
+def orientation_of(index: Index, sample: int) -> int:
+    """Return EXIF's number of how an image is turned; 1: not at all."""
+    return 1 if index.orientations is None else int(index.orientations[sample])
+
+
 def as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
     """Return boxes in stored pixels, and flips: none where `turn_resized` does them too."""
     if index.orientations is None:
         return request.boxes, request.flips
     orientations = index.orientations[request.samples]
+    if (orientations == 1).all():
+        return request.boxes, request.flips
     top, left, height, width = request.boxes.T
     far_top = index.heights[request.samples] - top - height
     far_left = index.widths[request.samples] - left - width

@@ -55,6 +55,9 @@ UNUSED_DAYS = 30
 EACH = 128
 """How many images a thread makes at a time."""
 
+READS = 8
+"""How many images are read at a time, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class PixelCache(Generic[Pixels]):
@@ -193,7 +196,7 @@ def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
 
     parts = (np.arange(n, min(n + 4 * EACH, len(index))) for n in range(0, len(index), 4 * EACH))
     whole = (clean_request(index, samples, image_size=1, resize=None) for samples in parts)
-    with open_reader() as reader, ThreadPoolExecutor(threads) as pool:
-        for reading in read_ahead(index, whole, reader):
-            yield from pool.map(to_bytes, encoded_images(index, reading))
+    with open_reader(index, READS) as reader, ThreadPoolExecutor(threads) as pool:
+        for reading in read_ahead(whole, reader):
+            yield from pool.map(to_bytes, encoded_images(reading))
             reader.release(reading)

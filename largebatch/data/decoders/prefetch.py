@@ -4,15 +4,17 @@ A GPU is sent bytes, a quarter as much, and normalises them itself.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, View
+from largebatch.data.transfer import Transfer
+from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
 
 Order = TypeVar("Order")
 """What describes a batch: a request, alone or with bytes that were read for it."""
@@ -30,6 +32,18 @@ class Part(NamedTuple):
     """Writes their pixels, n x H x W x 3, values 0 .. 255 of either type."""
 
 
+def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
+    """Divide rows for the threads: at most `most` together, fewer where threads would be idle.
+
+    >>> [rows.stop - rows.start for rows in in_parts(20, threads=2, most=8)]
+    [8, 8, 4]
+    >>> [rows.stop - rows.start for rows in in_parts(20, threads=6, most=8)]
+    [4, 4, 4, 4, 4]
+    """
+    each = min(most, -(-number // threads)) or 1
+    return (slice(first, min(first + each, number)) for first in range(0, number, each))
+
+
 class _Scale(NamedTuple):
     """What bytes are subtracted and divided by, 3 x 1 x 1."""
 
@@ -42,47 +56,71 @@ class _Pending(NamedTuple):
 
     jobs: list[Future[None]]
     images: Tensor
-    """N x 3 x H x W. On a processor float32, normalised; else bytes, channels last, where a copy to
-    the GPU is quick."""
+    """N x 3 x H x W. On a processor float32, normalised; else bytes, channels last, of which a copy
+    takes a quarter of the time."""
 
     labels: IntArray
 
 
-def prefetch(
-    orders: Iterable[Order],
-    divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
-    *,
-    view: View,
-    device: torch.device,
-    threads: int,
-) -> Batches:
-    """Keep AHEAD batches started while one is used; the threads end with the batches.
+class Prefetcher:
+    """Threads that fill in batches before they are used; `open_prefetcher` starts them."""
 
-    `divide` gives a batch's labels and its parts.
-    """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
-    scale = _Scale(*(torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std)))
-    there = _Scale(*(each.to(device) for each in scale))
-    started: deque[_Pending] = deque()
-    try:
-        for order in orders:
-            labels, parts = divide(order)
-            pending = _room(labels, view.image_size, on_gpu=device.type == "cuda")
-            pending.jobs.extend(pool.submit(_make, part, pending, scale) for part in parts)
-            started.append(pending)
-            if len(started) > AHEAD:
-                yield _finish(started.popleft(), there)
-        while started:
-            yield _finish(started.popleft(), there)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def __init__(self, view: View, resources: Resources) -> None:
+        self.pool = ThreadPoolExecutor(resources.threads, thread_name_prefix="decode")
+        self._view = view
+        self._transfer = Transfer(resources.device)
+        scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
+        self._scale = _Scale(*scale)
+        self._scale_there = _Scale(*self._transfer.send(*self._scale))
+
+    def batches(
+        self,
+        orders: Iterable[Order],
+        divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
+    ) -> Batches:
+        """Keep AHEAD batches started while one is used; `divide` gives the labels and the parts."""
+        started: deque[_Pending] = deque()
+        try:
+            for order in orders:
+                started.append(self._start(*divide(order)))
+                if len(started) > AHEAD:
+                    yield self._finish(started.popleft())
+            while started:
+                yield self._finish(started.popleft())
+        finally:
+            for job in (job for pending in started for job in pending.jobs):
+                job.cancel()
+
+    def _start(self, labels: IntArray, parts: Sequence[Part]) -> _Pending:
+        pending = _Pending([], self._room(len(labels)), labels)
+        jobs = (self.pool.submit(_make, part, pending, self._scale) for part in parts)
+        pending.jobs.extend(jobs)
+        return pending
+
+    def _room(self, number: int) -> Tensor:
+        size = self._view.image_size
+        if self._transfer.is_remote:
+            return self._transfer.room(number, size, size, 3).permute(0, 3, 1, 2)
+        order = torch.channels_last if self._view.channels_last else torch.contiguous_format
+        return torch.empty((number, 3, size, size), memory_format=order)
+
+    def _finish(self, batch: _Pending) -> Batch:
+        """Wait for a batch; on a GPU, copy and normalise it there without waiting for that."""
+        for job in batch.jobs:
+            job.result()
+        images, labels = self._transfer.send(batch.images, torch.from_numpy(batch.labels))
+        if images.dtype == torch.uint8:
+            images = images.sub(self._scale_there.center).div_(self._scale_there.spread)
+            images = images if self._view.channels_last else images.contiguous()
+        return Batch(images, labels)
 
 
-def _room(labels: IntArray, size: int, *, on_gpu: bool) -> _Pending:
-    if on_gpu:
-        pixels = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=True)
-        return _Pending([], pixels.permute(0, 3, 1, 2), labels)
-    return _Pending([], torch.empty((len(labels), 3, size, size)), labels)
+@contextmanager
+def open_prefetcher(view: View, resources: Resources) -> Iterator[Prefetcher]:
+    """Yield a prefetcher whose threads end with the block."""
+    prefetcher = Prefetcher(view, resources)
+    with prefetcher.pool:
+        yield prefetcher
 
 
 def _make(part: Part, pending: _Pending, scale: _Scale) -> None:
@@ -92,16 +130,3 @@ def _make(part: Part, pending: _Pending, scale: _Scale) -> None:
     if images.dtype == np.float32:
         images -= scale.center.numpy()
         images /= scale.spread.numpy()
-
-
-def _finish(batch: _Pending, scale: _Scale) -> Batch:
-    """Wait for a batch; on a GPU, copy and normalise it there without waiting for that."""
-    for job in batch.jobs:
-        job.result()
-    device = scale.center.device
-    images = batch.images
-    if images.dtype == torch.uint8:
-        images = images.to(device, non_blocking=True)
-        images = images.to(torch.float32, memory_format=torch.contiguous_format)
-        images = images.sub_(scale.center).div_(scale.spread)
-    return Batch(images, torch.from_numpy(batch.labels).to(device, non_blocking=True))

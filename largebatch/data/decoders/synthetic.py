@@ -6,6 +6,8 @@ applied as a decoder would, on the device, in one operation a batch.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ from torch.nn import functional as F
 from largebatch.data.index.file import Paths
 from largebatch.data.index.index import Index
 from largebatch.data.order import WORDS_PER_BLOCK, Stream, random_words
-from largebatch.data.types import Batch, Batches, IntArray, Request, View
+from largebatch.data.transfer import Transfer
+from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
 
 SIDE = 8
 """An image is SIDE x SIDE colours, interpolated."""
@@ -38,27 +41,28 @@ def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
     )
 
 
-def decode(
-    index: Index,
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,  # noqa: ARG001 -- every decoder is called alike
-    batch_size: int,  # noqa: ARG001 -- every decoder is called alike
-) -> Batches:
-    """Return one batch for each request, in order."""
+def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
+    """Return a decoder, of which nothing has to be closed."""
+    return nullcontext(partial(_decode, index, view, resources.device))
+
+
+def _decode(index: Index, view: View, device: torch.device, requests: Iterable[Request]) -> Batches:
     center = torch.tensor(view.mean, device=device).view(3, 1, 1)
     spread = torch.tensor(view.std, device=device).view(3, 1, 1)
+    order = torch.channels_last if view.channels_last else torch.contiguous_format
+    transfer = Transfer(device)
     for request in requests:
         labels = index.labels[request.samples]
         noise = _colours(Stream.NOISE, request.samples)
         pattern = _colours(Stream.PATTERN, labels)
-        whole = torch.from_numpy((pattern + noise) / 2).to(device, non_blocking=True)
+        colours = torch.from_numpy((pattern + noise) / 2)
+        on_host = colours, _placement(index, request), torch.from_numpy(labels)
+        whole, placement, classes = transfer.send(*on_host)
         shape = [len(labels), 3, view.image_size, view.image_size]
-        grid = F.affine_grid(_placement(index, request).to(device), shape, align_corners=False)
+        grid = F.affine_grid(placement, shape, align_corners=False)
         images = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)
-        yield Batch(images.sub_(center).div_(spread), torch.from_numpy(labels).to(device))
+        images = images.sub_(center).div_(spread).contiguous(memory_format=order)
+        yield Batch(images, classes)
 
 
 def _colours(stream: Stream, numbers: IntArray) -> np.ndarray:

@@ -4,110 +4,109 @@ Pillow lets go of the interpreter lock while it decodes and resizes, so threads 
 """
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 
-from largebatch.data.decoders.orientation import turn_whole
-from largebatch.data.decoders.prefetch import Part, prefetch
+from largebatch.data.decoders.orientation import orientation_of, turn_whole
+from largebatch.data.decoders.prefetch import Part, in_parts, open_prefetcher
 from largebatch.data.decoders.reader import Reading, name_of, open_reader, read_ahead
-from largebatch.data.index.index import Index, Location
-from largebatch.data.types import Batches, Bytes, Floats, IntArray, Request, View
+from largebatch.data.index.index import Index
+from largebatch.data.types import Batches, Bytes, Decode, Floats, IntArray, Request, Resources, View
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
+AT_A_TIME = 16
+"""How many images a thread decodes at a time: to pass one on takes some ten microseconds."""
 
-class Encoded(NamedTuple):
-    """An encoded image, and its row of the index."""
 
-    location: Location
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded image, and its row of an index."""
+
+    index: Index
+    sample: int
     content: Bytes
-    height: int
-    width: int
-    orientation: int = 1
+
+    @property
+    def name(self) -> str:
+        """Path of the image."""
+        return name_of(self.index.locate(self.sample))
 
 
-def decode(
-    index: Index,
-    requests: Iterable[Request],
-    view: View,
-    *,
-    device: torch.device,
-    threads: int,
-    batch_size: int,  # noqa: ARG001 -- every decoder is called alike
-) -> Batches:
-    """Return one batch for each request, in order; the threads end when it ends or is closed.
+def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
+    """Return a decoder, whose threads end with the block; raise MissingPackageError at once.
 
     A box is cut out, resized, then mirrored if asked for.
     """
     require_torchvision()
-    return _decode(index, requests, view, device=device, threads=threads)
+    return _open(index, view, resources)
 
 
-def _decode(
-    index: Index, requests: Iterable[Request], view: View, *, device: torch.device, threads: int
-) -> Batches:
+@contextmanager
+def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
     def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
-        request = reading.request
-        each = zip(encoded_images(index, reading), request.boxes, request.flips, strict=True)
-        parts = [
-            Part(slice(row, row + 1), partial(_decode_one, view, *one))
-            for row, one in enumerate(each)
-        ]
-        return index.labels[request.samples], parts
+        samples = reading.request.samples
+        rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)
+        parts = [Part(each, partial(_decode_some, reading, each, view)) for each in rows]
+        return index.labels[samples], parts
 
-    with open_reader() as reader:
-        readings = read_ahead(index, requests, reader)
-        yield from prefetch(readings, divide, view=view, device=device, threads=threads)
+    def decode(requests: Iterable[Request]) -> Batches:
+        return prefetcher.batches(read_ahead(requests, reader), divide)
+
+    with (
+        open_reader(index, resources.reads) as reader,
+        open_prefetcher(view, resources) as prefetcher,
+    ):
+        yield decode
 
 
-def encoded_images(index: Index, reading: Reading) -> list[Encoded]:
-    """Return the images that were read."""
-    samples = reading.request.samples
-    heights, widths = index.heights[samples].tolist(), index.widths[samples].tolist()
-    turned = index.orientations
-    orientations = [1] * len(samples) if turned is None else turned[samples].tolist()
-    each = zip(reading.locations, reading.contents, heights, widths, orientations, strict=True)
-    return [Encoded(*one) for one in each]
+def encoded_images(reading: Reading, rows: slice = slice(None)) -> list[Encoded]:
+    """Return the images that were read, those of some rows of the request."""
+    samples = reading.request.samples[rows].tolist()
+    each = zip(samples, reading.contents[rows], strict=True)
+    return [Encoded(reading.index, *one) for one in each]
 
 
 def to_pillow(encoded: Encoded) -> Image.Image:
     """Decode a whole image to RGB, as it is seen; raise DataError with its path if it cannot be."""
+    index, sample = encoded.index, encoded.sample
     try:
         with Image.open(io.BytesIO(encoded.content.data)) as image:
-            pixels = turn_whole(image.convert("RGB"), encoded.orientation)
+            pixels = turn_whole(image.convert("RGB"), orientation_of(index, sample))
     except Exception as error:  # Pillow raises all kinds over a damaged file
-        name = name_of(encoded.location)
-        raise DataError(f"{name}: Pillow cannot decode this image: {error}") from error
-    if pixels.size != (encoded.width, encoded.height):
+        raise DataError(f"{encoded.name}: Pillow cannot decode this image: {error}") from error
+    height, width = int(index.heights[sample]), int(index.widths[sample])
+    if pixels.size != (width, height):
         raise DataError(
-            f"{name_of(encoded.location)}: the image has {pixels.height} x {pixels.width} "
-            f"pixels, {encoded.height} x {encoded.width} in the index; run `largebatch data index` "
-            "again"
+            f"{encoded.name}: the image has {pixels.height} x {pixels.width} pixels, {height} x "
+            f"{width} in the index; run `largebatch data index` again"
         )
     return pixels
 
 
-def _decode_one(
-    view: View, encoded: Encoded, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
-) -> None:
-    show(to_pillow(encoded), view, box, flip, pixels)
+def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
+    """Write what these rows of a request ask for into `pixels`."""
+    boxes, flips = reading.request.boxes[rows], reading.request.flips[rows]
+    images = encoded_images(reading, rows)
+    for encoded, box, flip, out in zip(images, boxes, flips, pixels, strict=True):
+        show(to_pillow(encoded), view, box, flip, out)
 
 
 def show(
     image: Image.Image, view: View, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
 ) -> None:
-    """Write the part of an image that was asked for into `pixels`, 1 x H x W x 3."""
+    """Write the part of an image that was asked for into `pixels`, H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
     part = functional.resized_crop(
         image,
         *box.tolist(),
-        list(pixels.shape[1:3]),
+        list(pixels.shape[:2]),
         InterpolationMode(view.interpolation),
     )
-    pixels[0] = functional.hflip(part) if flip else part
+    pixels[:] = functional.hflip(part) if flip else part

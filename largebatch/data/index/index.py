@@ -93,12 +93,16 @@ class Index:
         if self.mapped is not None:
             self.mapped.require_whole()
 
+    def file(self, sample: int) -> str:
+        """Return the path of the file that holds a sample, without making a path object."""
+        return f"{self.root}/{self.paths[sample]}"
+
     def locate(self, sample: int) -> Location:
         """Return the file that holds a sample, and which bytes of it are the encoded image."""
         assert self.num_bytes is not None, "these images are made up, not read"
         offset = 0 if self.offsets is None else int(self.offsets[sample])
         mtime = None if self.mtimes is None else int(self.mtimes[sample])
-        return Location(self.root / self.paths[sample], offset, int(self.num_bytes[sample]), mtime)
+        return Location(Path(self.file(sample)), offset, int(self.num_bytes[sample]), mtime)
 
 
 class BadImagesError(DataError):

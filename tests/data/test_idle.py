@@ -1,0 +1,127 @@
+"""Decoders that stay open from one evaluation to the next."""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from decoding import needs_dali
+from short_runs import CLEAN, a_recipe, log
+
+from largebatch import run
+from largebatch.data.decoders import dali
+from largebatch.data.decoders.reader import Reader
+from largebatch.data.pipeline import ImagePipeline, open_images
+from largebatch.data.types import Batch
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.plan import make_plan
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
+every_way = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("execution.decoder=dali", marks=needs_dali, id="dali"),
+        pytest.param("execution.decoder=torchvision", id="torchvision"),
+        pytest.param("execution.cache=memory", id="cache"),
+        pytest.param("data.source=synthetic", id="synthetic"),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def opened(*changes: str) -> ImagePipeline:
+    recipe = load_recipe(DIGITS, list(changes))
+    return open_images(
+        recipe, make_plan(recipe, workers=1), Serial(torch.device("cpu")), folder=None
+    )
+
+
+def copies(batches: Iterable[Batch]) -> list[Batch]:
+    return [Batch(*(tensor.clone() for tensor in batch)) for batch in batches]
+
+
+def assert_same(ours: list[Batch], other: list[Batch]) -> None:
+    for one, expected in zip(ours, other, strict=True):
+        assert torch.equal(one.images, expected.images)
+        assert torch.equal(one.labels, expected.labels)
+
+
+@pytest.mark.parametrize(
+    "decoder", [pytest.param("dali", marks=needs_dali), pytest.param("torchvision")]
+)
+def test_one_decoder_makes_the_images_of_all_evaluations_of_a_run(
+    decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = count(monkeypatch, Reader, "__init__")
+    built = count(monkeypatch, dali._Graph, "build")
+    often = ("duration={steps: 6}", "evaluation={every_epochs: 0.07}", "execution.cache=null")
+    recipe = a_recipe(CLEAN, changes=(*often, f"execution.decoder={decoder}"))
+    run(recipe, out=tmp_path / "run", report=False)
+    assert len(log(tmp_path / "run", "evaluation")) > 3
+    assert len(opened) == 3, "that of training, that of clean training, that of evaluations"
+    assert len(built) == (3 if decoder == "dali" else 0)
+
+
+def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[object]:
+    """Return a list to which every call of a method adds."""
+    real: Callable[..., object] = getattr(owner, name)
+    calls: list[object] = []
+
+    def note(self: object, *arguments: object, **settings: object) -> object:
+        calls.append(self)
+        return real(self, *arguments, **settings)
+
+    monkeypatch.setattr(owner, name, note)
+    return calls
+
+
+@every_way
+def test_every_evaluation_is_shown_the_same_images(way: str) -> None:
+    pipeline, another = opened(way), opened(way)
+    with closing(pipeline):
+        first, second, third = (copies(pipeline.validation()) for _ in range(3))
+    assert_same(second, first)
+    assert_same(third, first)
+    assert_same(copies(another.validation()), first)
+
+
+@every_way
+def test_an_evaluation_that_was_left_early_takes_nothing_from_the_next(way: str) -> None:
+    with closing(opened(way)) as pipeline:
+        expected = copies(pipeline.validation())
+        with closing(pipeline.validation()) as batches:
+            list(islice(batches, 1))
+        assert pipeline.idle.names == set(), "it has batches that nobody used"
+        assert_same(copies(pipeline.validation()), expected)
+
+
+@every_way
+def test_two_evaluations_at_a_time_have_decoders_of_their_own(way: str) -> None:
+    with closing(opened(way)) as pipeline:
+        expected = copies(pipeline.validation())
+        first: list[Batch] = []
+        second: list[Batch] = []
+        for one, other in zip(pipeline.validation(), pipeline.validation(), strict=True):
+            first += copies([one])
+            second += copies([other])
+        assert_same(first, expected)
+        assert_same(second, expected)
+
+
+def test_the_threads_of_idle_decoders_end_with_the_pipeline() -> None:
+    before = threading.active_count()
+    pipeline = opened("execution.decoder=torchvision")
+    list(pipeline.validation())
+    list(pipeline.statistics(96))
+    assert pipeline.idle.names == {"train", "val"}
+    assert threading.active_count() > before
+    pipeline.close()
+    assert threading.active_count() == before

@@ -1,0 +1,159 @@
+"""The way of a batch to the device. On a real GPU: tests/test_cuda.py."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoding import (
+    CPU,
+    Decode,
+    augmented,
+    both_decoders,
+    decode_all,
+    open_cache,
+    png_folder,
+    run,
+    run_cached,
+    view,
+)
+from torch import Tensor
+
+from largebatch.data.augment import clean_request
+from largebatch.data.decoders import cached, synthetic, torchvision
+from largebatch.data.index.index import Index
+from largebatch.data.transfer import Transfer
+from largebatch.data.types import Batch, Batches, Resources
+
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return png_folder(tmp_path, one_size=False)
+
+
+def assert_same(ours: Batches, other: Batches) -> None:
+    for one, expected in zip(ours, other, strict=True):
+        assert torch.equal(one.images, expected.images)
+        assert torch.equal(one.labels, expected.labels)
+
+
+@pytest.mark.parametrize("way", ["decoded", "cached"])
+def test_images_travel_as_bytes_once_with_their_labels(
+    way: str, folder: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a device that is not there, and yet the numbers are those of a CPU to the last bit."""
+    requests, real = augmented(folder, 5, 4), Transfer.send
+    sent: list[list[Tensor]] = []
+
+    def note(transfer: Transfer, *tensors: Tensor) -> list[Tensor]:
+        sent.append(list(tensors))
+        return real(transfer, *tensors)
+
+    def decoded() -> Batches:
+        if way == "cached":
+            return run_cached(folder, requests, **IMAGENET)
+        return run(torchvision.open_decoder, folder, requests, **IMAGENET)
+
+    expected = list(decoded())
+    monkeypatch.setattr(Transfer, "is_remote", property(lambda _: True))
+    monkeypatch.setattr(Transfer, "send", note)
+    found = list(decoded())
+    assert_same(iter_batches(found), iter_batches(expected))
+    _, *batches = sent  # mean and deviation come first
+    assert len(batches) == len(requests)
+    for images, labels in batches:
+        assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def iter_batches(batches: list[Batch]) -> Batches:
+    yield from batches
+
+
+@both_decoders
+def test_decoders_give_the_same_numbers_in_the_order_of_the_model(
+    decode: Decode, folder: Index
+) -> None:
+    assert_reordered(lambda **changes: run(decode, folder, augmented(folder, 5, 4), **changes))
+
+
+def test_cached_pixels_are_given_in_the_order_of_the_model(folder: Index) -> None:
+    requests = augmented(folder, 5, 4)
+    there = cached.upload(open_cache(folder), CPU)
+    assert_reordered(lambda **changes: run_cached(folder, requests, **changes))
+    assert_reordered(lambda **changes: cached.decode_on_device(there, view(**changes), requests))
+
+
+def test_images_that_are_made_up_are_given_in_the_order_of_the_model() -> None:
+    index = synthetic.synthetic_index(20, 4, 32)
+    request = clean_request(index, np.arange(20), image_size=32, resize=None)
+    resources = Resources(CPU, threads=1, batch_size=20)
+
+    def batches(**changes: object) -> Batches:
+        opened = synthetic.open_decoder(index, view(image_size=32, **changes), resources)
+        return decode_all(opened, [request])
+
+    assert_reordered(batches)
+
+
+def assert_reordered(batches: Callable[..., Batches]) -> None:
+    for ours, other in zip(
+        batches(channels_last=True, **IMAGENET), batches(**IMAGENET), strict=True
+    ):
+        assert torch.equal(ours.images, other.images)
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        assert other.images.is_contiguous()
+
+
+class Recorded:
+    """Stands for a tensor or a stream of a GPU and notes what is done with it, and in which."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def _note(self, what: str) -> "Recorded":
+        self.calls.append(f"{self.name}: {what}")
+        return self
+
+    def pin_memory(self) -> "Recorded":
+        return self._note("pinned")
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> "Recorded":
+        return self._note(f"copied to {device}{' without waiting' * non_blocking}")
+
+    def record_stream(self, stream: "Recorded") -> None:
+        self._note(f"used by {stream.name}")
+
+    def wait_stream(self, stream: "Recorded") -> None:
+        self._note(f"waits for {stream.name}")
+
+
+def test_a_copy_to_a_gpu_is_made_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    @contextmanager
+    def inside(stream: Recorded) -> Iterator[None]:
+        calls.append(f"in {stream.name}:")
+        yield
+        calls.append("end")
+
+    current = Recorded("the model's stream", calls)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorded("the stream of copies", calls))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    images: object = Recorded("images", calls)
+    Transfer(torch.device("cuda", 0)).send(images)  # type: ignore[arg-type]
+    assert calls == [
+        "in the stream of copies:",
+        "images: pinned",
+        "images: copied to cuda:0 without waiting",
+        "end",
+        "the model's stream: waits for the stream of copies",
+        "images: used by the model's stream",
+    ]
