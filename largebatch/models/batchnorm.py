@@ -21,6 +21,7 @@ normalises the spans it holds by itself.
 import math
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -227,14 +228,15 @@ class Spans:
         With these, all running buffers move in a few operations, however many layers there are.
         """
         device, dtype = self._moments.device, self._moments.dtype
-        channels = torch.tensor([layer.num_features for layer in self._layers], dtype=torch.int64)
-        counts = (2 * channels + 1).cumsum(0) - 1
-        is_value = torch.ones(len(self._moments), dtype=torch.bool)
+        channels = np.array([layer.num_features for layer in self._layers], dtype=np.int64)
+        counts = (2 * channels + 1).cumsum() - 1
+        is_value = np.ones(len(self._moments), dtype=np.bool_)
         is_value[counts] = False
+        owners = np.repeat(np.arange(len(channels)), 2 * channels)
         numbers = [math.nan if m.momentum is None else m.momentum for m in self._layers]
-        self._counts = counts.to(device)
-        self._values = is_value.nonzero().flatten().to(device)
-        self._owners = torch.arange(len(channels)).repeat_interleave(2 * channels).to(device)
+        self._counts = torch.tensor(counts, device=device)
+        self._values = torch.tensor(np.flatnonzero(is_value), device=device)
+        self._owners = torch.tensor(owners, device=device)
         self._momentum = torch.tensor(numbers, dtype=dtype, device=device)
 
 
