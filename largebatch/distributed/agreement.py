@@ -1,8 +1,8 @@
 """Workers compare what they were started to do, before a difference can stop or spoil the run.
 
-Each sends a checksum, which has one size whatever it is of, so this exchange works however much the
-workers differ. All see the same checksums and so take the same path: on, or to an exchange of the
-facts themselves and one message.
+Each adds its checksum, which has one size whatever it is of, to a sum, so this exchange works
+however much the workers differ and however many there are. All see the same sum and so take the
+same path: on, or to an exchange of the facts themselves and one message.
 """
 
 import hashlib
@@ -23,13 +23,12 @@ Facts = Mapping[str, object]
 def require_agreement(facts: Facts, group: Group, device: torch.device) -> None:
     """Raise MismatchError on every worker unless all of them state the same facts.
 
-    This is one all-gather of 32 bytes where they do. `device` is where the group's tensors live.
+    This is one all-reduce of 512 bytes where they do. `device` is where the group's tensors live.
     """
     if group.world_size == 1:
         return
     content = json.dumps(dict(_flatten(facts)), default=str).encode("ascii")
-    digests = group.all_gather(_tensor(hashlib.sha256(content).digest(), device))
-    if (digests == digests[0]).all().item():  # sync: once, before training
+    if have_same_bytes(_tensor(hashlib.sha256(content).digest(), device), group):
         return
     size = (
         group.all_gather(torch.tensor(len(content), device=device)).max().item()
@@ -75,23 +74,38 @@ def require_same_bits(
     """Raise DesynchronizedError on every worker unless all of them hold the same tensors.
 
     Sums of the bits are compared, so any one bit that differs is found. This is one pass over the
-    tensors and an all-gather of 8 bytes. `workers` are the numbers of those in the group, where
+    tensors and an all-reduce of 128 bytes. `workers` are the numbers of those in the group, where
     these are not their ranks.
     """
     if group.world_size == 1:
         return
     sums = [_sum_of_bits(tensor) for tensor in tensors]
     own = torch.stack(sums).sum().to(device)
+    if have_same_bytes(own.view(1).view(torch.uint8), group):
+        return
     every = group.all_gather(own).tolist()  # sync: once in many updates
     most = max(set(every), key=every.count)
     numbers = range(group.world_size) if workers is None else workers
     odd = [str(n) for n, digest in zip(numbers, every, strict=True) if digest != most]
-    if odd:
-        raise DesynchronizedError(
-            f"the weights of worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the "
-            f"others at {when}: a machine or a library computes wrongly; in the last checkpoint "
-            "they were the same: look at these machines, and go on with --resume"
-        )
+    raise DesynchronizedError(
+        f"the weights of worker{'s' * (len(odd) > 1)} {shorten(odd)} differ from those of the "
+        f"others at {when}: a machine or a library computes wrongly; in the last checkpoint "
+        "they were the same: look at these machines, and go on with --resume"
+    )
+
+
+def have_same_bytes(own: Tensor, group: Group) -> bool:
+    """Return True if all workers hold the same bytes, which are as many on each.
+
+    This is one all-reduce: n sum(b^2) = sum(b)^2 for equal numbers alone (Cauchy and Schwarz), and
+    whole numbers are exact. `own` is where the group's tensors live.
+    """
+    assert own.dtype == torch.uint8
+    sums = torch.stack([own.long(), own.long().square()])
+    group.all_reduce(sums).wait()
+    total, squares = sums
+    same = squares * group.world_size == total.square()
+    return bool(same.all().item())  # sync: once, before training or in many updates
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

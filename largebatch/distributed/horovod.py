@@ -49,25 +49,55 @@ _LATER_SECONDS = 20
 class _ServerNotes:
     """Notes in the server through which horovodrun's workers, those with Gloo, find each other."""
 
-    def __init__(self, address: str, port: str) -> None:
+    def __init__(self, address: str, port: str, *, rank: int) -> None:
         self._url = f"http://{address}:{port}/watch/"
+        self._rank, self._first = rank, rank
+        self._numbers = count(1)
+        self._beats: dict[int, str] = {}
 
-    def set(self, key: str, value: str) -> None:
-        """Leave a note."""
-        self._call(key, value.encode(), "PUT")
+    def wait(self) -> None:
+        """Note that this worker waits."""
+        self._set("waits", "yes")
 
-    def get(self, key: str) -> str:
+    def resume(self) -> None:
+        """Take that note back."""
+        self._set("waits", "")
+
+    def absent(self, members: Sequence[int]) -> list[int]:
+        """Return which of these workers do not wait; the server can count nothing: ask for each."""
+        found = [n for n in members if n != self._rank and not self._get("waits", n)]
+        self._first = min(set(members) - set(found))
+        return found
+
+    def beat(self) -> None:
+        """Note that this worker is busy."""
+        self._set("busy", str(next(self._numbers)))
+
+    def are_busy(self, workers: Sequence[int]) -> bool:
+        """Return True if one of these has noted since the last call that it is busy."""
+        beats = {worker: self._get("busy", worker) for worker in workers}
+        new = any(beat != self._beats.get(worker, "") for worker, beat in beats.items())
+        self._beats |= beats
+        return new
+
+    def speaks(self) -> bool:
+        """Return True on the first worker that waits."""
+        return self._rank == self._first
+
+    def _set(self, kind: str, value: str) -> None:
+        self._call(f"{kind}.{self._rank}", value.encode(), "PUT")
+
+    def _get(self, kind: str, worker: int) -> str:
         """Return a note, or nothing."""
         try:
-            return self._call(key, None, "GET").decode()
+            return self._call(f"{kind}.{worker}", None, "GET").decode()
         except HTTPError as error:
             if error.code == 404:
                 return ""
             raise
 
     def _call(self, key: str, data: bytes | None, method: str) -> bytes:
-        url = self._url + key.replace("/", ".")
-        request = Request(url, data, method=method)  # noqa: S310 -- a constant scheme
+        request = Request(self._url + key, data, method=method)  # noqa: S310 -- a constant scheme
         with urlopen(request, timeout=GRACE_SECONDS) as answer:  # noqa: S310
             content: bytes = answer.read()
         return content
@@ -293,7 +323,7 @@ def _notes() -> Notes | None:
     address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if address is None:
         return None
-    return _ServerNotes(address, os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    return _ServerNotes(address, os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], rank=own_rank())
 
 
 def _supports_gpus(hvd: ModuleType) -> bool:

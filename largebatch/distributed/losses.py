@@ -20,6 +20,7 @@ class Losses:
 
     def note(self, worker: int) -> None:
         """Let all know that the others go on without a worker."""
+        self._store.append("all", f"{worker} ")
         self._store.set(str(worker), "")
 
     def include(self, worker: int) -> bool:
@@ -39,4 +40,5 @@ class Losses:
         if own in witnesses:
             self._store.set(f"{number} {own}", "")
         self._store.wait(ready, limit)
-        return {worker for worker in of if self.include(worker)}
+        noted = self._store.get("all") if self._store.check(["all"]) else b""
+        return {int(worker) for worker in noted.split()} & set(of)

@@ -25,6 +25,7 @@ from largebatch.distributed.agreement import require_same, shape
 from largebatch.distributed.backend import own_part, pick_device
 from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
 from largebatch.distributed.losses import Losses
+from largebatch.distributed.notes import StoreNotes
 from largebatch.distributed.watch import Watch
 from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
 
@@ -41,21 +42,6 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _LATER = timedelta(minutes=1)
 """How much longer than the watch the libraries wait, which do not know for whom."""
-
-
-class _StoreNotes:
-    """Notes in torch's store."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("watch", store)
-
-    def set(self, key: str, value: str) -> None:
-        """Leave a note."""
-        self._store.set(key, value)
-
-    def get(self, key: str) -> str:
-        """Return a note, or nothing."""
-        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 class _Pending:
@@ -144,13 +130,17 @@ class RunningTorch(TorchGroup):
         ).wait()
 
     def split(self, parts: Sequence[Sequence[int]]) -> TorchGroup:
-        """Make a process group of every part; return the one this worker is in."""
+        """Make process groups of the parts; return the one this worker is in."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
-        with lost_peers_named(self._worker):  # every worker makes all of them, in this order
-            groups = [dist.new_group(list(part), timeout=self._limit) for part in parts]
-        group = groups[[list(part) for part in parts].index(own)]
+        with lost_peers_named(self._worker):
+            group = self._new_group(own, parts)
         assert isinstance(group, dist.ProcessGroup)
         return TorchGroup(group, self._watch)
+
+    def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:
+        """Make all groups, which every worker does in this order; return its own."""
+        groups = [dist.new_group(list(part), timeout=self._limit) for part in parts]
+        return groups[[list(part) for part in parts].index(own)]
 
     def pair_groups(
         self, pairs: Sequence[tuple[int, int]]
@@ -207,7 +197,7 @@ class TorchDistributed(RunningTorch):
             store, rank, world_size = _open_store(self._limit, alone=alone)
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            notes = _StoreNotes(PrefixStore(attempt, store.clone()))
+            notes = StoreNotes(PrefixStore(attempt, store.clone()), rank=rank, workers=world_size)
             self._losses = Losses(store.clone(), attempt=attempt)
             store = PrefixStore(attempt, store)
             watch = Watch(notes, rank=rank, timeout=timeout)
@@ -217,6 +207,14 @@ class TorchDistributed(RunningTorch):
                     kind, store=store, rank=rank, world_size=world_size, timeout=self._limit
                 )
         super().__init__(device, watch)
+
+    def _new_group(self, own: list[int], parts: Sequence[Sequence[int]]) -> object:  # noqa: ARG002
+        """Make this worker's group alone, however many parts there are.
+
+        Torch names it by its members and by how many groups this process has already. Members agree
+        on that as long as every worker makes its groups by `split` before those of `pair_groups`.
+        """
+        return dist.new_group(own, timeout=self._limit, use_local_synchronization=True)
 
     def note_lost(self, worker: int) -> None:
         """Let all others go on without a worker, from `agree_on_lost` on."""
@@ -304,19 +302,33 @@ def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
 def _require_one_type(store: Store, own: str, *, rank: int, world_size: int) -> None:
     """Raise MismatchError on every worker unless all compute on the same type of device.
 
-    Asked before the process group is made: NCCL and Gloo would wait for each other.
+    Asked before the process group is made: NCCL and Gloo would wait for each other. The worker that
+    comes last compares, so that each of the others makes a few requests, however many there are.
     """
     store.set(f"device/{rank}", own)
+    store.add(f"on/{own}", 1)
+    if store.add("arrived", 1) == world_size:
+        alike = store.add(f"on/{own}", 0) == world_size
+        store.set("difference", "" if alike else _difference(store, world_size))
+    difference = store.get("difference").decode()
+    if not difference:
+        return
+    if store.add("informed", 1) == world_size:
+        store.set("all informed", "")
+    if rank == 0:  # whose process may hold the store
+        with suppress(dist.DistStoreError):
+            store.wait(["all informed"], timedelta(seconds=GRACE_SECONDS))
+    raise MismatchError(difference)
+
+
+def _difference(store: Store, world_size: int) -> str:
+    """Describe which workers have which type of device."""
     types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
     try:
         require_same([{"device": found.decode()} for found in types])
-    except MismatchError:
-        store.set(f"informed/{rank}", "")
-        if rank == 0:  # whose process may hold the store
-            informed = [f"informed/{worker}" for worker in range(world_size)]
-            with suppress(dist.DistStoreError):
-                store.wait(informed, timedelta(seconds=GRACE_SECONDS))
-        raise
+    except MismatchError as error:
+        return str(error)
+    raise AssertionError("the types are alike")
 
 
 def _current_device(kind: str) -> torch.device:

@@ -2,9 +2,9 @@
 
 Libraries report a worker that is gone. One that is there and does nothing (suspended, or waiting
 for a disk or a device) they report late, without its number, or never. So a thread of every worker
-looks at the oldest operation under way. When half of the time is over it leaves a note of it in a
-store; when all of it is, those that left none are absent, and the process ends. A worker that does
-for long what the others have to wait for says that it is busy, and its thread goes on saying so.
+looks at the oldest operation under way. When half of the time is over it leaves a note in a store;
+when all of it is, those that left none are absent, and the process ends. A worker that does for
+long what the others have to wait for notes that it is busy, again and again, unless it waits too.
 """
 
 import atexit
@@ -25,13 +25,25 @@ from largebatch.errors import shorten
 
 
 class Notes(Protocol):
-    """A store that every worker reaches without the help of the others."""
+    """What this worker leaves in a store that every worker reaches without the help of others."""
 
-    def set(self, key: str, value: str) -> None:
-        """Leave a note."""
+    def wait(self) -> None:
+        """Note that this worker waits for others."""
 
-    def get(self, key: str) -> str:
-        """Return a note, or nothing where there is none; do not wait for it."""
+    def resume(self) -> None:
+        """Take that note back."""
+
+    def absent(self, members: Sequence[int]) -> list[int]:
+        """Return which of these workers, in rising order, have no such note; a few of many."""
+
+    def beat(self) -> None:
+        """Note that this worker, for which others wait, is busy."""
+
+    def are_busy(self, workers: Sequence[int]) -> bool:
+        """Return True if one of these absent workers has noted since the last call that it is."""
+
+    def speaks(self) -> bool:
+        """Return True on one of the workers that have looked for those absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +66,8 @@ class Watch:
         self._numbers = count()
         self._under_way: dict[int, _Operation] = {}
         self._lock = threading.Lock()
-        self._noted: _Operation | None = None
+        self._waits = False
         self._busy = 0
-        self._beats: dict[int, str] = {}
         self._excused_until = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -101,19 +112,25 @@ class Watch:
         self._thread.join(GRACE_SECONDS)
 
     def _follow(self) -> None:
-        for beat in count(1):
-            if self._closed.wait(self._period):
-                return
-            if self._busy:
-                self._note("busy", str(beat))
+        while not self._closed.wait(self._period):
             operation = self._oldest()
             waited = time.monotonic() - operation.begun if operation else 0.0
-            if self._noted is not operation and (waited > self._timeout / 2 or self._noted):
-                kept = operation if waited > self._timeout / 2 else None
-                self._note("waits", kept.name if kept else "")
-                self._noted = kept
+            self._leave_notes(waits=waited > self._timeout / 2)
             if operation is not None and waited > self._timeout:
                 self._judge(operation)
+
+    def _leave_notes(self, *, waits: bool) -> None:
+        """Note what has changed; without the store from now on where that fails."""
+        if self._notes is None:
+            return
+        try:
+            if waits != self._waits:
+                self._notes.wait() if waits else self._notes.resume()
+            if self._busy and not waits:
+                self._notes.beat()
+        except Exception:
+            self._notes = None
+        self._waits = waits
 
     def _oldest(self) -> _Operation | None:
         """Return the first operation that is not done."""
@@ -127,39 +144,26 @@ class Watch:
     def _judge(self, operation: _Operation) -> None:
         """End this process, unless an absent worker is busy."""
         absent: list[int] | None = None
+        prints = self._rank == min(operation.members)
         excused = threading.Event()
 
-        def look() -> None:
-            nonlocal absent
-            found = [n for n in operation.members if n != self._rank and not self._read("waits", n)]
-            for worker in found:
-                beat = self._read("busy", worker)
-                if beat != self._beats.get(worker, ""):
-                    self._beats[worker] = beat
-                    excused.set()
-            absent = found
+        def look(notes: Notes) -> None:
+            nonlocal absent, prints
+            found = notes.absent(operation.members)
+            if notes.are_busy(found):
+                excused.set()
+            elif time.monotonic() > self._excused_until:
+                prints, absent = notes.speaks(), found
 
         if self._notes is not None:  # whose host may be what does not answer
-            looking = threading.Thread(target=look, daemon=True)
+            looking = threading.Thread(target=look, args=(self._notes,), daemon=True)
             looking.start()
             looking.join(GRACE_SECONDS)
         if excused.is_set():
             self._excused_until = time.monotonic() + self._timeout
         if time.monotonic() < self._excused_until or _is_done(operation):
             return
-        first = min(set(operation.members) - set(absent or ()))
-        leave(describe(operation.name, absent, self._timeout), print_it=self._rank == first)
-
-    def _note(self, kind: str, text: str) -> None:
-        if self._notes is not None:
-            try:
-                self._notes.set(f"{kind}/{self._rank}", text)
-            except Exception:
-                self._notes = None
-
-    def _read(self, kind: str, worker: int) -> str:
-        assert self._notes is not None
-        return self._notes.get(f"{kind}/{worker}")
+        leave(describe(operation.name, absent, self._timeout), print_it=prints)
 
 
 def _is_done(operation: _Operation) -> bool:

@@ -22,6 +22,7 @@ import math
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -196,12 +197,12 @@ class Spans:
 
         self._weights = torch.zeros_like(self._moments)
 
-        owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
-        self._owners = owners.to(backend.device)
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        self._owners = torch.tensor(owners, device=backend.device)
         """The number of the layer that each of the moments belongs to."""
 
         momenta = [math.nan if m.momentum is None else m.momentum for m in self._layers]
-        self._momentum = torch.tensor(momenta, dtype=dtype).to(backend.device)
+        self._momentum = torch.tensor(momenta, dtype=dtype, device=backend.device)
         self._cumulative = any(layer.momentum is None for layer in self._layers)
         self.attach()
 

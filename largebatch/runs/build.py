@@ -68,7 +68,15 @@ _SPIN = (
 
 
 def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
-    """Build the model on the worker's device; its weights come from the recipe's seed.
+    """Build the model on the worker's device; raises as `new_model`."""
+    model = new_model(recipe).to(backend.device)
+    if recipe.execution.channels_last(backend.device.type):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+    return in_precision(model, recipe, backend.device)
+
+
+def new_model(recipe: Recipe) -> nn.Module:
+    """Build the model on PyTorch's default device; its weights come from the recipe's seed.
 
     Raises RecipeError where the model's BatchNorm and `batch.bn_span` do not fit each other, and
     where `polish.affine` finds no classifier.
@@ -87,12 +95,14 @@ def build_model(recipe: Recipe, backend: Backend) -> nn.Module:
             affine_parameters(model)
         except ValueError as error:  # better now than after the whole schedule
             raise RecipeError(f"polish.affine: {error}") from None
-    model.to(backend.device)
-    if recipe.execution.channels_last(backend.device.type):
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+    return model
+
+
+def in_precision(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """Make the model compute in the recipe's precision on this type of device; return it."""
     if recipe.precision != "fp32":
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float16
-        model.forward = torch.autocast(backend.device.type, dtype)(model.forward)
+        model.forward = torch.autocast(device.type, dtype)(model.forward)
     return model
 
 

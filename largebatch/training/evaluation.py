@@ -167,13 +167,18 @@ class _Tally:
 
     def sum(self, backend: Backend) -> None:
         """Add what all other workers have counted, and bring it to the CPU."""
-        own = torch.tensor([self._table.shape[1], self._of_words], device=backend.device)
-        numbers, of_words = backend.all_gather(own).T.tolist()  # sync: how wide the table is
-        self._of_words = any(of_words)
-        if len(widths := {number for number in numbers if number}) > 1:
-            raise ValueError(f"workers have scores for other classes: {sorted(widths)}")
-        if not self._table.shape[1]:
-            self._table = self._table.new_zeros(6, max(numbers))
+        width = self._table.shape[1]
+        own = [width, width**2, width > 0, self._of_words]
+        found = torch.tensor(own, dtype=torch.int64, device=backend.device)
+        backend.all_reduce(found).wait()
+        total, squares, counting, of_words = found.tolist()  # sync: how wide the table is
+        self._of_words = of_words > 0
+        common = total // max(1, counting)
+        if (common * counting, common * total) != (total, squares):  # some differ from their mean
+            widths = backend.all_gather(found.new_tensor(width)).tolist()  # sync: for the message
+            raise ValueError(f"workers have scores for other classes: {sorted({*widths} - {0})}")
+        if not width:
+            self._table = self._table.new_zeros(6, common)
         sums = self._table[:_SQUARES].clone()
         sum_over_workers(sums, backend)
         squares = _about(_means(sums), self._table)
@@ -271,21 +276,21 @@ class Answers:
         columns = (labels, _best(logits)[:, 0], losses)
         self._parts.append(torch.stack([column.double() for column in columns], dim=1))
 
-    def gather(self, samples: npt.NDArray[np.int64], backend: Backend) -> Answer:
-        """Return the answers of all workers; `samples` are those of this one, in their order."""
+    def gather(
+        self, samples: npt.NDArray[np.int64], everyone: npt.NDArray[np.int64], backend: Backend
+    ) -> Answer:
+        """Return the answers of all workers; `samples` are those of this one, in their order.
+
+        `everyone` are those of all workers, rising: each has its row in a table that is summed.
+        """
         device = backend.device
-        rows = torch.cat([torch.empty(0, 3, dtype=torch.float64, device=device), *self._parts])
-        own = torch.cat([torch.from_numpy(samples).to(rows).unsqueeze(1), rows], dim=1)
-        number = torch.tensor([len(own)], device=device)
-        lengths = backend.all_gather(number).flatten().tolist()  # sync: how much is to come
-        padded = own.new_zeros(max(lengths), 4)
-        padded[: len(own)] = own
-        parts = zip(backend.all_gather(padded), lengths, strict=True)
-        everyone = torch.cat([part[:length] for part, length in parts])
-        table = everyone.cpu().numpy()  # sync: the result is wanted
-        sample, label, predicted, loss = table[table[:, 0].argsort()].T
+        table = torch.zeros(len(everyone), 3, dtype=torch.float64, device=device)
+        places = torch.from_numpy(np.searchsorted(everyone, samples)).to(device)
+        table[places] = torch.cat([table[:0], *(part.to(device) for part in self._parts)])
+        backend.all_reduce(table).wait()
+        label, predicted, loss = table.cpu().numpy().T  # sync: the result is wanted
         return Answer(
-            sample=sample.astype(np.int64),
+            sample=everyone,
             label=label.astype(np.int64),
             predicted=predicted.astype(np.int64),
             loss=loss,

@@ -228,7 +228,9 @@ class Trainer:
         if classes:
             answers = Answers()
             metrics = self.evaluate(stage, answers.add)
-            found = answers.gather(self.pipeline.validation_samples, self.backend)
+            pipeline = self.pipeline
+            everyone = pipeline.evaluated_samples
+            found = answers.gather(pipeline.validation_samples, everyone, self.backend)
             mistakes = find_mistakes(found, stage=stage, step=step, classes=classes)
             confidences = metrics.by_class.average_confidence[: len(classes)]
             self.emit(replace(mistakes, confidences=confidences))

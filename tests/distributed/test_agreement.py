@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from largebatch import load_recipe, run
 from largebatch.distributed.agreement import checksum, require_agreement, require_same_bits
-from largebatch.distributed.backend import Backend
+from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DesynchronizedError, MismatchError
 from largebatch.recipe.plan import make_plan
 from largebatch.runs import build
@@ -64,23 +64,25 @@ def of_a_plan(device_batch: int) -> Facts:
 
 
 @given(facts=st.dictionaries(st.text(), JSON))
-def test_workers_that_agree_exchange_32_bytes_once(facts: Facts) -> None:
+def test_workers_that_agree_add_their_checksums_up_and_exchange_nothing_more(facts: Facts) -> None:
     class Watched:
         def __init__(self, worker: Thread) -> None:
             self.rank, self.world_size = worker.rank, worker.world_size
-            self.all_reduce = worker.all_reduce
-            self.worker, self.sent = worker, list[tuple[torch.dtype, torch.Size]]()
+            self.worker, self.sent = worker, list[int]()
+
+        def all_reduce(self, tensor: Tensor) -> Work:
+            self.sent.append(tensor.nbytes)
+            return self.worker.all_reduce(tensor)
 
         def all_gather(self, tensor: Tensor) -> Tensor:
-            self.sent.append((tensor.dtype, tensor.shape))
-            return self.worker.all_gather(tensor)
+            raise AssertionError("what every worker receives would grow with their number")
 
-    def work(worker: Thread) -> list[tuple[torch.dtype, torch.Size]]:
+    def work(worker: Thread) -> list[int]:
         watched = Watched(worker)
         require_agreement(facts, watched, CPU)
         return watched.sent
 
-    assert on_threads(work, workers=3) == [[(torch.uint8, torch.Size([32]))]] * 3
+    assert on_threads(work, workers=3) == [[512]] * 3
 
 
 @pytest.mark.parametrize(

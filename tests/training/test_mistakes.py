@@ -120,7 +120,7 @@ def test_shares_of_any_length_are_gathered_in_the_order_of_the_index() -> None:
             if part:
                 answers.add(logits[part], labels[part])
         anything: Any = backend
-        return answers.gather(np.array(own, dtype=np.int64), anything)
+        return answers.gather(np.array(own, dtype=np.int64), np.arange(11), anything)
 
     for found in on_threads(gather, workers=3):
         assert found.sample.tolist() == list(range(11))

@@ -34,8 +34,9 @@ def share_index(root: Path | None, content: Content | None, backend: Backend) ->
     if content is None and file is not None:
         content = _find(Path(file), digest)
     original = backend.rank == 0 or (content is not None and _identity(content.file) == identity)
-    have = torch.tensor([content is not None], dtype=torch.int64, device=backend.device)
-    if not backend.all_gather(have).all().item():  # sync: once, before training
+    missing = torch.tensor([content is None], dtype=torch.int64, device=backend.device)
+    backend.all_reduce(missing).wait()
+    if missing.item():  # sync: once, before training
         # Named by the folder, not the digest: an index made anew takes the place of the one before.
         sent = _send(content, cached_at(Path(folder), f"{split}-sent"), digest, backend)
         content = content or sent

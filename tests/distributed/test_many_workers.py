@@ -1,0 +1,245 @@
+"""What one worker of up to 16,384 asks of the others: it does not grow with their number.
+
+Each request of a worker to the store, and each note that it reads, is multiplied by the number of
+workers, for all of them do the same at the same time.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from one_of_many import CountingStore, Counts, Waits, one_of_many
+from short_runs import DIGITS
+from torch import nn
+
+from largebatch import load_recipe, run
+from largebatch.distributed.adasum import Adasum
+from largebatch.distributed.connection import connect
+from largebatch.distributed.losses import Losses
+from largebatch.distributed.notes import StoreNotes
+from largebatch.distributed.torch_distributed import _require_one_type
+from largebatch.errors import SHOWN, MismatchError
+
+WORKERS = (8, 64, 512, 2048, 16_384)
+"""Numbers of workers."""
+
+BATCH = WORKERS[-1]
+RECIPE = load_recipe(
+    DIGITS,
+    [
+        "model={name: cifar_resnet9, arguments: {width: 2}}",
+        f"batch={{global_batch: {BATCH}, bn_span: 2}}",
+        (
+            "data={source: synthetic, classes: 10, image_size: 8, eval_resize: null, flip: false, "
+            f"crop_area: [0.35, 1.0], train_samples: {2 * BATCH}, val_samples: {BATCH}}}"
+        ),
+        *("duration={steps: 2}", "schedule.warmup=null", "evaluation={every_epochs: 0.5}"),
+        f"polish={{statistics: {{samples: {2 * BATCH}}}}}",
+        "execution={compare_every: 1}",
+    ],
+)
+"""Two updates, two evaluations on the way, statistics, and weights that are compared."""
+
+
+class Asked(NamedTuple):
+    """What a worker asked of the others in a whole run."""
+
+    requests: int
+    groups: int
+    collectives: Counter[str]
+    received: int
+    files: list[str]
+
+
+def asked(counts: Counts) -> Asked:
+    return Asked(
+        counts.store.requests,
+        counts.groups,
+        Counter(counts.collectives),
+        counts.received,
+        sorted(
+            re.sub("[0-9a-f]{32}", "HEX", Path(file).name)  # of a file until it is whole
+            for file in counts.files
+            if not file.startswith("/proc/")
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Asked]:
+    """A worker in the middle of each number of workers, from joining the others to leaving them."""
+    found = {}
+    # 8 of them would go through 2,048 images each. The first run opens what Python loads late.
+    for workers in (512, *WORKERS[1:]):
+        with one_of_many(workers // 2 + 1, workers) as counts:
+            run(RECIPE, out=tmp_path_factory.mktemp("runs") / "run")
+        found[workers] = asked(counts)
+    return found
+
+
+def test_a_run_asks_as_much_of_a_worker_among_64_as_among_8192(
+    whole_runs: dict[int, Asked],
+) -> None:
+    """All of it: from the first request to the store to the evaluation at the end."""
+    few, many = whole_runs[64], whole_runs[2048]
+    assert many == few
+    assert few.requests <= 8
+    assert not few.files
+    assert "all_gather" not in few.collectives  # whose result grows with the workers
+
+
+def test_workers_that_share_spans_add_one_group_and_what_its_members_exchange(
+    whole_runs: dict[int, Asked],
+) -> None:
+    few, shared = whole_runs[64], whole_runs[BATCH]
+    assert (few.groups, shared.groups) == (0, 1)
+    more = shared.collectives - few.collectives
+    assert more.keys() <= {"all_gather", "all_reduce"}
+    assert (shared.requests, shared.files) == (few.requests, few.files)
+    assert shared.received < 1.1 * few.received
+
+
+@pytest.fixture(scope="module")
+def of_first(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Asked, Asked]]:
+    """The first worker, which writes: its run until it is stopped, and the rest, resumed."""
+    found = {}
+    for workers in (64, 2048):
+        folder = tmp_path_factory.mktemp("runs") / "run"
+        with one_of_many(0, workers) as begun:
+            run(RECIPE, out=folder, max_steps=1)
+        with one_of_many(0, workers) as resumed:
+            run(RECIPE, out=folder, resume=True)
+        found[workers] = asked(begun), asked(resumed)
+    return found
+
+
+def test_the_first_worker_saves_and_resumes_alike_for_any_number(
+    of_first: dict[int, tuple[Asked, Asked]],
+) -> None:
+    for few, many in zip(of_first[64], of_first[2048], strict=True):
+        assert (many.requests, many.groups, many.collectives) == (
+            few.requests,
+            few.groups,
+            few.collectives,
+        )
+        assert many.files == few.files
+        assert many.received < 1.01 * few.received  # a plan has longer numbers
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_whether_all_have_one_type_of_device_takes_a_few_requests_of_each(workers: int) -> None:
+    store, most = CountingStore(), 0
+    for rank in range(workers):
+        before = store.keys
+        with suppress(Waits):
+            _require_one_type(store, "cpu", rank=rank, world_size=workers)
+        most = max(most, store.keys - before)
+    assert most <= 6
+    assert store.content["difference"] == b""
+
+
+@pytest.mark.parametrize("workers", [8, 2048])
+def test_one_worker_reads_which_type_each_has_and_all_say_the_same(workers: int) -> None:
+    store, messages = CountingStore(), []
+    types = ["cuda"] * workers
+    types[5] = "cpu"
+    for rank in range(workers):
+        with suppress(Waits):
+            _require_one_type(store, types[rank], rank=rank, world_size=workers)
+            pytest.fail("others have not come")
+        if rank == workers - 2:
+            break
+    store.set("informed", "0")
+    last = workers - 1
+    with pytest.raises(MismatchError, match='device: "cuda" on .* and "cpu" on worker 5;') as error:
+        _require_one_type(store, types[last], rank=last, world_size=workers)
+    messages.append(str(error.value))
+    before = store.keys
+    store.content["arrived"] = b"0"  # as it was when another one came
+    with pytest.raises(MismatchError) as error:
+        _require_one_type(store, "cuda", rank=3, world_size=workers)
+    assert str(error.value) == messages[0]
+    assert store.keys - before <= 6
+
+
+@pytest.mark.parametrize("workers", [8, 64, 512, 2048])
+def test_a_worker_combines_by_adasum_in_one_group_for_each_doubling(workers: int) -> None:
+    model = nn.Linear(2, 2)
+    with one_of_many(workers // 2 + 1, workers) as counts:
+        backend = connect("torch")
+        Adasum(model, backend, parts=workers, accumulation=1).close()
+        backend.close()
+    assert counts.groups == math.log2(workers)
+
+
+def waiting(workers: int, *, without: Sequence[int]) -> tuple[CountingStore, StoreNotes]:
+    """Return a store in which all but some workers have noted that they wait, and one's notes."""
+    store = CountingStore()
+    notes = [StoreNotes(store, rank=rank, workers=workers) for rank in range(workers)]
+    for rank in set(range(workers)) - set(without):
+        notes[rank].wait()
+    return store, notes[workers // 3]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("absent", ["none", "last", "a host", "one of each host"])
+def test_a_time_out_takes_requests_like_the_logarithm_of_the_workers(
+    workers: int, absent: str
+) -> None:
+    places = {
+        "none": [],
+        "last": [workers - 1],
+        "a host": list(range(8, 16)),
+        "one of each host": list(range(0, workers, 8)),
+    }
+    expected = [place for place in places[absent] if place < workers]
+    store, notes = waiting(workers, without=expected)
+    before, each = store.requests, math.ceil(math.log(workers, 8)) + 1
+    assert notes.absent(range(workers)) == expected[: SHOWN + 1]
+    assert not notes.are_busy(expected)
+    notes.speaks()
+    assert store.requests - before <= 8 * each * (min(len(expected), SHOWN + 1) + 1)
+    before = store.requests
+    notes.wait()
+    notes.resume()
+    notes.beat()
+    assert store.requests - before == 2 * each + 1
+
+
+def test_those_absent_are_looked_for_among_the_members_alone() -> None:
+    _, notes = waiting(512, without=[3, 4, 70, 500])
+    assert notes.absent([3, 5, 70, 400]) == [3, 70]
+    assert notes.absent([1, 2]) == []
+    assert notes.absent(range(64, 128)) == [70]
+
+
+def test_a_worker_that_no_longer_waits_is_absent() -> None:
+    store, _ = waiting(64, without=[9])
+    left = StoreNotes(store, rank=30, workers=64)
+    left.resume()
+    assert left.absent(range(64)) == [9, 30]
+
+
+def test_one_worker_speaks_for_all() -> None:
+    store = CountingStore()
+    notes = [StoreNotes(store, rank=rank, workers=8) for rank in range(8)]
+    assert [each.speaks() for each in notes] == [True, *[False] * 7]
+    assert notes[0].speaks()
+
+
+@pytest.mark.parametrize("workers", [8, 2048])
+def test_workers_agree_on_the_lost_with_a_few_requests(workers: int) -> None:
+    store = CountingStore()
+    losses = Losses(store)
+    losses.note(3)
+    losses.note(5)
+    before = store.requests
+    found = losses.agree(range(4), own=0, witnesses=[0], limit=timedelta(seconds=1))
+    assert found == {3}
+    assert store.requests - before <= 4
