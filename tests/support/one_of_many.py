@@ -146,11 +146,12 @@ def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
     def nbytes(tensor: Tensor) -> int:
         return tensor.nbytes
 
-    environment = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": workers}
-    environment |= {"LOCAL_WORLD_SIZE": 8, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": workers}
+    numbers |= {"LOCAL_WORLD_SIZE": 8, "MASTER_PORT": 1}
+    environment = {"MASTER_ADDR": "127.0.0.1", **{key: str(n) for key, n in numbers.items()}}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
-            patch.setenv(key, str(value))
+            patch.setenv(key, value)
         patch.setattr(connection, "leave_with", lambda _: None)
         patch.setattr(
             torch_distributed, "_open_store", lambda *_, **__: (counts.store, rank, workers)
