@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from largebatch.errors import nearest, printable
-from largebatch.recipe.problems import meant_key, set_words
+from largebatch.recipe.problems import meant_key, meant_words
 from largebatch.recipe.recipe import Recipe
 
 _LONGEST_LINE = 600
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         hint = f"; {nearest(name, known, otherwise=f'`{self.prog} --help` lists them', most=1)}"
         key = meant_key(name.lstrip("-"), Recipe) if "--set" in known else None
         if key is not None:
-            hint = f": write {set_words(key, value or 'VALUE')}"
+            hint = f": write {meant_words(key, value or 'VALUE', Recipe)}"
         return f"there is no option {name}{hint}"
 
 
