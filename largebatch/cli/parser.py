@@ -56,12 +56,18 @@ class Parser(argparse.ArgumentParser):
         if not options:
             return f"{unknown[0]!r} is one word too many; `{self.prog} --help` shows which it takes"
         following = dict(zip(words, [*words[1:], ""], strict=True))
-        return "; ".join(self._describe_option(word, following.get(word, "")) for word in options)
+        described: list[str] = []
+        value = ""
+        for word in options:
+            if word == value:  # of the option before, though it begins with a minus
+                continue
+            name, equals, value = word.partition("=")
+            if not equals and not following.get(word, "").startswith("--"):
+                value = following.get(word, "")
+            described.append(self._describe_option(name, value))
+        return "; ".join(described)
 
-    def _describe_option(self, word: str, following: str) -> str:
-        name, equals, value = word.partition("=")
-        if not equals and not following.startswith("--"):
-            value = following
+    def _describe_option(self, name: str, value: str) -> str:
         known = self._option_string_actions.keys() - {"-h", "--help"}
         hint = f"; {nearest(name, known, otherwise=f'`{self.prog} --help` lists them', most=1)}"
         key = meant_key(name.lstrip("-"), Recipe) if "--set" in known else None

@@ -57,6 +57,8 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
             "train digits_96 --epochs 3 --lr 1",
             "--epochs: write --set 'duration={epochs: 3}'; there is no option --lr: write --set sc",
         ),
+        ("train digits_96 --lr -0.1", "no option --lr: write --set schedule.peak_lr=-0.1\n"),
+        ("train digits_96 --lr -1 --wd -1", "peak_lr=-1; there is no option --wd: write --set opt"),
         ("train digits_96 --wrkers 2", "no option --wrkers; did you mean '--workers'?"),
         ("report run --lr 1", "no option --lr; `largebatch report --help` lists them"),
         ("train digits_96 other", "'other' is one word too many"),
