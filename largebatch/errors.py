@@ -47,13 +47,17 @@ def printable(text: str) -> str:
     )
 
 
-def nearest(name: str, known: Iterable[str], *, otherwise: str, most: int = 3) -> str:
+def nearest(
+    name: str, known: Iterable[str], *, otherwise: str, most: int = 3, cutoff: float = 0.6
+) -> str:
     """Return the question which known names may have been meant, `otherwise` if none is near.
+
+    `cutoff` is the least similarity, from 0 to 1, of a name that is near.
 
     >>> nearest("momentun", ["eta", "momentum"], otherwise="`largebatch explain` lists them")
     "did you mean 'momentum'?"
     """
-    close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), n=most)
+    close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), n=most, cutoff=cutoff)
     return f"did you mean {', '.join(map(repr, close))}?" if close else otherwise
 
 

@@ -1,17 +1,24 @@
 """The parser of the command line: a mistake is one sentence, with the words that were meant."""
 
 import argparse
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from largebatch.errors import nearest, printable
-from largebatch.recipe.problems import meant_key, set_words
+from largebatch.recipe.problems import meant_key, meant_words
 from largebatch.recipe.recipe import Recipe
 
 _LONGEST_LINE = 600
 """Characters of a line that are printed: what it quotes may be of any length."""
+
+_NEAR_OPTION = 0.72
+"""Similarity of an option that may have been meant: all have a `--`, which makes any two alike."""
+
+_WITHOUT_TRAINING = {"batch.global_batch": "execution.device_batch"}
+"""Keys of updates, and what their words mean to a command that makes none."""
 
 _FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
 """Commands that show how to begin."""
@@ -56,18 +63,40 @@ class Parser(argparse.ArgumentParser):
         if not options:
             return f"{unknown[0]!r} is one word too many; `{self.prog} --help` shows which it takes"
         following = dict(zip(words, [*words[1:], ""], strict=True))
-        return "; ".join(self._describe_option(word, following.get(word, "")) for word in options)
+        described: list[str] = []
+        value = ""
+        for word in options:
+            if word == value:  # of the option before, though it begins with a minus
+                continue
+            name, equals, value = word.partition("=")
+            if not equals and not following.get(word, "").startswith("--"):
+                value = following.get(word, "")
+            described.append(self._describe_option(name, value))
+        return "; ".join(described)
 
-    def _describe_option(self, word: str, following: str) -> str:
-        name, equals, value = word.partition("=")
-        if not equals and not following.startswith("--"):
-            value = following
-        known = self._option_string_actions.keys() - {"-h", "--help"}
-        hint = f"; {nearest(name, known, otherwise=f'`{self.prog} --help` lists them', most=1)}"
-        key = meant_key(name.lstrip("-"), Recipe) if "--set" in known else None
-        if key is not None:
-            hint = f": write {set_words(key, value or 'VALUE')}"
+    def _describe_option(self, name: str, value: str) -> str:
+        """Return what to write in place of an option that there is not.
+
+        A recipe's keys are for commands that read a recipe: a checkpoint has been trained already.
+        """
+        key = meant_key(name.lstrip("-"), Recipe)
+        trains = any(action.dest in {"recipe", "recipes"} for action in self._actions)
+        if key is not None and trains and "--set" in self._option_string_actions:
+            hint = f": write {meant_words(key, value or 'VALUE', Recipe)}"
+        elif key is not None and (own := self._own_option(key)):
+            hint = f": write {own} {shlex.quote(value or 'VALUE')}"
+        else:
+            known = self._option_string_actions.keys() - {"-h", "--help"}
+            otherwise = f"`{self.prog} --help` lists them"
+            hint = f"; {nearest(name, known, otherwise=otherwise, most=1, cutoff=_NEAR_OPTION)}"
         return f"there is no option {name}{hint}"
+
+    def _own_option(self, key: str) -> str | None:
+        """Return this command's option, with a value, that stands for a key of a recipe."""
+        keys = {key, _WITHOUT_TRAINING.get(key, key)}
+        options = self._option_string_actions.items()
+        valued = (option for option, action in options if action.nargs != 0)
+        return next((each for each in valued if meant_key(each.lstrip("-"), Recipe) in keys), None)
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from largebatch.errors import LONGEST_NAME, SHOWN, clip, nearest, shorten
 from largebatch.recipe.kinds import chooser_of, every_field, kinds_of, sections_of
-from largebatch.recipe.sections import Section
+from largebatch.recipe.sections import Duration, Section
 
 _MOVED = {
     **{f"data.{key}": f"now execution.{key}" for key in ("decoder", "cache")},
@@ -97,6 +97,20 @@ def set_words(key: str, value: str) -> str:
     return f"--set {shlex.quote(f'{key}={value}')}"
 
 
+def meant_words(key: str, value: str, root: type[Section]) -> str:
+    """Return the option that sets a key of `root`; epochs or steps replace whichever was given.
+
+    >>> from largebatch.recipe.recipe import Recipe
+    >>> meant_words("duration.steps", "40", Recipe)
+    "--set 'duration={steps: 40}'"
+    """
+    owners = {name: owner for name, owner, _ in every_field(root)}
+    section, _, unit = key.rpartition(".")
+    if owners[key] is Duration:
+        return set_words(section, f"{{{unit}: {value}}}")
+    return set_words(key, value)
+
+
 def explain_problems(
     error: ValidationError,
     root: type[Section],
@@ -174,7 +188,7 @@ def _instead(where: str, root: type[Section], typed: Mapping[str, str]) -> str |
         return None
     if where not in typed:
         return f"did you mean {meant!r}?"
-    return f"write {set_words(meant, typed[where])}"
+    return f"write {meant_words(meant, typed[where], root)}"
 
 
 def _meant(found: object, expected: str) -> str:

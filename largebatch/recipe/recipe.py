@@ -97,16 +97,17 @@ class BatchSizes(Section):
             if self.bn_span is not None and batch % self.bn_span:
                 name = key.removeprefix("batch.")
                 raise ValueError(
-                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}){self._fits()}"
+                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}); "
+                    f"{self._what_fits(batch, self.bn_span)}"
                 )
         return self
 
-    def _fits(self) -> str:
-        """Return words on the largest span below this one that fills every batch, if any does."""
-        spans = range(self.bn_span or 0, 1, -1)
-        batches = self.by_key.values()
-        found = next((span for span in spans if not any(each % span for each in batches)), None)
-        return "" if found is None else f"; --set batch.bn_span={found} would do"
+    def _what_fits(self, batch: int, span: int) -> str:
+        """Return words on a span that is little below this one, or else on the nearest batch."""
+        for smaller in range(span - 1, max(1, (span - 1) // 2), -1):
+            if not any(each % smaller for each in self.by_key.values()):
+                return f"bn_span: {smaller} divides it"
+        return f"the nearest one is {max(1, round(batch / span)) * span}"
 
 
 class NonFinite(Section):

@@ -3,6 +3,8 @@
 import argparse
 import re
 import shlex
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,20 @@ from largebatch.cli.main import DONE, USER, main, make_parser
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.problems import SYNONYMS, meant_key
 from largebatch.recipe.recipe import Recipe
+
+VALUES = {
+    **dict.fromkeys(("duration.steps", "schedule.warmup.steps"), "40"),
+    **dict.fromkeys(("duration.epochs", "schedule.warmup.epochs"), "3.0"),
+    **dict.fromkeys(("batch.global_batch", "execution.device_batch", "data.image_size"), "48"),
+    "data.classes": "12",
+    "seed": "7",
+    "model.name": "resnet50",
+    "optimizer.kind": "sgd",
+    "schedule.decay.kind": "cosine",
+    "precision": "bf16",
+    "tracking": "wandb",
+}
+"""Values for the keys that synonyms stand for, where 0.25 is none."""
 
 
 def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -27,8 +43,8 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        ("train digits_96 --epochs 3", "no option --epochs: write --set duration.epochs=3"),
-        ("train --epochs 3 digits_96", "no option --epochs: write --set duration.epochs=3"),
+        ("train digits_96 --epochs 3", "no option --epochs: write --set 'duration={epochs: 3}'"),
+        ("train --epochs 3 digits_96", "no option --epochs: write --set 'duration={epochs: 3}'"),
         ("train digits_96 --lr=0.1", "no option --lr: write --set schedule.peak_lr=0.1"),
         ("plan digits_96 --batch-size 64", "--batch-size: write --set batch.global_batch=64"),
         ("train digits_96 --weight_decay 0", "write --set optimizer.weight_decay=0"),
@@ -39,8 +55,17 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits_96 lr=0.1", "no option lr: write --set schedule.peak_lr=0.1"),
         (
             "train digits_96 --epochs 3 --lr 1",
-            "--epochs: write --set duration.epochs=3; there is no option --lr: write --set sched",
+            "--epochs: write --set 'duration={epochs: 3}'; there is no option --lr: write --set sc",
         ),
+        ("train digits_96 --lr -0.1", "no option --lr: write --set schedule.peak_lr=-0.1\n"),
+        ("train digits_96 --lr -1 --wd -1", "peak_lr=-1; there is no option --wd: write --set opt"),
+        ("evaluate run --batch-size 64", "no option --batch-size: write --device-batch 64\n"),
+        ("evaluate run --lr 1", "no option --lr; `largebatch evaluate --help` lists them"),
+        ("polish run --learning-rate -0.1", "no option --learning-rate: write --lr -0.1\n"),
+        ("polish run --ema-decay 1", "--ema-decay; `largebatch polish --help` lists them"),
+        ("bench x --epochs 3", "no option --epochs; `largebatch bench --help` lists them"),
+        ("suggest --batch 9 --batch-size 64", "no option --batch-size; did you mean '--batch'?"),
+        ("bench x --epoch", "no option --epoch; `largebatch bench --help` lists them"),
         ("train digits_96 --wrkers 2", "no option --wrkers; did you mean '--workers'?"),
         ("report run --lr 1", "no option --lr; `largebatch report --help` lists them"),
         ("train digits_96 other", "'other' is one word too many"),
@@ -105,6 +130,20 @@ def test_every_synonym_stands_for_a_key_and_is_none_itself() -> None:
     for word, key in SYNONYMS.items():
         assert meant_key(key, Recipe) == key
         assert meant_key(word, Recipe) == key
+
+
+@pytest.mark.parametrize("word", SYNONYMS)
+def test_what_is_suggested_for_a_synonym_can_be_typed(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = SYNONYMS[word]
+    value = VALUES.get(key, "0.25")
+    for mistake in (f"--{word} {value}", f"--set {word}={value}"):
+        shown = typed(f"check digits_96 {mistake}", capsys)
+        option, override = shlex.split(shown.partition("write ")[2])
+        assert option == "--set"
+        tree = load_recipe("digits_96", [override]).model_dump(mode="json")
+        assert str(reduce(getitem, key.split("."), tree)).strip("[]'") == value
 
 
 def test_one_tracker_needs_no_brackets() -> None:

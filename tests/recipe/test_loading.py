@@ -90,9 +90,19 @@ def test_a_wrong_word_is_answered_with_the_nearest_choice(override: str, meant: 
         (["schedule.warmup={epochs: 1, steps: 1}"], "give either epochs or steps"),
         (
             ["batch.global_batch=64"],
-            "batch: global_batch (64) must be a multiple of bn_span (48); --set batch.bn_span=32 w",
+            "batch: global_batch (64) must be a multiple of bn_span (48); bn_span: 32 divides it",
         ),
-        (["batch.global_batch=61"], "global_batch (61) must be a multiple of bn_span (48)"),
+        (["batch.global_batch=106"], "must be a multiple of bn_span (48); the nearest one is 96"),
+        (["batch.global_batch=61"], "must be a multiple of bn_span (48); the nearest one is 48"),
+        (
+            ["batch={global_batch: 97, bn_span: 2}"],
+            "multiple of bn_span (2); the nearest one is 96",
+        ),
+        (["batch.global_batch=7"], "must be a multiple of bn_span (48); the nearest one is 48"),
+        (
+            ["batch.schedule=[{after: {epochs: 1}, global_batch: 100, lr_factor: 1}]"],
+            "schedule.0.global_batch (100) must be a multiple of bn_span (48); the nearest one is",
+        ),
         (["data.crop_area=[1, 0.5]"], "crop_area: the first bound must not exceed the second"),
         (["data.eval_resize=8"], "eval_resize (8) must be at least image_size (32)"),
         (
