@@ -198,8 +198,16 @@ def _pack(args: argparse.Namespace) -> int:
 
     with _progress("packing") as progress:
         pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
-    show_index(args.out)
+    _check_written(args.out)
     return 0
+
+
+def _check_written(out: Path) -> None:
+    """Print that the shards are complete before their images are checked, which takes a while."""
+    check = f"largebatch data index {out}"
+    line = f"{out}: written; its images are checked now, or later with: {check}"
+    print(printable(line), flush=True)
+    show_index(out)
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -217,7 +225,7 @@ def _import(args: argparse.Namespace) -> int:
             options=options,
         )
     print(printable("\n".join(remarks)), end="\n" if remarks else "")
-    show_index(args.out)
+    _check_written(args.out)
     return 0
 
 
