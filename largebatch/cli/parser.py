@@ -17,14 +17,30 @@ _FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
 """Commands that show how to begin."""
 
 
+_ELSEWHERE = {
+    "compare": "to compare runs: largebatch report A B",
+    "resume": "to go on with a run: largebatch train RECIPE --out RUN --resume",
+}
+"""Words that are tried as commands, and what does that here."""
+
+_REQUIRED = "the following arguments are required: "
+"""The start of argparse's message."""
+
+_FEW = 5
+"""Options that a message lists at most."""
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors have no usage before them; its subparsers are of its kind."""
+
+    _words: Sequence[str] = ()
+    """What it parses."""
 
     def parse_known_args(  # type: ignore[override]  # typeshed: also of a namespace of any type
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words of this command; what it does not know is an error."""
-        words = list(sys.argv[1:] if args is None else args)
+        words = self._words = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(self._describe_unknown(words, unknown))
@@ -35,6 +51,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program with what is wrong about its arguments, which it may quote."""
+        if message.startswith(_REQUIRED):
+            message = self._describe_required(message)
         self.exit(2, f"{self.prog}: {cut(printable(message))}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 -- argparse's
@@ -44,11 +62,28 @@ class Parser(argparse.ArgumentParser):
         known = list(action.choices)
         if isinstance(action, argparse._SubParsersAction):
             otherwise = f"`{self.prog} --help` lists them"
-            hint = nearest(value, known, otherwise=otherwise, most=1)
+            hint = _ELSEWHERE.get(value) or nearest(value, known, otherwise=otherwise, most=1)
             self.error(f"there is no command {value!r}; {hint}")
         hint = nearest(value, known, otherwise="", most=1)
         message = f"expected one of {', '.join(known)}, got {value!r}"
         raise argparse.ArgumentError(action, "; ".join(filter(None, [message, hint])))
+
+    def _describe_required(self, message: str) -> str:
+        """Return what is missing with what it stands for, after the options that there are not."""
+        missing = message.removeprefix(_REQUIRED).split(", ")
+        described = []
+        for action in self._actions:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            if name in missing:
+                value = f" {action.metavar}" if action.option_strings and action.metavar else ""
+                described.append(f"{name}{value}" + (f" ({action.help})" if action.help else ""))
+        required = _REQUIRED + ", ".join(described or missing)
+        known = self._option_string_actions
+        options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+        unknown = [word for word in options if not any(one.startswith(word) for one in known)]
+        return (
+            f"{self._describe_unknown(self._words, unknown)}; {required}" if unknown else required
+        )
 
     def _describe_unknown(self, words: Sequence[str], unknown: Sequence[str]) -> str:
         """Return what to write in place of the options that this command does not have."""
@@ -56,18 +91,24 @@ class Parser(argparse.ArgumentParser):
         if not options:
             return f"{unknown[0]!r} is one word too many; `{self.prog} --help` shows which it takes"
         following = dict(zip(words, [*words[1:], ""], strict=True))
-        return "; ".join(self._describe_option(word, following.get(word, "")) for word in options)
+        by_hint: dict[str, list[str]] = {}
+        for word in options:
+            hint = self._hint(word, following.get(word, ""))
+            by_hint.setdefault(hint, []).append(word.partition("=")[0])
+        return "; ".join(f"there is no option {' or '.join(n)}{h}" for h, n in by_hint.items())
 
-    def _describe_option(self, word: str, following: str) -> str:
+    def _hint(self, word: str, following: str) -> str:
+        """Return what follows an option that there is not: what to write, or what there is."""
         name, equals, value = word.partition("=")
         if not equals and not following.startswith("--"):
             value = following
-        known = self._option_string_actions.keys() - {"-h", "--help"}
-        hint = f"; {nearest(name, known, otherwise=f'`{self.prog} --help` lists them', most=1)}"
+        known = [option for option in self._option_string_actions if option not in {"-h", "--help"}]
         key = meant_key(name.lstrip("-"), Recipe) if "--set" in known else None
         if key is not None:
-            hint = f": write {set_words(key, value or 'VALUE')}"
-        return f"there is no option {name}{hint}"
+            return f": write {set_words(key, value or 'VALUE')}"
+        if 0 < len(known) <= _FEW:
+            return f"; it has {', '.join(known)}"
+        return f"; {nearest(name, known, otherwise=f'`{self.prog} --help` lists them', most=1)}"
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
