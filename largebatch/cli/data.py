@@ -135,9 +135,10 @@ def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]"
             print(printable(_describe(content)))
             contents.append(content)
     if bad:
+        images, them = ("1 image", "it") if bad == 1 else (f"{bad} images", "them")
         raise DataError(
-            f"{folder}: {bad} images, listed above, cannot be used; replace or remove them, or "
-            f"leave them out with: largebatch data index {folder} --drop-bad"
+            f"{folder}: {images}, listed above, cannot be used; replace or remove {them}, or "
+            f"leave {them} out with: largebatch data index {folder} --drop-bad"
         )
     train, val = (index_of(content, folder) for content in contents)
     check_same_classes(train, val)
