@@ -180,7 +180,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("images", "damaged", "changed"):
         write_images(root / name)
     write_images(root / "photos", splits=("pictures",))
-    (root / "damaged/train/a/0.png").write_bytes(b"GIF89a")
+    for name in "01":
+        (root / f"damaged/train/a/{name}.png").write_bytes(b"GIF89a")
     (root / "empty").mkdir()
     save_file({"weight": torch.zeros(2, 2)}, root / "other.safetensors")
     with contextlib.chdir(root), contextlib.redirect_stdout(io.StringIO()):

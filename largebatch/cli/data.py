@@ -135,9 +135,10 @@ def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]"
             print(printable(_describe(content)))
             contents.append(content)
     if bad:
+        images, them = ("1 image", "it") if bad == 1 else (f"{bad} images", "them")
         raise DataError(
-            f"{folder}: {bad} images, listed above, cannot be used; replace or remove them, or "
-            f"leave them out with: largebatch data index {folder} --drop-bad"
+            f"{folder}: {images}, listed above, cannot be used; replace or remove {them}, or "
+            f"leave {them} out with: largebatch data index {folder} --drop-bad"
         )
     train, val = (index_of(content, folder) for content in contents)
     check_same_classes(train, val)
@@ -198,8 +199,16 @@ def _pack(args: argparse.Namespace) -> int:
 
     with _progress("packing") as progress:
         pack_folder(args.folder, args.out, shard_bytes=args.shard_mb * 10**6, progress=progress)
-    show_index(args.out)
+    _check_written(args.out)
     return 0
+
+
+def _check_written(out: Path) -> None:
+    """Print that the shards are complete before their images are checked, which takes a while."""
+    check = f"largebatch data index {out}"
+    line = f"{out}: written; its images are checked now, or later with: {check}"
+    print(printable(line), flush=True)
+    show_index(out)
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -217,7 +226,7 @@ def _import(args: argparse.Namespace) -> int:
             options=options,
         )
     print(printable("\n".join(remarks)), end="\n" if remarks else "")
-    show_index(args.out)
+    _check_written(args.out)
     return 0
 
 

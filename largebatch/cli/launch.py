@@ -42,7 +42,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     launch.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     launch.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
     add_set(launch)
-    launch.add_argument("--nodes", type=count, required=True, metavar="N")
+    launch.add_argument("--nodes", type=count, required=True, metavar="N", help="hosts")
     launch.add_argument(
         "--gpus-per-node", type=count, default=8, metavar="N", help="workers of each (8)"
     )

@@ -113,9 +113,23 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     file of this name. Raises RecipeError naming every mistake at once, each by its dotted path.
     """
     path = Path(path)
-    if path.name == str(path) and not path.suffix and not os.path.isfile(path):  # noqa: PTH113 -- of any name
+    named = path.name == str(path) and not path.suffix
+    if os.path.isdir(path) and not (named and path.name in installed()):  # noqa: PTH112 -- of any name
+        raise RecipeError(_describe_folder(path))
+    if named and not os.path.isfile(path):  # noqa: PTH113 -- of any name
         return parse_recipe(read_installed(path.name), overrides, source=path.name)
     return parse_recipe(read_text(path, what="recipe"), overrides, source=str(path))
+
+
+def _describe_folder(path: Path) -> str:
+    """Return what to give in place of a folder, which is that of a run or holds images."""
+    found = f"{path}: a folder, expected a recipe"
+    if (path / "recipe.yaml").is_file():
+        return f"{found}; it holds one: {path / 'recipe.yaml'}"
+    return (
+        f"{found}; a command on its images takes RECIPE --data {path}, and `largebatch init "
+        f"{path}` writes a recipe for them"
+    )
 
 
 def read_text(path: Path, *, what: str) -> str:

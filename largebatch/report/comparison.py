@@ -90,6 +90,10 @@ class Compared:
         place = self.evaluated.first_at(target)
         return math.nan if place is None else float(self.evaluated.seconds[place])
 
+    def reached_at_once(self, target: float) -> bool:
+        """Return True if the first evaluation had it, so that its time is an upper bound."""
+        return self.evaluated.first_at(target) == 0
+
     def data(self, *, named: bool) -> tuple[str, ...]:
         """Return what tells its validation data from that of others; `named`: by its classes."""
         known = self.settings or {}
@@ -339,7 +343,10 @@ def _best(group: Group) -> str:
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
-    """Yield which run came first to the highest target that two runs reached."""
+    """Yield which run came first to the highest target that two runs reached.
+
+    They have no order where the first evaluation of one had reached it: that is an upper bound.
+    """
     workers = {one.run.plan.workers for one in comparison.runs}
     for target in reversed(comparison.targets):
         times = [(one.seconds_to(target), one) for one in comparison.runs]
@@ -347,15 +354,22 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
         if len(reached) < 2:
             continue
         first, second = (
-            f"{one.label} after {duration(time)}"
+            _time_to(target, one)
             + (f" on {plural(one.run.plan.workers, 'worker')}" if len(workers) > 1 else "")
-            for time, one in sorted(reached, key=lambda each: each[0])[:2]
+            for _, one in sorted(reached, key=lambda each: each[0])[:2]
         )
-        yield (
-            f"First to reach a top-1 of {target:g} % was {first}, then {second}; {len(reached)} of "
-            f"{plural(len(comparison.runs), 'run')} reached it."
-        )
+        words = f"First to reach a top-1 of {target:g} % was {first}, then {second}"
+        if any(one.reached_at_once(target) for _, one in reached):
+            words = f"Top-1 reached {target:g} % in {first} and in {second}"
+        yield f"{words}; {len(reached)} of {plural(len(comparison.runs), 'run')} reached it."
         return
+
+
+def _time_to(target: float, one: Compared) -> str:
+    time = duration(one.seconds_to(target))
+    if one.reached_at_once(target):
+        return f"{one.label} after at most {time} (its first evaluation)"
+    return f"{one.label} after {time}"
 
 
 def _seeds(group: Group) -> Iterator[str]:

@@ -120,11 +120,12 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
         *(column(f"After {name}, %", partial(_after, name=name), "0.00") for name in names),
         *(
             column(
-                f"{target:g} % in, {unit.name}",
-                partial(_reached, target=target, unit=unit),
+                f"{target:g} % in{' at most' if at_once else ''}, {unit.name}",
+                partial(_reached, target=target, unit=unit, at_once=at_once),
                 "0,0.00",
             )
             for target in comparison.targets
+            for at_once in (False, True)
         ),
         column("Steps", lambda one: one.run.num_steps),
         column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), "0,0.0"),
@@ -150,7 +151,10 @@ def _perplexity(one: Compared) -> float | None:
     return None if one.run.result is None else one.run.result.perplexity
 
 
-def _reached(one: Compared, *, target: float, unit: Unit) -> float:
+def _reached(one: Compared, *, target: float, unit: Unit, at_once: bool) -> float:
+    """Return the time to a target; NaN where the other column has it, of bounds or of times."""
+    if one.reached_at_once(target) != at_once:
+        return math.nan
     return one.seconds_to(target) / unit.seconds
 
 

@@ -42,7 +42,7 @@ _TABLE_CSS = """
   box-sizing: border-box !important; height: 50px !important; line-height: 1.35;
   white-space: normal !important;
 }
-.slick-column-name { white-space: normal; }
+.slick-column-name { white-space: normal; overflow-wrap: anywhere; }
 .slick-header-column:hover { color: var(--ink); }
 .slick-cell, .slick-cell.selected {
   color: var(--ink); background: var(--paper) !important; border: 0 !important;
@@ -93,6 +93,7 @@ def new_table(
         columns=[
             tables.TableColumn(
                 field=str(place), title=escape(column.title), width=_width(column),
+                tags=[_width_of_values(column)],
                 formatter=_formatter(column, coloured=bool(colours) and place == 0),
                 default_sort="ascending" if column.format is None else "descending",
             )
@@ -145,15 +146,21 @@ def _width(column: Column) -> int:
     words = column.title.split()
     halves = ((" ".join(words[:k]), " ".join(words[k:])) for k in range(1, len(words) + 1))
     title = min(max(map(len, pair)) for pair in halves) + 1  # and the arrow of a sorted column
-    needed = [_TITLE_LETTER * title]
-    for value in column.values:
-        if value is None or _is_nan(value):
-            continue
-        if column.format is None:
-            needed.append(_LETTER * len(str(value)))
-        else:
-            needed.append(_TITLE_LETTER * len(_shown(value, column.format)))
-    return round(min(max(_NARROWEST, 22 + max(needed)), _WIDEST))
+    return max(_bounded(_TITLE_LETTER * title), _width_of_values(column))
+
+
+def _width_of_values(column: Column) -> int:
+    """Return the width in pixels that its longest value needs, whatever its title does."""
+    values = [value for value in column.values if value is not None and not _is_nan(value)]
+    if column.format is None:
+        return _bounded(_LETTER * max((len(str(value)) for value in values), default=0))
+    shown = (_shown(value, column.format) for value in values)
+    return _bounded(_TITLE_LETTER * max(map(len, shown), default=0))
+
+
+def _bounded(text: float) -> int:
+    """Return the width in pixels of a column whose text is that wide."""
+    return round(min(max(_NARROWEST, 22 + text), _WIDEST))
 
 
 def _shown(number: float, form: str) -> str:

@@ -97,6 +97,9 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     their own, which import it. `dataset` is module:function, which returns data sets (train, val),
     and `imports` are modules that register models with timm.
 
+    A run that is interrupted returns too: the `status` of its Summary is then "interrupted", and
+    the same call with its run folder as `out` and resume=True continues it.
+
     Raises LargebatchError for what the user can fix.
     """
     recipe = _as_recipe(recipe)

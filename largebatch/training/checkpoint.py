@@ -146,7 +146,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     except OSError as error:
         there = "the checkpoints before it are as they were: make room and go on with --resume"
         if not _newest_first(folder):
-            there = "there is no checkpoint before it: make room and start again with --resume"
+            there = "there is no checkpoint before it: make room; --resume begins the run again"
         raise CheckpointError(f"{path}: cannot be written: {error.strerror}; {there}") from None
     return path
 

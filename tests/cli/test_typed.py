@@ -67,7 +67,9 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("suggest --batch 9 --batch-size 64", "no option --batch-size; did you mean '--batch'?"),
         ("bench x --epoch", "no option --epoch; `largebatch bench --help` lists them"),
         ("train digits_96 --wrkers 2", "no option --wrkers; did you mean '--workers'?"),
-        ("report run --lr 1", "no option --lr; `largebatch report --help` lists them"),
+        ("report run --lr 1", "no option --lr; it has --out"),
+        ("export run --workers 2 --out a", "no option --workers; it has --out, --onnx, --import"),
+        ("evaluate run --qqq 1", "no option --qqq; `largebatch evaluate --help` lists them"),
         ("train digits_96 other", "'other' is one word too many"),
         ("trian", "largebatch: there is no command 'trian'; did you mean 'train'?"),
         ("data improt", "largebatch data: there is no command 'improt'; did you mean 'import'?"),
@@ -76,6 +78,24 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits_96 --backend gloo", "--backend: expected one of auto, serial, torch, hor"),
         ("train digits_96 --backend horovd", "got 'horovd'; did you mean 'horovod'?"),
         ("train", "largebatch train: the following arguments are required: recipe"),
+        (
+            "export RUN",
+            "largebatch export: the following arguments are required: --out DIR (new fo",
+        ),
+        (
+            "data import mnist a",
+            "import mnist: the following arguments are required: --out DIR (new",
+        ),
+        ("suggest digits_96", "suggest: the following arguments are required: --batch B (global"),
+        (
+            "launch horovodrun digits_96 --workers 4 --hosts a,b",
+            "no option --workers or --hosts; it has --set, --nodes, --gpus-per-node, --data; the f",
+        ),
+        ("compare a b", "no command 'compare'; to compare runs: largebatch report A B"),
+        (
+            "resume run",
+            "no command 'resume'; to go on with a run: largebatch train RECIPE --out RUN",
+        ),
         ("train digits_96 --workers 0", "argument --workers: expected 1 or more, got 0"),
     ],
 )

@@ -211,7 +211,9 @@ def test_the_command_makes_shows_and_refuses(
     out, err = capsys.readouterr()
     assert "train: 4 images" in out
     assert "val/cat/text.jpg: no readable image" in out
-    assert "1 images, listed above, cannot be used" in err
+    assert (
+        "1 image, listed above, cannot be used; replace or remove it, or leave it out with:" in err
+    )
     for again in ([*words, "--drop-bad"], words):
         assert main(again) == 0
         out, _ = capsys.readouterr()

@@ -320,6 +320,27 @@ def test_packing_that_is_terminated_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_check_that_is_terminated_leaves_whole_shards_and_is_said_to_follow_them(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    out = tmp_path / "packed"
+    monkeypatch.setattr("largebatch.data.index.index.refresh", stop)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        main(["data", "pack", str(folder), "--out", str(out)])
+    assert capsys.readouterr().out == (
+        f"{out}: written; its images are checked now, or later with: largebatch data index {out}\n"
+    )
+    monkeypatch.undo()
+    assert main(["data", "index", str(out)]) == 0
+    assert "3 classes, 4 training and 4 validation images" in capsys.readouterr().out
+
+
 def test_the_command_packs_and_checks(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,35 @@ def test_another_name_is_answered_with_the_nearest(
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize("name", ["store", "./store", "data/store.1", "."])
+def test_a_folder_of_images_is_answered_with_where_it_belongs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir(parents=True, exist_ok=True)
+    path = Path(name)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name)
+    assert str(caught.value) == (
+        f"{path}: a folder, expected a recipe; a command on its images takes RECIPE --data {path}, "
+        f"and `largebatch init {path}` writes a recipe for them"
+    )
+
+
+def test_the_folder_of_a_run_is_answered_with_its_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: a", encoding="utf-8")
+    with pytest.raises(RecipeError, match="a folder, expected a recipe; it holds one: .*/recipe"):
+        load_recipe(tmp_path)
+
+
+def test_an_installed_recipe_is_found_beside_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("digits_96").mkdir()
+    assert load_recipe("digits_96").name == "digits-96"
+
+
 def test_a_copy_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mine.yaml"
     assert main(["recipes", "copy", "digits_96", "--out", str(out)]) == DONE

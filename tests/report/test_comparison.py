@@ -157,6 +157,27 @@ def test_the_fastest_to_the_highest_target_that_two_runs_reached_is_named(tmp_pa
     )
 
 
+def test_a_run_that_reached_a_target_by_its_first_evaluation_is_not_ranked(tmp_path: Path) -> None:
+    early = ended_at(tmp_path / "early", 0.3, 0.901)
+    coarse = ended_at(tmp_path / "coarse", 0.902, 0.903, 0.904)
+    comparison = compare_runs([early, coarse])
+    assert [one.reached_at_once(90) for one in comparison.runs] == [False, True]
+    assert list(describe(comparison))[1] == (
+        "Top-1 reached 90 % in coarse after at most 12.2 s (its first evaluation) and in early "
+        "after 24.4 s; 2 of 2 runs reached it."
+    )
+
+
+def test_the_time_of_a_first_evaluation_stands_in_a_column_of_its_own(tmp_path: Path) -> None:
+    early = ended_at(tmp_path / "early", 0.3, 0.901)
+    page = make_comparison_page(compare_runs([early, ended_at(tmp_path / "late", 0.3, 0.4, 0.902)]))
+    assert "90 % in, s" in page
+    assert "90 % in at most, s" not in page
+    page = make_comparison_page(compare_runs([early, ended_at(tmp_path / "coarse", 0.902)]))
+    assert "90 % in, s" in page
+    assert "90 % in at most, s" in page
+
+
 def test_an_accuracy_that_is_exactly_a_target_reaches_it(tmp_path: Path) -> None:
     assert 100 * 0.57 < 57  # in binary
     comparison = compare_runs([ended_at(tmp_path / name, 0.3, 0.57) for name in ("a", "b")])

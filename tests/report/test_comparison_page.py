@@ -227,6 +227,26 @@ def test_a_phone_shows_the_columns_that_matter_and_how_many_more_there_are(
         page.wait_for_function("() => document.querySelector('#runs [data-more]') === null")
 
 
+def test_a_phone_shows_two_runs_of_long_names_side_by_side(
+    browser: Browser, tmp_path: Path
+) -> None:
+    names = [f"digits-96-20261124-10300{second}" for second in range(3)]
+    for place, name in enumerate(names):
+        run = FakeRun(tmp_path / name, clean_steps=0)
+        run.curve(600, best=0.9)
+        run.end("train", 600, 0.95)
+        give_recipe(run.write(), f"seed={place}", f"batch.global_batch={96 * (place + 1)}")
+    page_path, _ = write_comparison([tmp_path / name for name in names], tmp_path / "page.html")
+    with opened(browser, page_path, width=390) as page:
+        assert columns_in_sight(page, "differences") == ["Setting", *names[:2]]
+        for title in page.locator("#differences .slick-column-name").all()[:3]:
+            name, header = title.bounding_box(), title.locator("..").bounding_box()
+            assert name is not None
+            assert header is not None
+            assert name["y"] + name["height"] <= header["y"] + header["height"]
+            assert name["x"] + name["width"] <= header["x"] + header["width"]
+
+
 def test_a_table_that_is_wider_than_the_window_says_how_many_columns_are_beyond(
     page: Page,
 ) -> None:

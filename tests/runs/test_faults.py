@@ -113,8 +113,8 @@ def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_to_hold_none(
     with pytest.raises(CheckpointError) as caught:
         run(recipe(), out=out)
     assert str(caught.value).endswith(
-        "No space left on device; there is no checkpoint before it: make room and start again with "
-        "--resume"
+        "No space left on device; there is no checkpoint before it: make room; --resume begins the "
+        "run again"
     )
     assert saves(out) == []
     monkeypatch.undo()

@@ -152,6 +152,8 @@ def _header(read: Read, plugin: Callable[[io.BytesIO], ImageFile]) -> tuple[Size
                 return _seen(image), content[: file.tell()]
         if file.read(1):
             raise BadImageError(f"its header cannot be read: {problem}")
+    if len(content) < MAX_HEADER:
+        raise BadImageError("it is cut off in the header")
     raise BadImageError(
         f"it is cut off in the header, or the header is longer than {MAX_HEADER:,} bytes"
     )
