@@ -170,7 +170,7 @@ def test_a_folder_that_is_removed_is_the_error_that_is_reported(
         return real(trainer)
 
     monkeypatch.setattr(Trainer, "comparison_is_due", remove)
-    with pytest.raises(CheckpointError, match="was removed while the run wrote to it"):
+    with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
         run(recipe(), out=out)
     assert not out.exists()
 

@@ -191,7 +191,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     """Without it there is no report."""
     with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as tracker:
         (tmp_path / "log.jsonl").unlink()
-        with pytest.raises(CheckpointError, match="was removed while the run wrote to it"):
+        with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
             record([tracker], STEPS[0])
 
 
