@@ -137,6 +137,7 @@ def test_a_folder_that_a_full_disk_left_at_the_start_can_be_used(
     assert [path.name for path in out.iterdir()] == ["log.jsonl"]
     monkeypatch.undo()
     (out / ".recipe.yaml.0123.partial").write_bytes(b"killed")
+    (out / "checkpoints").mkdir()
     run(recipe(), out=out, **again)
     assert_same_end(out, whole)
     assert not list(out.glob(".*"))
