@@ -132,15 +132,22 @@ def _joined() -> tuple[int, int] | None:
 
 @contextmanager
 def noting_start(*, of_process: bool) -> Iterator[None]:
-    """Note that a command starts now, or started with this process, for it and its workers."""
-    if LAUNCHER in os.environ:  # whose command it is, and that has noted it
+    """Note that a command starts now, or started with this process, for it and its workers.
+
+    A worker that something else started does not know when the command was.
+    """
+    if LAUNCHER in os.environ or launched_rank() is not None:
         yield
         return
+    before = os.environ.get(_STARTED)
     os.environ[_STARTED] = str(time.time() - (_process_seconds() if of_process else 0.0))
     try:
         yield
     finally:
-        del os.environ[_STARTED]
+        if before is None:
+            del os.environ[_STARTED]
+        else:
+            os.environ[_STARTED] = before
 
 
 def command_started() -> float | None:
