@@ -18,7 +18,10 @@ PARTS = 12
 """Into so many the updates of a run are divided; each has an estimate of its own."""
 
 LEAST = 25
-"""Updates in a part; fewer tell next to nothing."""
+"""Updates in a part; fewer give no useful estimate."""
+
+BOUNDED = 4 * LEAST
+"""Updates that are advised: the interval of a single part often has no upper bound."""
 
 MORE_STEPS = 0.2
 """The critical batch needs so many more steps than linear scaling (arXiv:2410.21676)."""
