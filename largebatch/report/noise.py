@@ -48,7 +48,7 @@ def course(run: Run) -> list[Part]:
 
 
 def has_course(run: Run) -> bool:
-    """Tell whether there are updates enough for one part, without an estimate."""
+    """Return True if there are enough updates for one part, without an estimate."""
     return len(measured(run)) >= LEAST
 
 

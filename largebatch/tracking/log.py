@@ -85,7 +85,7 @@ class JsonLines:
 
 
 def record(trackers: list[Tracker], event: Event) -> None:
-    """Hand an event to every tracker; one that fails is taken out of the list, with a note.
+    """Send an event to every tracker; one that fails is taken out of the list, with a note.
 
     A run does not end because who follows it does. Its own record is no such follower: without
     log.jsonl there is no report. At a finish that record comes last, to hold such notes too.

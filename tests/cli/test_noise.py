@@ -140,7 +140,7 @@ def test_what_cannot_be_measured_is_one_line(
 def lawful(
     monkeypatch: pytest.MonkeyPatch, *, least: float, noise: float, best: float = 1.0
 ) -> list[tuple[int, float]]:
-    """Let runs reach any loss after S_min (1 + B_noise / B) steps; return the runs that were made.
+    """Make runs reach any loss after S_min (1 + B_noise / B) steps; return the runs that were made.
 
     The loss falls in a straight line, faster at the best rate than at others.
     """

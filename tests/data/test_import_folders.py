@@ -284,7 +284,7 @@ def test_an_image_beside_class_folders_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
-    """Of two archives, both of which hold the split."""
+    """Two archives, both of which hold the split."""
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
         tar_of(tmp_path / "root", tmp_path / f"{split}.tar", "w")

@@ -154,7 +154,7 @@ def test_tasks_of_srun_on_one_host_meet_on_the_loopback_interface() -> None:
 
 
 def be_task(job: str) -> list[str]:
-    """Be a task of srun; return the addresses at which something listens to the store's port."""
+    """Run as a task of srun; return the addresses that listen on the store's port."""
     rank = os.environ["RANK"]
     for name in [name for name in os.environ if re.match("RANK|WORLD|LOCAL_|MASTER|TORCHE", name)]:
         del os.environ[name]

@@ -112,7 +112,7 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the folder, else of the checkpoint; a new one where neither has one."""
+    """The id is the folder's, else the checkpoint's; a new one where neither has one."""
     monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", FakeWandb)
     if there is not None:
         (tmp_path / "wandb-id").write_text(there)
