@@ -67,6 +67,7 @@ data index photos
 data index damaged
 data import imagefolder empty --out shards
 data import imagefolder damaged --out shards
+data import imagefolder junk --out shards --drop-bad
 data pack images --out photos
 init images --out images.yaml
 data verify images
@@ -177,11 +178,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "notes.pth": "no weights",
     }.items():
         (root / name).write_text(text, encoding="utf-8")
-    for name in ("images", "damaged", "changed"):
+    for name in ("images", "damaged", "changed", "junk"):
         write_images(root / name)
     write_images(root / "photos", splits=("pictures",))
     for name in "01":
         (root / f"damaged/train/a/{name}.png").write_bytes(b"GIF89a")
+    for image in (root / "junk/train/a").iterdir():
+        image.write_bytes(b"GIF89a")
     (root / "empty").mkdir()
     save_file({"weight": torch.zeros(2, 2)}, root / "other.safetensors")
     with contextlib.chdir(root), contextlib.redirect_stdout(io.StringIO()):

@@ -108,15 +108,18 @@ def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
 
 def _require_updates(recipe: Recipe, args: argparse.Namespace) -> None:
     """Raise LargebatchError where a run would have fewer updates than a noise scale needs."""
-    from largebatch.report.noise import LEAST
+    from largebatch.report.noise import BOUNDED, LEAST
 
     planned = make_plan(recipe, workers=args.workers).steps
-    found, remedy = f"duration has {planned:,} updates", "train for longer"
+    found, remedy = f"duration has {planned:,} updates", f"train for {BOUNDED} or more"
     if args.max_steps is not None and args.max_steps < planned:
         planned = args.max_steps
-        found, remedy = f"--max-steps {planned}", f"give --max-steps {LEAST} or more"
+        found, remedy = f"--max-steps {planned}", f"give --max-steps {BOUNDED} or more"
     if planned < LEAST:
-        raise LargebatchError(f"{found}: the noise scale needs {LEAST} updates or more; {remedy}")
+        raise LargebatchError(
+            f"{found}: the noise scale needs at least {LEAST} updates, and so few often leave it "
+            f"without an upper bound; {remedy}"
+        )
 
 
 def _show(folder: Path) -> None:

@@ -40,7 +40,7 @@ def launched_rank() -> int | None:
 
 
 def join_slurm() -> None:
-    """Be a worker, in the words of torchrun, where srun started this process as one of several.
+    """Set the variables of torchrun where srun started this process as one of several.
 
     A batch script and the shell of salloc have variables of srun too, and are no workers. Variables
     that are set already stay.
@@ -132,15 +132,22 @@ def _joined() -> tuple[int, int] | None:
 
 @contextmanager
 def noting_start(*, of_process: bool) -> Iterator[None]:
-    """Note that a command starts now, or started with this process, for it and its workers."""
-    if LAUNCHER in os.environ:  # whose command it is, and that has noted it
+    """Note that a command starts now, or started with this process, for it and its workers.
+
+    A worker that something else started does not know when the command was.
+    """
+    if LAUNCHER in os.environ or launched_rank() is not None:
         yield
         return
+    before = os.environ.get(_STARTED)
     os.environ[_STARTED] = str(time.time() - (_process_seconds() if of_process else 0.0))
     try:
         yield
     finally:
-        del os.environ[_STARTED]
+        if before is None:
+            del os.environ[_STARTED]
+        else:
+            os.environ[_STARTED] = before
 
 
 def command_started() -> float | None:
@@ -159,7 +166,7 @@ def _process_seconds() -> float:
 
 
 def let_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait, unless the user chose otherwise.
+    """Make waiting OpenMP threads sleep, unless the user chose otherwise.
 
     By itself GNU's library lets them spin for a while, which is time that other processes of a busy
     machine, or other workers, do not get. Of use before PyTorch is imported, and to what is started
@@ -174,7 +181,7 @@ def loopback() -> str:
 
 
 def use_loopback() -> None:
-    """Let libraries whose workers are all on this machine listen to nothing else.
+    """Make libraries whose workers are all on this machine listen to nothing else.
 
     By itself Gloo takes the address of the host's name. An interface that the user chose stays.
     """

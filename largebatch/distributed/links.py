@@ -14,6 +14,7 @@ from torch import Tensor
 
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.torch_distributed import RunningTorch, lost_peers_named
+from largebatch.errors import BackendError
 
 
 class Link:
@@ -44,11 +45,14 @@ def open_links(backend: Backend, pairs: Sequence[tuple[int, int]]) -> dict[tuple
     """Open a link for each of these pairs of ranks, and return those of this worker.
 
     Every worker calls this with the same pairs. torch.distributed connects them, which alone can
-    send to one worker.
+    send to one worker; raises BackendError for another backend.
     """
     if not pairs:
         return {}
-    assert isinstance(backend, RunningTorch)
+    if not isinstance(backend, RunningTorch):
+        raise BackendError(
+            f"protocol: {backend.name} cannot send to one worker alone; use --backend torch"
+        )
     groups = backend.pair_groups(pairs)
     return {
         pair: Link(group, peer=pair[1] if backend.rank == pair[0] else pair[0])

@@ -18,7 +18,10 @@ PARTS = 12
 """Into so many the updates of a run are divided; each has an estimate of its own."""
 
 LEAST = 25
-"""Updates in a part; fewer tell next to nothing."""
+"""Updates in a part; fewer give no useful estimate."""
+
+BOUNDED = 4 * LEAST
+"""Updates that are advised: the interval of a single part often has no upper bound."""
 
 MORE_STEPS = 0.2
 """The critical batch needs so many more steps than linear scaling (arXiv:2410.21676)."""
@@ -45,7 +48,7 @@ def course(run: Run) -> list[Part]:
 
 
 def has_course(run: Run) -> bool:
-    """Tell whether there are updates enough for one part, without an estimate."""
+    """Return True if there are enough updates for one part, without an estimate."""
     return len(measured(run)) >= LEAST
 
 

@@ -25,14 +25,14 @@ TAGS = "tags"
 """The column of a table that has the tags of each row."""
 
 ROW, _HEADER, _SCROLLBAR, HIGHEST = 32, 60, 18, 760
-"""Of tables, in pixels; one of more rows than fit scrolls."""
+"""Heights of parts of a table and its greatest height, in pixels; more rows than fit scroll."""
 
 _NARROWEST, _WIDEST = 60, 240
-"""Of a column, in pixels."""
+"""Least and greatest width of a column in pixels."""
 
 _TITLE_LETTER, _LETTER = 7.6, 9.0
-"""Of a character in pixels, in titles and numbers and in texts: labels are bold, and hashes have
-few narrow ones."""
+"""Width of a character in pixels, in titles and numbers and in texts: labels are bold, and hashes
+have few narrow characters."""
 
 _TABLE_CSS = """
 .slick-header-column, .slick-cell { font-family: inherit; font-size: 0.8125rem; }
@@ -63,7 +63,7 @@ class Column:
     title: str
     values: Sequence[Any]
     format: str | None = None
-    """Of numbers, as in Bokeh's NumberFormatter: `0,0.00`; None: the values are texts."""
+    """Format of numbers, as in Bokeh's NumberFormatter: `0,0.00`; None: the values are texts."""
 
 
 def new_table(

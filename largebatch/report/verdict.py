@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from largebatch.errors import RecipeError
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Loss, Recipe
 from largebatch.report.mistakes import by_class, compare
 from largebatch.report.numbers import percent
 from largebatch.report.run import FloatArray, Run, median
@@ -24,8 +27,9 @@ WILD_LOSS = 10
 where the running averages of BatchNorm lag behind the weights; ten times is not."""
 
 UNFIT_LOSS = 0.5
-"""The share of the loss of guessing below which a training loss is expected to end. A label
-smoothing of 0.1 alone leaves 0.22 of it with 10 classes and 0.15 with 1,000; crops add to that."""
+"""The share of the loss of guessing below which a training loss on images is expected to end, above
+what label smoothing alone leaves; random crops leave more. The entropy of a text is not known, so
+the training loss of a language model is expected to end below that of guessing only."""
 
 WEAK_CLASS = 1 / 3
 """The share of the run's top-1 below which a class is called weak."""
@@ -58,7 +62,7 @@ def _finished(run: Run) -> Verdict:
     if last is None:
         return Verdict("The run finished; its accuracy was not measured.", good=False)
     if run.of_words:
-        return _finished_of_words(run, last.after)
+        return _finished_of_words(run, last.after, _kept(run))
     end, sizes = last.after, last.mistakes.sizes if last.mistakes else ()
     one = max(sizes, default=0) / end.samples
     if end.top1 < one + 2 * math.sqrt(one * (1 - one) / end.samples):
@@ -67,8 +71,7 @@ def _finished(run: Run) -> Verdict:
             f"images would make {percent(one)} %.",
             good=False,
         )
-    undone = {stage.name for stage in run.stages if not stage.kept}
-    kept = [found for found in run.evaluations if found.stage not in undone]
+    kept = _kept(run)
     best = max(kept, key=lambda found: found.top1)
     of_best = next((stage.mistakes for stage in run.stages if stage.after == best), None)
     if compare(best, end, of_best, last.mistakes).beyond_noise:
@@ -80,48 +83,85 @@ def _finished(run: Run) -> Verdict:
     words = "the best of the run"
     if best.top1 > end.top1:
         words = f"within the noise of its best, {percent(best.top1)} %"
-    return _judged(
-        run, f"top-1 ends at {percent(end.top1)} %, {words}.", list(_oddities(run, kept))
-    )
+    return _judged(run, kept, f"top-1 ends at {percent(end.top1)} %, {words}.")
 
 
-def _judged(run: Run, words: str, oddities: list[str]) -> Verdict:
-    """Return how a run ended, in these words, and what stands out in it."""
-    if oddities:
-        found = "; ".join(oddities)
-        begin = "The run finished: "
-        return Verdict(f"{begin}{_losses(run)}{words} What stands out: {found}.", good=False)
-    begin = "The run finished and nothing stands out: " if run.steps else "Polishing is done: "
-    return Verdict(f"{begin}{_losses(run)}{words}", good=True)
+def _kept(run: Run) -> list[Evaluation]:
+    """Return the evaluations of the stages that were kept."""
+    undone = {stage.name for stage in run.stages if not stage.kept}
+    return [found for found in run.evaluations if found.stage not in undone]
 
 
-def _oddities(run: Run, kept: list[Evaluation]) -> Iterator[str]:
-    """Yield what stands out in a run on images, of which these evaluations were kept."""
+def _judged(run: Run, kept: list[Evaluation], words: str) -> Verdict:
+    """Return how a run ended, in these words, what stands out in it, and what is not known."""
     mistakes = run.last_stage.mistakes if run.last_stage else None
-    if mistakes is None:
-        return  # of an older log: neither classes nor their number are known
-    guess = f"equal probabilities for all {len(mistakes.classes):,} classes have"
-    yield from _wild_losses(run, kept, math.log(len(mistakes.classes)), guess)
-    yield from _weak_classes(mistakes)
+    recipe = _read_recipe(run)
+    num_classes = len(mistakes.classes) if mistakes else recipe.data.classes if recipe else None
+    oddities, unknown = list(_lost_losses(kept)), []
+    if num_classes is None:
+        unknown.append("losses against that of guessing")
+    else:
+        loss = recipe.loss if recipe else Loss()
+        oddities += _wild_losses(run, kept, num_classes, smoothing_floor(loss, num_classes))
+    if mistakes is not None:
+        oddities += _weak_classes(mistakes)
+    elif not run.of_words:
+        unknown.append("single classes")
+    words = f"{_losses(run)}{words}"
+    if unknown:
+        words += f" Not examined (not recorded): {', '.join(unknown)}."
+    if oddities:
+        text = f"The run finished: {words} What stands out: {'; '.join(oddities)}."
+        return Verdict(text, good=False)
+    begin = "The run finished and nothing stands out: " if run.steps else "Polishing is done: "
+    return Verdict(begin + words, good=not unknown)
 
 
-def _wild_losses(run: Run, kept: list[Evaluation], chance: float, guess: str) -> Iterator[str]:
-    """Yield losses that are far above `chance`, the loss of guessing, or end close to it."""
-    unknown = next((found for found in kept if not math.isfinite(found.loss)), None)
-    if unknown is not None:
-        yield f"the validation loss was no number at epoch {unknown.epoch:.3g}"
+def _read_recipe(run: Run) -> Recipe | None:
+    """Return the recipe of a run; None if it is missing or today's types do not take it."""
+    try:
+        return None if run.recipe is None else parse_recipe(run.recipe)
+    except RecipeError:
+        return None
+
+
+def smoothing_floor(loss: Loss, num_classes: int) -> float:
+    """Return the lowest loss that label smoothing leaves: the entropy of its targets, in nats.
+
+    >>> round(smoothing_floor(Loss(label_smoothing=0.1), 2), 3)
+    0.199
+    """
+    others = num_classes if loss.off_target == "all" else num_classes - 1
+    each = loss.label_smoothing / others
+    labelled = 1 - each * (num_classes - 1)
+    return -sum(p * math.log(p) * n for p, n in ((labelled, 1), (each, num_classes - 1)) if p)
+
+
+def _lost_losses(kept: list[Evaluation]) -> Iterator[str]:
+    """Yield the first evaluation whose loss is not finite."""
+    lost = next((found for found in kept if not math.isfinite(found.loss)), None)
+    if lost is not None:
+        yield f"the validation loss was no number at epoch {lost.epoch:.3g}"
+
+
+def _wild_losses(run: Run, kept: list[Evaluation], num_classes: int, floor: float) -> Iterator[str]:
+    """Yield losses that are far above the loss of guessing, or end close to it."""
+    chance = math.log(num_classes)
+    noun = "words" if run.of_words else "classes"
+    guess = f"equal probabilities for all {num_classes:,} {noun} have {chance:.3g}"
     highest = max(kept, key=lambda found: found.loss if math.isfinite(found.loss) else 0.0)
     if highest.loss > WILD_LOSS * chance:
         yield (
             f"the validation loss was {highest.loss:.3g} at epoch {highest.epoch:.3g}, "
-            f"where {guess} {chance:.3g}"
+            f"where {guess}"
         )
     elif kept[-1].loss > chance:
-        yield f"the validation loss ends at {kept[-1].loss:.3g}, where {guess} {chance:.3g}"
+        yield f"the validation loss ends at {kept[-1].loss:.3g}, where {guess}"
     losses = np.array([step.loss for step in run.steps])
     end = median(losses[-_few(losses) :])
-    if end > UNFIT_LOSS * chance:
-        yield f"the training loss ends at {end:.3g}, where {guess} {chance:.3g}"
+    if end - floor > (1 if run.of_words else UNFIT_LOSS) * chance:
+        smoothing = f" ({floor:.3g} of it by label smoothing)" if floor else ""
+        yield f"the training loss ends at {end:.3g}{smoothing}, where {guess}"
 
 
 def _weak_classes(found: Mistakes) -> Iterator[str]:
@@ -147,11 +187,12 @@ def _weak_classes(found: Mistakes) -> Iterator[str]:
         yield f"of class {lowest.name} only {share} are right"
 
 
-def _finished_of_words(run: Run, end: Evaluation) -> Verdict:
+def _finished_of_words(run: Run, end: Evaluation, kept: list[Evaluation]) -> Verdict:
     """Compare the perplexity at the end with the lowest of the run."""
-    assert end.perplexity is not None
-    lowest = min(run.evaluations, key=lambda found: found.loss)
-    if end.loss > lowest.loss + UNSURE_LOSS or not math.isfinite(end.perplexity):
+    if end.perplexity is None or not math.isfinite(end.loss):
+        return Verdict("The run finished, but its validation loss ends as no number.", good=False)
+    lowest = min((found for found in kept if math.isfinite(found.loss)), key=lambda one: one.loss)
+    if end.loss > lowest.loss + UNSURE_LOSS:
         return Verdict(
             f"The run finished, but perplexity ends at {end.perplexity:.2f}, above the "
             f"{lowest.perplexity:.2f} that it was after {lowest.step:,} steps.",
@@ -160,7 +201,7 @@ def _finished_of_words(run: Run, end: Evaluation) -> Verdict:
     words = "the lowest of the run"
     if end.loss > lowest.loss:
         words = f"close to its lowest, {lowest.perplexity:.2f}"
-    return _judged(run, f"perplexity ends at {end.perplexity:.2f}, {words}.", [])
+    return _judged(run, kept, f"perplexity ends at {end.perplexity:.2f}, {words}.")
 
 
 def _losses(run: Run) -> str:

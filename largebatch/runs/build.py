@@ -226,8 +226,9 @@ def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Ba
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // backend.local_size)
         torch.set_num_threads(threads)
-        if threads > 1 and backend.device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
-            _LOG.warning(_SPIN)
+    spins = torch.get_num_threads() > 1 and "OMP_WAIT_POLICY" not in os.environ
+    if spins and backend.device.type == "cpu":
+        _LOG.warning(_SPIN)
     torch.backends.cudnn.allow_tf32 = False  # fp32 in a recipe is fp32
     yield backend
     backend.close()

@@ -209,7 +209,8 @@ def check_folder(folder: Path, *, resume: Resume) -> None:
 
 def _holds_files(folder: Path) -> bool:
     """Return True if a folder holds more than a run leaves that could not write its recipe."""
-    files = set(folder.iterdir()) if folder.exists() else set()
+    content = set(folder.iterdir()) if folder.exists() else set()
+    files = {path for path in content if not path.is_dir() or any(path.iterdir())}
     log = folder / LOG
     if log in files and not log.stat().st_size:
         files -= {log, *find_leftovers(folder)}

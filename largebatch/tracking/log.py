@@ -33,12 +33,12 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        self._path = path
+        self._path, self._absolute = path, path.absolute()
         with ExitStack() as opened:
-            self._folder = os.open(path.parent, os.O_RDONLY)
-            opened.callback(os.close, self._folder)
+            folder = os.open(path.parent, os.O_RDONLY)
+            opened.callback(os.close, folder)
             self._file = opened.enter_context(path.open("ab", buffering=0))
-            _lock(path.parent, self._folder, self._file.fileno())
+            _lock(path.parent, folder, self._file.fileno())
             if not resume and os.fstat(self._file.fileno()).st_size:
                 raise CheckpointError(
                     f"{path.parent}: another run began here; choose another --out"
@@ -62,11 +62,17 @@ class JsonLines:
             )
 
     def _require_in_place(self, own: os.stat_result) -> None:
-        """Raise LogError unless the log in the folder is this file still."""
+        """Raise LogError unless this file is still the one at its path."""
         try:
-            there = os.stat(self._path.name, dir_fd=self._folder)
-        except FileNotFoundError:
-            raise LogError(f"{self._path}: was removed while the run wrote to it") from None
+            there = self._absolute.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise LogError(
+                f"{self._path}: was removed or moved while the run wrote to it"
+            ) from None
+        except OSError as error:
+            raise LogError(
+                f"{self._path}: cannot be reached: {error.strerror}; go on with --resume"
+            ) from error
         if not os.path.samestat(there, own):
             raise LogError(
                 f"{self._path}: was replaced by another file while the run wrote to it; put back "
@@ -79,7 +85,7 @@ class JsonLines:
 
 
 def record(trackers: list[Tracker], event: Event) -> None:
-    """Hand an event to every tracker; one that fails is taken out of the list, with a note.
+    """Send an event to every tracker; one that fails is taken out of the list, with a note.
 
     A run does not end because who follows it does. Its own record is no such follower: without
     log.jsonl there is no report. At a finish that record comes last, to hold such notes too.

@@ -16,7 +16,7 @@ from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
 from largebatch.report import write_report
-from largebatch.report.noise import LEAST, PARTS, course, describe_noise, samples
+from largebatch.report.noise import BOUNDED, LEAST, PARTS, course, describe_noise, samples
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
 from largebatch.runs import critical_batch
@@ -84,19 +84,24 @@ def test_the_command_reads_a_run_and_draws_no_conclusion_without_one(
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "found", "remedy"),
     [
-        (["--max-steps", "8"], "--max-steps 8"),
-        (["--set", "duration={steps: 8}", "--set", "polish=null"], "duration has 8 updates"),
+        (["--max-steps", "8"], "--max-steps 8", "give --max-steps"),
+        (
+            ["--set", "duration={steps: 8}", "--set", "polish=null"],
+            "duration has 8 updates",
+            "train for",
+        ),
     ],
 )
 def test_a_run_too_short_to_measure_is_refused_before_it_trains(
-    words: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], found: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--set", "schedule.warmup={steps: 2}", *words]
     assert main(["noise", "digits_96", "--out", str(tmp_path / "out"), *words]) == USER
     said = capsys.readouterr().err
-    assert f"{found}: the noise scale needs {LEAST} updates or more" in said
+    assert f"{found}: the noise scale needs at least {LEAST} updates" in said
+    assert f"without an upper bound; {remedy} {BOUNDED} or more" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -135,7 +140,7 @@ def test_what_cannot_be_measured_is_one_line(
 def lawful(
     monkeypatch: pytest.MonkeyPatch, *, least: float, noise: float, best: float = 1.0
 ) -> list[tuple[int, float]]:
-    """Let runs reach any loss after S_min (1 + B_noise / B) steps; return the runs that were made.
+    """Make runs reach any loss after S_min (1 + B_noise / B) steps; return the runs that were made.
 
     The loss falls in a straight line, faster at the best rate than at others.
     """

@@ -12,7 +12,7 @@ from importing import imported
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import read_folder
-from largebatch.errors import DataError
+from largebatch.errors import SHOWN, DataError
 from largebatch.optional import require_torchvision
 
 require_torchvision()
@@ -120,17 +120,40 @@ def test_broken_images_can_be_left_out_as_the_message_says(
     assert "3 training and 4 validation images" in shown
 
 
-def test_a_split_of_broken_images_alone_is_refused(
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        ("val/*", "3 of 3 classes have no image in val that can be used: Zebra, cat, dog"),
+        ("train/dog", "1 of 3 classes have no image in train that can be used: dog"),
+    ],
+    ids=["of a split", "of a class"],
+)
+def test_an_import_that_leaves_out_all_images_of_a_class_is_refused_and_leaves_nothing(
+    broken: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path / "root", split)
+    for path in (tmp_path / "root").glob(f"{broken}/*.*"):
+        path.write_bytes(b"")
+    words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
+    assert main([*words, "--drop-bad"]) == USER
+    assert f"out: not written: {found}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_the_images_that_an_import_leaves_out_are_listed_up_to_a_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
-    for path in (tmp_path / "root/val").rglob("*.*"):
-        path.write_bytes(b"")
+    for number in range(SHOWN + 1):
+        (tmp_path / f"root/train/dog/z{number:02}.png").write_bytes(b"")
     words = ["data", "import", "imagefolder", f"{tmp_path}/root", "--out", f"{tmp_path}/out"]
-    assert main([*words, "--drop-bad"]) == USER
-    assert "no image of val can be used" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert main([*words, "--drop-bad"]) == DONE
+    shown = capsys.readouterr().out
+    assert f"{SHOWN + 1} of " in shown
+    assert shown.count("the file is empty") == SHOWN
+    assert "\n  ...\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -261,7 +284,7 @@ def test_an_image_beside_class_folders_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
-    """Of two archives, both of which hold the split."""
+    """Two archives, both of which hold the split."""
     for split in ("train", "val"):
         write_folder(tmp_path / "root", split)
         tar_of(tmp_path / "root", tmp_path / f"{split}.tar", "w")

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from largebatch.distributed.backend import Backend, pick_device
 from largebatch.distributed.horovod import Horovod, open_horovod
+from largebatch.distributed.links import open_links
+from largebatch.distributed.serial import Serial
 from largebatch.errors import BackendError, MissingPackageError, PeerLostError
 
 
@@ -224,6 +226,11 @@ def test_a_horovod_that_does_not_start_says_why(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BackendError, match=message):
         open_horovod()
+
+
+def test_a_backend_that_cannot_send_to_one_worker_is_refused_in_words() -> None:
+    with pytest.raises(BackendError, match="serial cannot send to one worker alone; use .* torch"):
+        open_links(Serial(), [(0, 1)])
 
 
 @pytest.fixture

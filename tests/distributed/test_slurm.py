@@ -14,7 +14,13 @@ from on_forked_workers import on_forked_workers
 from short_runs import DIGITS
 
 from largebatch.distributed.connection import connect
-from largebatch.distributed.environment import join_slurm, launched_rank, launched_size
+from largebatch.distributed.environment import (
+    command_started,
+    join_slurm,
+    launched_rank,
+    launched_size,
+    noting_start,
+)
 from largebatch.distributed.torch_distributed import listen_on
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
@@ -148,7 +154,7 @@ def test_tasks_of_srun_on_one_host_meet_on_the_loopback_interface() -> None:
 
 
 def be_task(job: str) -> list[str]:
-    """Be a task of srun; return the addresses at which something listens to the store's port."""
+    """Run as a task of srun; return the addresses that listen on the store's port."""
     rank = os.environ["RANK"]
     for name in [name for name in os.environ if re.match("RANK|WORLD|LOCAL_|MASTER|TORCHE", name)]:
         del os.environ[name]
@@ -160,3 +166,27 @@ def be_task(job: str) -> list[str]:
     backend.barrier()
     backend.close()
     return found
+
+
+def test_a_command_within_a_command_leaves_the_start_of_the_outer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with noting_start(of_process=True):
+        outer = command_started()
+        assert outer is not None
+        with noting_start(of_process=False):
+            inner = command_started()
+            assert inner is not None
+            assert inner > outer
+        assert command_started() == outer
+    assert command_started() is None
+
+
+@pytest.mark.parametrize("name", ["RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+def test_a_worker_of_a_launcher_notes_no_start_of_a_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "0")
+    with noting_start(of_process=True):
+        assert command_started() is None

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import fake_runs
 import pytest
+import torch
 from fake_runs import FakeRun
 
+from largebatch.recipe.choices import OffTarget
+from largebatch.recipe.loading import dump_recipe, load_recipe
+from largebatch.recipe.recipe import Loss
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
-from largebatch.report.verdict import Verdict, verdict
+from largebatch.report.verdict import Verdict, smoothing_floor, verdict
+from largebatch.training.loss import cross_entropy
 
 
 @pytest.mark.parametrize(
@@ -19,13 +24,15 @@ from largebatch.report.verdict import Verdict, verdict
         pytest.param(
             fake_runs.full_run,
             "The run finished and nothing stands out: the training loss fell from 2.09 to 0.552 "
-            "and top-1 ends at 98.61 %, the best of the run.",
+            "and top-1 ends at 98.61 %, the best of the run. "
+            "Not examined (not recorded): losses against that of guessing, single classes.",
             id="finished",
         ),
         pytest.param(
             fake_runs.statistics_that_hurt,
             "The run finished and nothing stands out: the training loss fell from 2.09 to 0.552 "
-            "and top-1 ends at 94.72 %, within the noise of its best, 96.39 %.",
+            "and top-1 ends at 94.72 %, within the noise of its best, 96.39 %. "
+            "Not examined (not recorded): losses against that of guessing, single classes.",
             id="within the noise",
         ),
         pytest.param(
@@ -42,7 +49,8 @@ from largebatch.report.verdict import Verdict, verdict
         ),
         pytest.param(
             fake_runs.polished_checkpoint,
-            "Polishing is done: top-1 ends at 96.00 %, the best of the run.",
+            "Polishing is done: top-1 ends at 96.00 %, the best of the run. "
+            "Not examined (not recorded): losses against that of guessing, single classes.",
             id="polished",
         ),
         pytest.param(
@@ -91,9 +99,97 @@ def test_a_page_begins_with_how_the_run_went(
 ) -> None:
     monkeypatch.setattr("largebatch.report.page.make_svg", lambda *_, **__: "<svg></svg>")
     run = read_run(make(tmp_path / "run"))
-    good = words.startswith(("The run finished and", "Polishing is done"))
-    assert verdict(run) == Verdict(words, good=good)
-    assert f'<p class="verdict{" good" * good}">{words}</p>' in make_page(run)
+    assert verdict(run) == Verdict(words, good=False)
+    assert f'<p class="verdict">{words}</p>' in make_page(run)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_page_is_green_only_where_everything_was_examined(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("largebatch.report.page.make_svg", lambda *_, **__: "<svg></svg>")
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.train(0, 600)
+    run.end("train", 600, 0.95, wrong=range(18) if recorded else None)
+    fake_runs.give_recipe(run.write())
+    found = verdict(read_run(run.folder))
+    assert found.good == recorded
+    assert found.words.endswith(" Not examined (not recorded): single classes.") != recorded
+    assert f'<p class="verdict{" good" * recorded}">' in make_page(read_run(run.folder))
+
+
+def test_a_loss_that_is_no_number_stands_out_where_classes_were_not_recorded(
+    tmp_path: Path,
+) -> None:
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.train(0, 600)
+    run.evaluate("train", 15, 0.2)
+    run.records[-1]["loss"] = None
+    run.end("train", 600, 0.95)
+    found = verdict(read_run(run.write()))
+    assert "What stands out: the validation loss was no number at epoch 1." in found.words
+
+
+@pytest.mark.parametrize(
+    ("losses", "training", "words"),
+    [
+        pytest.param([5.0, 4.7], 1.0, None, id="usual"),
+        pytest.param([math.nan, 4.7], 1.0, "validation loss was no number at epoch 1", id="NaN"),
+        pytest.param(
+            [93.0, 4.7],
+            1.0,
+            "the validation loss was 93 at epoch 1, where equal probabilities for all 10,000 words "
+            "have 9.21",
+            id="wild",
+        ),
+        pytest.param([9.6, 9.5], 1.0, "the validation loss ends at 9.5", id="guessing"),
+        pytest.param([5.0, 4.7], 18.0, "the training loss ends at 9.9", id="unfit"),
+        pytest.param([5.0, math.nan], 1.0, "its validation loss ends as no number", id="lost"),
+    ],
+)
+def test_a_language_model_is_examined_too(
+    losses: list[float], training: float, words: str | None, tmp_path: Path
+) -> None:
+    run = FakeRun(tmp_path / "run", clean_steps=0)
+    run.train(0, 600)
+    for record in run.records[1:]:
+        record["loss"] *= training
+    run.evaluate("train", 15, 0.2)
+    run.end("train", 600, 0.2)
+    evaluations = [record for record in run.records if record["event"] == "evaluation"]
+    for record, loss in zip(evaluations, losses, strict=True):
+        lost = math.isnan(loss)
+        perplexity = None if lost else math.exp(loss)
+        record |= {"loss": None if lost else loss, "perplexity": perplexity}
+    run.write()
+    (run.folder / "recipe.yaml").write_text(dump_recipe(load_recipe("ptb_lstm_20")))
+    found = verdict(read_run(run.folder))
+    assert found.good == (words is None)
+    assert words is None or words in found.words
+
+
+@pytest.mark.parametrize(("factor", "stands_out"), [(2.2, False), (3.2, True)])
+def test_what_label_smoothing_leaves_of_a_training_loss_does_not_stand_out(
+    factor: float, stands_out: bool, tmp_path: Path
+) -> None:
+    finished(tmp_path / "run", wrong=evenly(20), training=factor)
+    fake_runs.give_recipe(tmp_path / "run", "loss.label_smoothing=0.1")
+    found = verdict(read_run(tmp_path / "run"))
+    assert found.good != stands_out
+    words = "the training loss ends at 1.77 (0.5 of it by label smoothing), where equal"
+    assert (words in found.words) == stands_out
+
+
+@pytest.mark.parametrize("off_target", ["all", "others"])
+def test_the_floor_of_label_smoothing_is_the_lowest_loss_that_the_criterion_reaches(
+    off_target: OffTarget,
+) -> None:
+    criterion = cross_entropy(smoothing=0.2, off_target=off_target)
+    floor = smoothing_floor(Loss(label_smoothing=0.2, off_target=off_target), 5)
+    logits = torch.zeros(1001, 5)
+    logits[:, 2] = torch.linspace(1.5, 4.0, 1001)
+    reached = min(criterion(row[None], torch.tensor([2])).item() for row in logits)
+    assert reached == pytest.approx(floor, abs=1e-5)
 
 
 def finished(

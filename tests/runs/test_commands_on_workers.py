@@ -113,7 +113,8 @@ def test_threads_of_run_sleep_too_for_they_begin_after_the_choice(
     [
         pytest.param({}, 2, True, id="too late"),
         pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, 2, False, id="chosen in time"),
-        pytest.param({"OMP_NUM_THREADS": "2"}, 2, False, id="threads chosen"),
+        pytest.param({"OMP_NUM_THREADS": "2"}, 2, True, id="threads chosen"),
+        pytest.param({"OMP_NUM_THREADS": "1"}, 2, False, id="one thread chosen"),
         pytest.param({}, 1, False, id="one thread"),
     ],
 )
@@ -130,7 +131,9 @@ def test_a_program_whose_threads_spin_is_told_what_to_import_first(
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(build, "available_cores", lambda: cores)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    threads = [int(chosen.get("OMP_NUM_THREADS", 1))]
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     with build.join(Options(out=tmp_path), {}):
         pass
     assert ("import run from largebatch before torch" in caplog.text) == warned

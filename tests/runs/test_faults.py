@@ -66,7 +66,7 @@ def saves(folder: Path) -> list[int]:
 
 @pytest.fixture
 def full_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Let the disk be full after so many more files have been written."""
+    """Make the disk full after so many more files have been written."""
 
     def fill(files: int) -> None:
         left = iter(range(files))
@@ -137,6 +137,7 @@ def test_a_folder_that_a_full_disk_left_at_the_start_can_be_used(
     assert [path.name for path in out.iterdir()] == ["log.jsonl"]
     monkeypatch.undo()
     (out / ".recipe.yaml.0123.partial").write_bytes(b"killed")
+    (out / "checkpoints").mkdir()
     run(recipe(), out=out, **again)
     assert_same_end(out, whole)
     assert not list(out.glob(".*"))
@@ -170,7 +171,7 @@ def test_a_folder_that_is_removed_is_the_error_that_is_reported(
         return real(trainer)
 
     monkeypatch.setattr(Trainer, "comparison_is_due", remove)
-    with pytest.raises(CheckpointError, match="was removed while the run wrote to it"):
+    with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
         run(recipe(), out=out)
     assert not out.exists()
 

@@ -112,7 +112,7 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the folder, else of the checkpoint; a new one where neither has one."""
+    """The id is the folder's, else the checkpoint's; a new one where neither has one."""
     monkeypatch.setattr("largebatch.tracking.wandb.require_wandb", FakeWandb)
     if there is not None:
         (tmp_path / "wandb-id").write_text(there)
@@ -191,7 +191,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     """Without it there is no report."""
     with closing(JsonLines(tmp_path / "log.jsonl", resume=False)) as tracker:
         (tmp_path / "log.jsonl").unlink()
-        with pytest.raises(CheckpointError, match="was removed while the run wrote to it"):
+        with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
             record([tracker], STEPS[0])
 
 

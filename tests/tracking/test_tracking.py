@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from largebatch.errors import CheckpointError, MissingPackageError
+from largebatch.errors import CheckpointError, LogError, MissingPackageError
 from largebatch.recipe.plan import Plan
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
@@ -178,6 +178,40 @@ def test_a_log_that_is_replaced_gives_its_folder_to_no_other_run(
     assert read(path) == [START, STEPS[0]]
 
 
+def test_a_run_whose_folder_is_moved_ends_and_a_new_folder_at_its_path_has_one_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("run/log.jsonl")
+    path.parent.mkdir()
+    first = JsonLines(path, resume=False)
+    first.record(START)
+    path.parent.rename("moved")
+    with pytest.raises(LogError, match="was removed or moved while the run wrote to it"):
+        first.record(STEPS[0])
+    path.parent.mkdir()
+    second = JsonLines(path, resume=False)
+    with pytest.raises(LogError, match="was replaced by another file while"):
+        first.record(STEPS[0])
+    monkeypatch.chdir("moved")  # as a program that calls `run` may do
+    second.record(START)
+    for log in (first, second):
+        log.close()
+    assert read(tmp_path / path) == read(tmp_path / "moved/log.jsonl") == [START]
+
+
+def test_a_log_whose_path_cannot_be_reached_is_an_error_in_words(tmp_path: Path) -> None:
+    folder, loop = tmp_path / "run", tmp_path / "loop"
+    folder.mkdir()
+    log = JsonLines(folder / "log.jsonl", resume=False)
+    folder.rename(tmp_path / "moved")
+    loop.symlink_to(folder)
+    folder.symlink_to(loop)
+    with pytest.raises(LogError, match=r"log.jsonl: cannot be reached: Too many levels .*--resume"):
+        log.record(START)
+    log.close()
+
+
 def test_a_log_of_another_folder_under_a_second_name_has_one_owner_too(tmp_path: Path) -> None:
     here, there = (tmp_path / name / "log.jsonl" for name in ("here", "there"))
     for path in (here, there):
@@ -193,7 +227,7 @@ def test_a_log_that_is_removed_or_cannot_grow_is_an_error_in_words(tmp_path: Pat
     path = tmp_path / "log.jsonl"
     log = JsonLines(path, resume=False)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"log.jsonl: was removed while the run wrote to it"):
+    with pytest.raises(CheckpointError, match=r"log.jsonl: was removed or moved while the run"):
         log.record(START)
     log.close()
     full = JsonLines(path, resume=False)

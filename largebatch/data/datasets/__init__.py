@@ -11,6 +11,7 @@ from typing import Any
 
 from largebatch.data.datasets import arrays, image_folder, parquet
 from largebatch.data.datasets.packing import DataSet, write_shards
+from largebatch.errors import SHOWN, shorten
 from largebatch.storage import Progress, require_new
 
 
@@ -45,5 +46,7 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
         bad = write_shards(
             data_set, out, shard_bytes=shard_bytes, progress=progress, drop_bad=drop_bad
         )
-    left_out = [f"{len(bad)} of {sum(data_set.sizes.values())} images left out:"] if bad else []
-    return [*data_set.remarks, *left_out, *(f"  {each}" for each in bad)]
+    if not bad:
+        return data_set.remarks
+    left_out = f"{len(bad)} of {sum(data_set.sizes.values())} images left out:"
+    return [*data_set.remarks, shorten([left_out, *map(str, bad)], most=1 + SHOWN, between="\n  ")]

@@ -7,7 +7,7 @@ shards from front to back without this package's index should shuffle: they are 
 
 import io
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ class DataSet:
 def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:
     """Copy the images of `root/{train,val}` into shards; what their indexes drop stays out.
 
-    Shards are divided anew: the order of their samples stays.
+    The samples keep their order and are divided into new shards.
     """
     train, val = (load_or_read(root, split) for split in ("train", "val"))
     check_same_classes(train, val)
@@ -104,6 +104,7 @@ def write_shards(
         )
     total, done = sum(data_set.sizes.values()), 0
     bad: list[Bad] = []
+    used: dict[str, set[int]] = {split: set() for split in data_set.sizes}
     with new_folder(out) as folder:
         text = "".join(f"{name}\n" for name in data_set.classes)
         (folder / CLASSES).write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -114,18 +115,32 @@ def write_shards(
                         bad.append(sample)
                     else:
                         writer.add(sample.content, extension=sample.extension, label=sample.label)
+                        used[split].add(sample.label)
                     done += 1
                     if done % PART == 0 or done == total:
                         progress(done, total)
-            if drop_bad and not writer.num_samples:
-                raise DataError(f"{out}: not written: no image of {split} can be used")
         if bad and not drop_bad:
             raise DataError(
                 f"{out}: not written: {len(bad)} of {total} images cannot be used; replace them, "
                 "or leave them out: the same `largebatch data import` with --drop-bad\n  "
                 + shorten(list(map(str, bad)), between="\n  ")
             )
+        _require_every_class(data_set.classes, used, out)
     return bad
+
+
+def _require_every_class(
+    classes: Sequence[str], used: Mapping[str, Collection[int]], out: Path
+) -> None:
+    """Raise DataError unless every class has one of the `used` labels in each split."""
+    for split, labels in used.items():
+        missing = [name for label, name in enumerate(classes) if label not in labels]
+        if missing:
+            raise DataError(
+                f"{out}: not written: {len(missing)} of {len(classes)} classes have no image in "
+                f"{split} that can be used: {shorten(missing)}; replace images of these classes, "
+                "or leave the classes out"
+            )
 
 
 def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Bad]:

@@ -32,7 +32,8 @@ class Location(NamedTuple):
     offset: int
     num_bytes: int
     mtime: int | None = None
-    """Of the file, in nanoseconds; None: of a shard, which was compared when the run started."""
+    """Modification time of the file in nanoseconds; None for a shard, which was compared when the
+    run started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Index:
     """Names, by label."""
 
     paths: Sequence[str]
-    """Of the files that hold the samples: one each, or the same shard for many."""
+    """Paths of the files that hold the samples: one each, or the same shard for many."""
 
     labels: IntArray
     heights: IntArray
@@ -63,7 +64,7 @@ class Index:
     """Where they begin in their files; None: each is a whole file."""
 
     mtimes: IntArray | None = None
-    """Of the files, in nanoseconds; None where files hold many images, or there are none."""
+    """Modification times in nanoseconds; None where files hold many images, or there are none."""
 
     bad: tuple[Bad, ...] = ()
     """Images that cannot be used and were left out."""
@@ -72,7 +73,7 @@ class Index:
     """Files that are not read, by kind, as they were when the index was made."""
 
     digest: str = ""
-    """Of the content: two indexes with one digest list the same images."""
+    """Digest of the content: two indexes with one digest list the same images."""
 
     trained: IntArray | None = None
     """The samples that a run may train on, rising; None: all of them."""
@@ -155,8 +156,8 @@ def open_content(
         reasons.append(f"{changed} (the index is {content.file})")
     if reasons:
         raise DataError(
-            f"{root}: the folder is not what its index was made from: {reasons[0]}. Make the index "
-            f"anew with: largebatch data index {root}"
+            f"{root}: the folder is not what its index was made from: {reasons[0]}. Rebuild the "
+            f"index with: largebatch data index {root}"
         )
     return make(root, split, progress=progress)
 
