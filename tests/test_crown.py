@@ -145,6 +145,17 @@ def test_workers_and_micro_batches_train_and_evaluate_as_plain_pytorch(
         check_case(solved[f"{case} {optimizer}"], crown.CASES[case], optimizer, sizes)
 
 
+@pytest.mark.long
+def test_32_workers_train_and_evaluate_as_plain_pytorch(tmp_path: Path) -> None:
+    """Four or eight of them share each span; some have no sample to evaluate."""
+    path, optimizers = tmp_path / "solved.pt", OPTIMIZERS[:2]
+    on_forked_workers(crown.solve_in_shares, "torch", path, optimizers, workers=32)
+    solved: dict[str, dict[str, Any]] = torch.load(path)
+    for accumulation, optimizer in product((1, 2), optimizers):
+        sizes = crown.SIZES if accumulation == 2 else CONSTANT
+        check_case(solved[f"{accumulation} {optimizer}"], "batchnorm", optimizer, sizes)
+
+
 def check_case(ours: dict[str, Any], net: str, optimizer: str, sizes: Sequence[int]) -> None:
     assert_equal(ours["state"], net, optimizer, chunk=SPAN, sizes=sizes)
     model = crown.net(net)

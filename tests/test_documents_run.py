@@ -33,7 +33,11 @@ def commands(page: Path) -> list[str]:
 
 def is_quick(command: str) -> bool:
     (words,) = arguments(command)
-    planned = "--cluster" in words and not any(word.endswith(".yaml") for word in words)
+    planned = (
+        words[0] == "plan"
+        and "--cluster" in words
+        and not any(word.endswith(".yaml") for word in words)
+    )
     return words[0] in QUICK or words[:2] == ["lr", "show"] or "--dry-run" in words or planned
 
 

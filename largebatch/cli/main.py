@@ -28,6 +28,7 @@ from largebatch.cli import noise as cli_noise
 from largebatch.cli import polish as cli_polish
 from largebatch.cli import recipe as cli_recipe
 from largebatch.cli import referee as cli_referee
+from largebatch.cli import rehearse as cli_rehearse
 from largebatch.cli import study as cli_study
 from largebatch.cli import suggest as cli_suggest
 from largebatch.cli import sweep as cli_sweep
@@ -371,7 +372,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     for module in (
         *(cli_polish, cli_recipe, cli_init, cli_suggest, cli_noise, cli_referee, cli_sweep),
-        cli_launch,
+        *(cli_launch, cli_rehearse),
     ):
         module.add_commands(command)
 

@@ -84,7 +84,7 @@ def require_known(recipe: Recipe, cluster: Cluster) -> None:
     """Raise ClusterError where nothing is known of the recipe's model on this cluster."""
     if recipe.polish is not None and recipe.polish.swap is not None:
         raise PlanError("polish.swap: the planner has no model of replicas; --set polish.swap=null")
-    _require_cacheable(recipe)
+    require_cacheable(recipe)
     found = cluster.measured
     if found is None:
         if recipe.model.name not in NETWORKS:
@@ -123,7 +123,7 @@ def cached_bytes(recipe: Recipe) -> int:
     return 3 * recipe.data.train_samples * recipe.images.image_size**2
 
 
-def _require_cacheable(recipe: Recipe) -> None:
+def require_cacheable(recipe: Recipe) -> None:
     """Raise PlanError where execution.cache refuses the images, however small they are."""
     cache, least = recipe.execution.cache, cached_bytes(recipe)
     if cache is not None and least > CACHED_BYTES:

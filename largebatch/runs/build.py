@@ -276,7 +276,7 @@ def build_trainer(
         require_trainable(model, recipe)
         require_tensors(model, recipe)
         require_inputs(recipe, {piece.image_size for piece in plan.sizes})
-    state = _build_state(here, plan, model, backend)
+    state = build_state(here, plan, model, backend)
     trackers: list[Tracker] = []
     emit = partial(record, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
@@ -323,7 +323,8 @@ def _retention(recipe: Recipe) -> Retention:
     return Retention(last=section.keep_last, every=section.keep_every)
 
 
-def _build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
+def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
+    """Build what training changes: the optimizer, the schedule, what sums gradients, averages."""
     schedule, plateau = build_schedule(recipe), recipe.schedule.plateau
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)

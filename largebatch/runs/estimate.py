@@ -57,10 +57,10 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
         smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
     )
     most, span = max(2, plan.device_batch), plan.bn_span or 1
-    num, seconds, kept, side = 2, 0.0, 0, _largest(recipe, plan)
+    num, seconds, kept, side = 2, 0.0, 0, largest_side(recipe, plan)
     for attempt in count():
-        images, labels = _batch(recipe, num, side, backend.device)
-        with _saved_bytes(model) as found:
+        images, labels = random_batch(recipe, num, side, backend.device)
+        with saved_bytes(model) as found:
             begun = time.perf_counter()
             criterion(model(images), labels).backward()
             before, seconds = seconds, _elapsed(begun, backend.device)
@@ -72,7 +72,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     optimizer.step()
     update = _elapsed(begun, backend.device)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    kept_by_optimizer = sum(_tensor_bytes(optimizer.state_dict()["state"]))
+    kept_by_optimizer = sum(tensor_bytes(optimizer.state_dict()["state"]))
     polish = recipe.polish or Polish.model_construct()
     copies = 2 + (polish.ema is not None or polish.swa is not None)
     if polish.swap is not None:  # what replicas begin as, their sum in float64, another momentum
@@ -98,16 +98,16 @@ def _whole_spans(num: int, span: int) -> int:
     return num if num < span else num - num % span
 
 
-def _tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tensors and values
+def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tensors and values
     """Go through the tensors of an optimizer's state."""
     if isinstance(value, Tensor):
         yield value.nbytes
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensor_bytes(each)
+            yield from tensor_bytes(each)
 
 
-def _largest(recipe: Recipe, plan: Plan) -> int:
+def largest_side(recipe: Recipe, plan: Plan) -> int:
     """Return the largest side of the images that updates are made with."""
     sizes = [piece.image_size for piece in plan.sizes]
     if not sizes or plan.updates > plan.train_steps:
@@ -132,7 +132,10 @@ def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
     )
 
 
-def _batch(recipe: Recipe, num: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_batch(
+    recipe: Recipe, num: int, side: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return samples and labels of a recipe's shapes."""
     if isinstance(recipe.data, Text):
         words = torch.randint(recipe.data.vocabulary, (num, recipe.data.window + 1), device=device)
         return words[:, :-1], words[:, 1:]
@@ -147,15 +150,15 @@ def _elapsed(begun: float, device: torch.device) -> float:
 
 
 @contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes of what forward keeps for backward besides the weights, by its address."""
+def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield the bytes of what forward keeps for backward besides the weights, by its storage."""
     found: dict[int, int] = {}
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
+        storage = tensor.untyped_storage()  # fake tensors have one too, and no address
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -116,7 +116,7 @@ class StepLog:
         self._begun += seconds
         images = self._plan.batch_at(update.step)
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
-        sums = self._requests(update)
+        sums = self.requests(update)
         work = self._backend.all_reduce(sums)
         try:
             self.flush()
@@ -180,7 +180,7 @@ class StepLog:
         self.stopped = self.stopped or stop > 0
         return bool(found > 0)
 
-    def _requests(self, update: Update) -> Tensor:
+    def requests(self, update: Update) -> Tensor:
         """Return what is summed: the loss, whether to stop, whether to save (worker 0 alone)."""
         save = self._save_is_late
         bad = (~update.loss.isfinite()).to(update.loss.dtype)

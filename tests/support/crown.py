@@ -198,6 +198,23 @@ def solve_all(backend_name: BackendName, path: Path, optimizers: Sequence[str]) 
     backend.close()
 
 
+def solve_in_shares(backend_name: BackendName, path: Path, optimizers: Sequence[str]) -> None:
+    """Solve on so many workers that each holds less than a span; worker 0 writes the results."""
+    backend = connect(backend_name)
+    results = {}
+    for accumulation, kind in product((1, 2), optimizers):
+        changes = LARGER if accumulation == 2 else ()
+        model = solve(backend, "batchnorm", kind, accumulation=accumulation, changes=changes)
+        metrics = evaluate_each(model, backend)
+        results[f"{accumulation} {kind}"] = {
+            "state": model.state_dict(),
+            "evaluation": asdict(metrics),
+        }
+    if backend.rank == 0:
+        torch.save(results, path)
+    backend.close()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     name: Any = sys.argv[1]
