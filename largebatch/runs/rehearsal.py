@@ -57,7 +57,7 @@ class _Done:
 
 
 class Rehearsed:
-    """A Backend of which one worker is here; the others are thought of. It notes the messages."""
+    """A Backend with one real worker, which notes its messages; the others are simulated."""
 
     name = "torch"
     device = _CPU
@@ -139,10 +139,10 @@ class Rehearsal:
     """Bytes of the GPU's memory, where it is known."""
 
     messages: tuple[Message, ...]
-    """Of one update."""
+    """Messages of one update."""
 
     first_samples: tuple[int, ...]
-    """Of the worker's first device batch, by their numbers in the training data."""
+    """Numbers of the samples of the worker's first device batch, in the training data."""
 
     @property
     def fits(self) -> bool:

@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def whole(index: Index, size: int = 6) -> list[Request]:
-    """Ask for every image in turn."""
+    """Request every image in turn."""
     boxes, flips = np.tile([0, 0, 60, 80], (size, 1)), np.zeros(size, dtype=np.bool_)
     starts = range(0, len(index), size)
     return [Request(np.arange(start, start + size), boxes, flips) for start in starts]

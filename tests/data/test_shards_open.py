@@ -17,7 +17,7 @@ from largebatch.data.types import Request
 
 
 def whole(index: Index) -> list[Request]:
-    """Ask for every image in turn, four at a time."""
+    """Request every image in turn, four at a time."""
     parts = np.array_split(np.arange(len(index)), 4)
     return [clean_request(index, part, image_size=1, resize=None) for part in parts]
 

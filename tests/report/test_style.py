@@ -53,7 +53,7 @@ def test_every_colour_of_text_and_marks_has_enough_contrast(colours: dict[str, s
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_numbers_on_a_coloured_cell_have_enough_contrast(colours: dict[str, str]) -> None:
-    """Those of a transfer matrix and of a confusion matrix, at the strongest colour."""
+    """Numbers of a transfer matrix and of a confusion matrix, at the strongest colour."""
     for name, percent in (("clean", _STRONGEST), ("high", 60)):
         cell = mixed(colours[name], colours["paper"], percent)
         assert contrast(colours["ink"], cell) >= ENOUGH
