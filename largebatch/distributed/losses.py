@@ -20,7 +20,7 @@ class Losses:
 
     def note(self, worker: int) -> None:
         """Let all know that the others go on without a worker."""
-        self._store.append("all", f"{worker} ")
+        self._store.append("all", f"{worker} ")  # type: ignore[attr-defined]  # torch's stubs
         self._store.set(str(worker), "")
 
     def include(self, worker: int) -> bool:

@@ -146,7 +146,7 @@ def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
     def nbytes(tensor: Tensor) -> int:
         return tensor.nbytes
 
-    environment = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": workers}
+    environment: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank % 8, "WORLD_SIZE": workers}
     environment |= {"LOCAL_WORLD_SIZE": 8, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
