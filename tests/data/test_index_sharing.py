@@ -14,6 +14,7 @@ from largebatch.data.index import sharing
 from largebatch.data.index.file import Content
 from largebatch.data.index.index import Index, load_or_read, make, read_folder
 from largebatch.data.index.sharing import share_index
+from largebatch.distributed.backend import Work
 from largebatch.distributed.serial import Serial
 from largebatch.storage import write_whole
 
@@ -44,8 +45,9 @@ class Worker(Serial):
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self._exchange(tensor)[0])
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._exchange(tensor))
+    def all_reduce(self, tensor: Tensor) -> Work:
+        tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
+        return Serial.all_reduce(self, tensor)
 
     def barrier(self) -> None:
         self.group.meet.wait()
