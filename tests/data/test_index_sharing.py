@@ -14,7 +14,6 @@ from largebatch.data.index import sharing
 from largebatch.data.index.file import Content
 from largebatch.data.index.index import Index, load_or_read, make, read_folder
 from largebatch.data.index.sharing import share_index
-from largebatch.distributed.backend import Work
 from largebatch.distributed.serial import Serial
 from largebatch.storage import write_whole
 
@@ -45,7 +44,7 @@ class Worker(Serial):
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self._exchange(tensor)[0])
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- Serial's is private
         tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
         return Serial.all_reduce(self, tensor)
 
