@@ -167,11 +167,13 @@ def rehearse(
         )
     if cluster is not None:
         require_workers(cluster, workers)
-    require_cacheable(recipe)
+    if recipe.execution.cache is not None:
+        require_cacheable(recipe)
     plan = make_plan(recipe, workers=workers)
     each = None if cluster is None else min(cluster.gpus_per_node, workers)
     gpu = None if cluster is None else cluster.gpu
     backend = Rehearsed(rank=rank, workers=workers, local_size=each or 1)
+    require_inputs(recipe, {piece.image_size for piece in plan.sizes})
     memory = _update(recipe, plan, backend)
     trained, _, _ = divide_samples(recipe, recipe.data.train_samples, recipe.data.val_samples)
     positions = plan.positions(0, 0, rank)
@@ -194,14 +196,15 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
     with FakeTensorMode():
         model = in_precision(new_model(recipe), recipe, _CPU)
         require_trainable(model, recipe)
-        require_inputs(recipe, {piece.image_size for piece in plan.sizes})
-        short = replace(plan, accumulation=_passes(plan), batch_changes=())
-        state = build_state(recipe, short, model, backend)
+        short = replace(plan, accumulation=_passes(plan), batch_changes=(), swa_steps=0)
+        # Fake tensors cannot be copied, as an average of the weights begins.
+        state = build_state(recipe.model_copy(update={"polish": None}), short, model, backend)
         activations = activation_bytes(recipe, plan, model)
         backend.messages.clear()
         _make_update(recipe, short, state, backend, passes=plan.accumulation)
-        average = sum(tensor_bytes(state.average.state_dict())) if state.average else 0
         weights = list(model.parameters())
+        held = sum(tensor.nbytes for tensor in (*weights, *model.buffers()))
+        averages = recipe.polish is not None and (recipe.polish.ema or plan.swa_steps)
         exact = kept_exact(recipe, model)
         shorter = [weight for weight in weights if weight not in exact]
         sent = 0 if recipe.reduction.dtype == "fp32" else 2 * sum(w.numel() for w in shorter)
@@ -210,7 +213,7 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
             buffers=sum(buffer.nbytes for buffer in model.buffers()),
             gradients=sum(weight.nbytes for weight in weights if weight.requires_grad) + sent,
             optimizer=0,
-            average=average,
+            average=held if averages else 0,
             activations=activations,
         )
 

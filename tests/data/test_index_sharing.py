@@ -44,8 +44,9 @@ class Worker(Serial):
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self._exchange(tensor)[0])
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._exchange(tensor))
+    def all_reduce(self, tensor: Tensor) -> Any:  # noqa: ANN401 -- Serial's is private
+        tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
+        return Serial.all_reduce(self, tensor)
 
     def barrier(self) -> None:
         self.group.meet.wait()
