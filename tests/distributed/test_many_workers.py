@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
 def asked(counts: Counts) -> Asked:
     return Asked(
-        counts.store.requests,
+        counts.store.requests - counts.store.beats,
         counts.groups,
         Counter(counts.collectives),
         counts.received,

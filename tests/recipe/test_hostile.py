@@ -162,7 +162,7 @@ def pipe(path: Path) -> Path:
     [
         pytest.param(pipe, "a recipe is a file, this is a pipe", id="pipe"),
         pytest.param(lambda _: Path("/dev/zero"), "this is a pipe or a device", id="device"),
-        pytest.param(lambda path: path.parent, "Is a directory", id="folder"),
+        pytest.param(lambda path: path.parent, "a folder, expected a recipe", id="folder"),
         pytest.param(lambda path: path / ("x" * 5_000), "File name too long", id="long name"),
         pytest.param(
             lambda _: Path("x" * 5_000), "neither a file nor an inst", id="long bare name"

@@ -31,6 +31,8 @@ class CountingStore(Store):
         super().__init__()
         self.content = {key: str(value).encode() for key, value in content.items()}
         self.requests = self.keys = self.bytes = 0
+        self.beats = 0
+        """Requests that note that a worker is busy: how many, time decides."""
 
     def _note(self, *sent: str | bytes, keys: int = 1) -> None:
         self.requests += 1
@@ -51,6 +53,7 @@ class CountingStore(Store):
     def add(self, key: str, number: int) -> int:
         """Add to a number."""
         total = int(self.content.get(key, b"0")) + number
+        self.beats += key.endswith("busy") and number > 0
         self.content[key] = str(total).encode()
         self._note(key, self.content[key])
         return total

@@ -51,6 +51,7 @@ class Second:
             held_out=lambda: iter(batches),
             validation=lambda: iter(batches),
             validation_samples=np.arange(10),
+            evaluated_samples=np.arange(10),
             classes=tuple("abcde"),
         )
         plan: Any = SimpleNamespace(val_samples=10, epoch=float)
