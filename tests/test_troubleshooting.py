@@ -20,7 +20,7 @@ from threads import Thread, on_threads
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch import errors
+from largebatch import accelerator, errors
 from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
@@ -235,8 +235,7 @@ def polished_without_a_group() -> None:
 
 def more_workers_than_gpus() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.cuda.is_available", lambda: True)
-        patch.setattr("torch.cuda.device_count", lambda: 1)
+        patch.setattr(accelerator, "count", lambda: 1)
         pick_device(0, 2)
 
 

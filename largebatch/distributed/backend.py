@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.errors import BackendError
 
 
@@ -109,13 +110,12 @@ def pick_device(local_rank: int, local_size: int) -> torch.device:
 
     Raises BackendError where a machine has GPUs, but fewer than workers.
     """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_size > torch.cuda.device_count():
+    number = accelerator.count()
+    if number == 0:
+        return accelerator.CPU
+    if local_size > number:
         raise BackendError(
-            f"{local_size} workers on a machine with {torch.cuda.device_count()} GPU; start as "
-            "many workers as GPUs, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            f"{local_size} workers on a machine with {number} GPU; start as many workers as GPUs, "
+            f"or set {accelerator.visible_devices_variable()}= to compute on the CPU"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return accelerator.choose(local_rank)

@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import (
     LAUNCHER,
@@ -58,10 +59,7 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
 
 def _adopted(name: BackendName) -> Backend | None:
     """Return the workers that this process has connected by itself, on the device it has chosen."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    running = _running(device)
+    running = _running(accelerator.current())
     return running if running is not None and name in {"auto", running.name} else None
 
 

@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.distributed.agreement import require_agreement, shape
 from largebatch.distributed.backend import own_part, pick_device
 from largebatch.distributed.environment import (
@@ -265,7 +266,7 @@ class Horovod(RunningHorovod):
 
     def __init__(self, hvd: ModuleType, watch: Watch | None = None) -> None:
         device = pick_device(hvd.local_rank(), hvd.local_size())
-        if device.type == "cuda" and not _supports_gpus(hvd):
+        if accelerator.is_remote(device) and not _supports_gpus(hvd):
             raise BackendError(
                 "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
                 f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "

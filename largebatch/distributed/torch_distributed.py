@@ -191,7 +191,7 @@ class TorchDistributed(RunningTorch):
         alone = local_size == int(os.environ["WORLD_SIZE"])
         if alone:
             use_loopback()
-        kind = "nccl" if device.type == "cuda" else "gloo"
+        kind = dist.get_default_backend_for_device(device)
         self._limit = timedelta(seconds=timeout) + _LATER
         with lost_peers_named(int(os.environ["RANK"])):
             store, rank, world_size = _open_store(self._limit, alone=alone)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
@@ -32,9 +33,9 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._seconds: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
 
     def __enter__(self) -> None:
         self._mark()
@@ -43,10 +44,8 @@ class Stopwatch:
         self._mark()
 
     def _mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+        if accelerator.is_remote(self._device):
+            self._events.append(accelerator.event(self._device, enable_timing=True))
         else:
             self._seconds.append(time.perf_counter())
 
@@ -119,7 +118,7 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     scale = scaler.get_scale()
     for step in steps:
         model.train()
-        seed_generators(seed(step), reducer.device)
+        accelerator.seed(seed(step), reducer.device)
         lr, scaled_by = schedule(step), scale
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -161,13 +160,3 @@ def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:
     """Return the seed of each step on one worker: counter-based, different on every worker."""
     return lambda step: int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what this worker draws from; torch.manual_seed costs half a millisecond without a GPU.
-
-    For every kind of device that is not there it notes the call with the whole stack.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.plan import Plan
@@ -82,8 +83,7 @@ class StepLog:
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
         self._pending: _Pending | None = None
-        on_gpu = backend.device.type == "cuda"
-        self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
+        self._stream = accelerator.stream(backend.device)
         self._begun = time.perf_counter()
         self.stopped = False
         """Whether any worker was asked to stop."""
@@ -196,8 +196,7 @@ class StepLog:
         """Return what makes the stream of the log wait for the sums, and for nothing later."""
         if self._stream is None:
             return work.wait
-        stream, made = self._stream, torch.cuda.Event()
-        made.record()
+        stream, made = self._stream, accelerator.event(self._backend.device)
 
         def arrive() -> None:
             stream.wait_event(made)
@@ -215,7 +214,7 @@ class StepLog:
             return
         pending, self._pending = self._pending, None
         step = pending.step
-        with torch.cuda.stream(self._stream):  # not behind the update that was queued since
+        with accelerator.on(self._stream):  # not behind the update that was queued since
             pending.arrive()
             sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
             own = pending.own.tolist()  # sync: with the same
@@ -274,8 +273,7 @@ class StepLog:
 
 def _copied(values: Sequence[float], *, to: Tensor) -> Tensor:
     """Return numbers on the device of a tensor, in its type; a GPU is not waited for."""
-    on_gpu = to.device.type == "cuda"
-    there = torch.tensor(values, dtype=to.dtype, pin_memory=on_gpu)
+    there = torch.tensor(values, dtype=to.dtype, pin_memory=accelerator.is_remote(to.device))
     return there.to(to.device, non_blocking=True)
 
 

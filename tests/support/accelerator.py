@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import SimpleNamespace
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -325,10 +326,24 @@ class Stream:
         pass
 
 
-class _Module:
-    """What torch asks of torch.sim, the module of the device."""
+SEEDS: Counter[int] = Counter()
+"""How often the device was given each seed."""
 
-    manual_seeds: ClassVar[Counter[int]] = Counter()
+MEMORY = 2**34
+"""Bytes of the device."""
+
+
+class _Module:
+    """What is asked of torch.sim, the module of the device."""
+
+    def get_device_name(self, _: object = None) -> str:
+        return "simulated"
+
+    def get_device_properties(self, _: object = None) -> SimpleNamespace:
+        return SimpleNamespace(name="simulated", total_memory=MEMORY)
+
+    def max_memory_allocated(self, _: object = None) -> int:
+        return 0
 
     def is_initialized(self) -> bool:
         return True
@@ -348,7 +363,7 @@ class _Module:
         return False
 
     def manual_seed(self, seed: int) -> None:
-        self.manual_seeds[seed] += 1
+        SEEDS[seed] += 1
 
     manual_seed_all = manual_seed
 
