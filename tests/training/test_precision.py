@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from largebatch.runs.build import build_model
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Stopwatch, Update, train
-from largebatch.training.state import Progress
+from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
@@ -84,7 +84,8 @@ def solve(backend: Backend, poison: Poison, *, scaled: bool = True) -> list[dict
             steps=range(STEPS), accumulation=1, global_batch=4 * backend.world_size,
             seed=lambda step: step,
         ):  # fmt: skip
-            seen.append({"skipped": update.skipped, "scale": update.loss_scale,
+            skipped = update.skipped is not None and bool(update.skipped)
+            seen.append({"skipped": skipped, "scale": update.loss_scale.item(),
                          "loss": update.loss.item(), **state_of(model, optimizer)})  # fmt: skip
             step += 1
     return seen
@@ -183,9 +184,8 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
 
 def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
     events: list[Step | System | Note] = []
-    progress = Progress()
-    scaler = GradScaler("cpu")
-    state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
+    scaler, updater = GradScaler("cpu"), cast("Any", None)
+    state: Any = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
     plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
     log = StepLog(
         load_recipe(DIGITS, ["precision=fp16"]),
@@ -196,7 +196,8 @@ def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
         wants_stop=lambda: False,
     )
     nan, finite, waited = torch.tensor(float("nan")), torch.tensor(False), Stopwatch(CPU.device)
-    log.add("train", Update(0, 0.1, nan, 1.0, True, finite, waited, waited))
+    one, half = torch.tensor(1.0), torch.tensor(0.5)
+    log.add("train", Update(0, 0.1, nan, one, ~finite, finite, waited, waited, one))
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
-        log.add("train", Update(1, 0.1, nan, 0.5, True, finite, waited, waited))
+        log.add("train", Update(1, 0.1, nan, half, ~finite, finite, waited, waited, one))
     assert (state.progress.skipped, len(events)) == (2, 2)
