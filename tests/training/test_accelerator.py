@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import accelerator
 import late_group
@@ -14,6 +14,7 @@ from accelerator import COUNTS
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
@@ -23,6 +24,7 @@ from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
+from largebatch.optim.sgd import build_sgd
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
 
@@ -46,6 +48,24 @@ def data() -> tuple[Tensor, Tensor]:
     return images, torch.randint(10, (2 * SAMPLES,), generator=generator)
 
 
+def lars(network: nn.Module) -> Optimizer:
+    return LARS(param_groups(network, weight_decay=1e-4), lr=0.1)
+
+
+def lars_outside(network: nn.Module) -> Optimizer:
+    return LARS(param_groups(network, weight_decay=1e-4), lr=0.1, convention="outside")
+
+
+def sgd(network: nn.Module) -> Optimizer:
+    """Return the SGD of a run in fp16."""
+    groups = [{"params": list(network.parameters()), "weight_decay": 1e-4}]
+    return build_sgd(groups, lr=0.1, momentum=0.9, nesterov=True, scaled=True)
+
+
+OVERFLOWS = 2.0**18
+"""A loss scale of which half does not overflow, so that every other update is skipped."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What an update is made with."""
@@ -53,6 +73,11 @@ class Case:
     span: int = SAMPLES
     accumulation: int = 1
     precision: torch.dtype = torch.float32
+    optimizer: Callable[[nn.Module], Optimizer] = lars
+    init_scale: float = 2.0**10
+
+
+HALF = Case(precision=torch.float16)
 
 
 def updates(
@@ -60,7 +85,7 @@ def updates(
 ) -> tuple[nn.Module, list[float], dict[str, int]]:
     """Train; return the model, the losses, and what the last update asked of the device."""
     network = with_span((network or small()).to(backend.device), case.span)
-    optimizer = LARS(param_groups(network, weight_decay=1e-4), lr=0.1)
+    optimizer = case.optimizer(network)
     if case.precision is not torch.float32:
         lower = torch.autocast(backend.device.type, case.precision)
         network.forward = lower(network.forward)
@@ -76,16 +101,25 @@ def updates(
             cross_entropy(smoothing=0.0, off_target="all"),
             reducer,
             Spans(network, backend),
-            GradScaler(backend.device.type, enabled=case.precision is torch.float16),
+            GradScaler(
+                backend.device.type,
+                enabled=case.precision is torch.float16,
+                init_scale=case.init_scale,
+                growth_interval=1,
+            ),
             steps=range(STEPS),
             accumulation=case.accumulation,
             global_batch=SAMPLES * case.accumulation * backend.world_size,
             seed=step_seeds(0, 0),
         )
+        skipped = []
         for _ in range(STEPS):
             COUNTS.clear()
-            losses.append(next(made).loss)
+            update = next(made)
             counts = COUNTS.totals()
+            losses.append(update.loss)
+            skipped.append(update.skipped)
+    counts["skipped"] = sum(each is not None and bool(each) for each in skipped)
     return network, [loss.item() for loss in losses], counts
 
 
@@ -113,9 +147,10 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
 def on_both(case: Case) -> dict[str, float]:
     """Return how far apart the CPU and the device are, and the counts of an update."""
     device = accelerator.simulate()  # first, for autograd notes the devices in its first pass
-    expected, losses, _ = updates(Serial(CPU), case)
+    expected, losses, cpu = updates(Serial(CPU), case)
     network, ours, counts = updates(Serial(device), case)
     apart = float((torch.tensor(ours) - torch.tensor(losses)).abs().max())
+    assert counts["skipped"] == cpu["skipped"]
     return {**counts, "weights": difference(network, expected), "losses": apart}
 
 
@@ -126,15 +161,22 @@ def on_both(case: Case) -> dict[str, float]:
         pytest.param(Case(span=4), id="two spans"),
         pytest.param(Case(span=4, accumulation=2), id="accumulated"),
         pytest.param(Case(precision=torch.bfloat16), id="bf16"),
-        pytest.param(Case(precision=torch.float16), id="fp16"),
+        pytest.param(HALF, id="fp16"),
+        pytest.param(replace(HALF, optimizer=sgd), id="fp16, SGD"),
+        pytest.param(replace(HALF, init_scale=OVERFLOWS), id="skipped"),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, optimizer=lars_outside), id="skipped, outside"
+        ),
+        pytest.param(replace(HALF, init_scale=OVERFLOWS, optimizer=sgd), id="skipped, SGD"),
     ],
 )
 def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
+    """Those that are skipped too: the first of all, and one after the loss scale has grown."""
     found = on_forked_workers(on_both, case, workers=1)
     assert found["losses"] < 1e-6
     assert found["weights"] < 1e-6
-    if case.precision is not torch.float16:
-        assert found["syncs"] == found["transfers"] == found["pageable"] == 0
+    assert found["skipped"] == (2 if case.init_scale == OVERFLOWS else 0)
+    assert found["syncs"] == found["transfers"] == found["pageable"] == 0
 
 
 def budgets() -> dict[str, dict[str, int]]:
