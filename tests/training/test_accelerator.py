@@ -1,8 +1,12 @@
 """Updates on a simulated accelerator: the numbers of the CPU, and what they ask of the device."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import accelerator
 import late_group
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from largebatch import load_recipe
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
@@ -25,11 +30,18 @@ from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
-from largebatch.training.loop import step_seeds, train
+from largebatch.optional import require_schedulefree
+from largebatch.recipe.plan import make_plan
+from largebatch.tracking.events import Step
+from largebatch.training.averages import EMA
+from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.loss import cross_entropy
+from largebatch.training.state import TrainState, Updater
+from largebatch.training.step_log import StepLog
 
 CPU = torch.device("cpu")
-SAMPLES, STEPS = 8, 3
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
+SAMPLES = 8
 
 
 def small() -> nn.Module:
@@ -75,52 +87,62 @@ class Case:
     precision: torch.dtype = torch.float32
     optimizer: Callable[[nn.Module], Optimizer] = lars
     init_scale: float = 2.0**10
+    steps: int = 3
 
 
 HALF = Case(precision=torch.float16)
+
+
+@contextmanager
+def training(
+    backend: Backend, case: Case, network: nn.Module | None = None
+) -> Iterator[tuple[TrainState, Iterator[Update]]]:
+    """Provide a state, and the updates that change it."""
+    network = with_span((network or small()).to(backend.device), case.span)
+    if case.precision is not torch.float32:
+        lower = torch.autocast(backend.device.type, case.precision)
+        network.forward = lower(network.forward)
+    parts = list(zip(*(part.to(backend.device).chunk(2) for part in data()), strict=True))
+    batches = itertools.cycle(Batch(*part) for part in parts[backend.rank :: backend.world_size])
+    scaler = GradScaler(
+        backend.device.type,
+        enabled=case.precision is torch.float16,
+        init_scale=case.init_scale,
+        growth_interval=1,
+    )
+    with Reducer(network.named_parameters(), backend) as reducer:
+        updater = Updater(case.optimizer(network), lambda _: 0.1, reducer)
+        made = train(
+            network,
+            updater.optimizer,
+            batches,
+            updater.schedule,
+            cross_entropy(smoothing=0.0, off_target="all"),
+            reducer,
+            Spans(network, backend),
+            scaler,
+            steps=range(case.steps),
+            accumulation=case.accumulation,
+            global_batch=SAMPLES * case.accumulation * backend.world_size,
+            seed=step_seeds(0, 0),
+        )
+        yield TrainState(model=network, updater=updater, scaler=scaler, average=None), made
 
 
 def updates(
     backend: Backend, case: Case, network: nn.Module | None = None
 ) -> tuple[nn.Module, list[float], dict[str, int]]:
     """Train; return the model, the losses, and what the last update asked of the device."""
-    network = with_span((network or small()).to(backend.device), case.span)
-    optimizer = case.optimizer(network)
-    if case.precision is not torch.float32:
-        lower = torch.autocast(backend.device.type, case.precision)
-        network.forward = lower(network.forward)
-    parts = list(zip(*(part.to(backend.device).chunk(2) for part in data()), strict=True))
-    batches = itertools.cycle(Batch(*part) for part in parts[backend.rank :: backend.world_size])
-    losses = []
-    with Reducer(network.named_parameters(), backend) as reducer:
-        made = train(
-            network,
-            optimizer,
-            batches,
-            lambda _: 0.1,
-            cross_entropy(smoothing=0.0, off_target="all"),
-            reducer,
-            Spans(network, backend),
-            GradScaler(
-                backend.device.type,
-                enabled=case.precision is torch.float16,
-                init_scale=case.init_scale,
-                growth_interval=1,
-            ),
-            steps=range(STEPS),
-            accumulation=case.accumulation,
-            global_batch=SAMPLES * case.accumulation * backend.world_size,
-            seed=step_seeds(0, 0),
-        )
-        skipped = []
-        for _ in range(STEPS):
+    losses, skipped = [], []
+    with training(backend, case, network) as (state, made):
+        for _ in range(case.steps):
             COUNTS.clear()
             update = next(made)
             counts = COUNTS.totals()
             losses.append(update.loss)
             skipped.append(update.skipped)
     counts["skipped"] = sum(each is not None and bool(each) for each in skipped)
-    return network, [loss.item() for loss in losses], counts
+    return state.model, [loss.item() for loss in losses], counts
 
 
 def plain_counts(device: torch.device) -> dict[str, int]:
@@ -177,6 +199,74 @@ def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
     assert found["weights"] < 1e-6
     assert found["skipped"] == (2 if case.init_scale == OVERFLOWS else 0)
     assert found["syncs"] == found["transfers"] == found["pageable"] == 0
+
+
+def waiting_sgd(network: nn.Module) -> Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+
+def schedule_free(network: nn.Module) -> Optimizer:
+    optimizer: Optimizer = require_schedulefree().SGDScheduleFree(network.parameters(), lr=0.1)
+    optimizer.train()  # type: ignore[attr-defined]  # schedulefree's have it
+    return optimizer
+
+
+@pytest.mark.parametrize("optimizer", [waiting_sgd, schedule_free])
+def test_an_optimizer_that_cannot_skip_is_waited_for_once(
+    optimizer: Callable[[nn.Module], Optimizer],
+) -> None:
+    case = replace(HALF, optimizer=optimizer, init_scale=OVERFLOWS, steps=4)
+    found = on_forked_workers(on_both, case, workers=1)
+    assert (found["syncs"], found["skipped"]) == (1, 2)
+    assert found["weights"] < 1e-6
+
+
+def logged(device: torch.device) -> tuple[list[Step], TrainState]:
+    """Log updates of which every other is skipped; return their records, and the state."""
+    backend = Serial(device)
+    recipe = load_recipe(DIGITS, ["precision=fp16", "monitor=[trust_ratios]"])
+    events: list[Any] = []
+    with training(backend, replace(HALF, init_scale=OVERFLOWS, steps=6)) as (state, made):
+        state.average = EMA(state.model, decay=0.5)
+        plan = make_plan(recipe, workers=1)
+        log = StepLog(recipe, plan, backend, state, emit=events.append, wants_stop=lambda: False)
+        if device != CPU:
+            log._stream = accelerator.Stream()  # type: ignore[assignment]  # as CUDA has one
+        for update in made:
+            log.add("train", update)
+        assert (len(events), state.progress.skipped) == ((6, 3) if device == CPU else (5, 3))
+        log.flush()
+    return events, state
+
+
+def late_records() -> None:
+    device = accelerator.simulate()
+    expected, whole = logged(CPU)
+    with (
+        mock.patch.object(torch.cuda, "Event", accelerator.Event),
+        mock.patch.object(torch.cuda, "stream", nullcontext),
+    ):
+        found, state = logged(device)
+    scales = [OVERFLOWS / 2, OVERFLOWS] * 3
+    for records in (expected, found):
+        assert [record.skipped for record in records] == [True, False] * 3
+        assert [record.loss_scale for record in records] == scales
+        assert [bool(record.trust_ratios) for record in records] == [False, True] * 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, abs=1e-6)
+        assert one.trust_ratios == pytest.approx(other.trust_ratios, rel=1e-3)
+    assert state.progress.skipped == whole.progress.skipped == 3
+    assert state.average is not None
+    assert whole.average is not None
+    assert state.average.num_models == whole.average.num_models == 3
+    state.store_average()
+    whole.store_average()
+    assert difference(state.model, whole.model) < 1e-6
+
+
+def test_a_skipped_update_is_learned_one_update_late() -> None:
+    """Records, counts and the average are those of a CPU, which learns it at once."""
+    on_forked_workers(late_records, workers=1)
 
 
 def budgets() -> dict[str, dict[str, int]]:
