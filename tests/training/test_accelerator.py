@@ -211,7 +211,14 @@ def schedule_free(network: nn.Module) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("optimizer", [waiting_sgd, schedule_free])
+def lamb(network: nn.Module) -> Optimizer:
+    from timm.optim.lamb import Lamb
+
+    optimizer: Optimizer = Lamb(network.parameters(), lr=0.1, max_grad_norm=None)
+    return optimizer
+
+
+@pytest.mark.parametrize("optimizer", [waiting_sgd, schedule_free, lamb])
 def test_an_optimizer_that_cannot_skip_is_waited_for_once(
     optimizer: Callable[[nn.Module], Optimizer],
 ) -> None:
