@@ -295,30 +295,38 @@ def test_an_update_launches_little_more_than_a_plain_loop() -> None:
         assert found[span]["operations"] <= operations * plain["operations"]
 
 
-def late(work: Callable[[RunningTorch], dict[str, float]]) -> dict[str, float]:
+def late(work: Callable[[RunningTorch, Case], dict[str, float]], case: Case) -> dict[str, float]:
     """Work on workers whose collectives complete late."""
     device = accelerator.simulate()
     late_group.register()
     dist.init_process_group(late_group.BACKEND)
     try:
-        return work(RunningTorch(device))
+        return work(RunningTorch(device), case)
     finally:
         dist.destroy_process_group()
 
 
-def beside_one_process(backend: RunningTorch) -> dict[str, float]:
+def beside_one_process(backend: RunningTorch, case: Case) -> dict[str, float]:
     """Return how far apart two workers are from one process, and the counts of an update."""
-    network, own, counts = updates(backend, Case())
+    network, own, counts = updates(backend, case)
     losses = torch.tensor(own).to(backend.device)
     backend.all_reduce(losses).wait()
-    expected, whole, _ = updates(Serial(CPU), Case(accumulation=2))
+    expected, whole, _ = updates(Serial(CPU), replace(case, accumulation=2))
     apart = (losses.cpu() - torch.tensor(whole)).abs().max().item()
     return {**counts, "weights": difference(network, expected), "losses": apart}
 
 
-def test_two_workers_whose_sums_come_late_train_as_one_process() -> None:
+@pytest.mark.parametrize(
+    ("case", "skipped"),
+    [
+        pytest.param(Case(), 0, id="fp32"),
+        pytest.param(replace(HALF, init_scale=2 * OVERFLOWS), 2, id="skipped"),
+    ],
+)
+def test_two_workers_whose_sums_come_late_train_as_one_process(case: Case, skipped: int) -> None:
     """No buffer is touched while it is being summed, and the host waits for nothing."""
-    found = on_forked_workers(late, beside_one_process, workers=2)
+    found = on_forked_workers(late, beside_one_process, case, workers=2)
+    assert found["skipped"] == skipped
     assert found["losses"] < 1e-6
     assert found["weights"] < 1e-6
     assert found["syncs"] == found["transfers"] == found["pageable"] == 0
