@@ -104,18 +104,34 @@ def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> l
     return next(list(part) for part in parts if rank in part)
 
 
-def pick_device(local_rank: int, local_size: int) -> torch.device:
+ON_CPU = "set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+REMEDY = f"start as many workers as GPUs, or {ON_CPU}"
+
+
+def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> torch.device:
     """Return this worker's own GPU, or the CPU where there is none, and make it the current one.
+
+    `compared`: the workers will find out whether two of them took one GPU. Then the only one that a
+    worker sees is taken to be its own: SLURM shows to each task the GPU it gave it, as number 0.
 
     Raises BackendError where a machine has GPUs, but fewer than workers.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_size > torch.cuda.device_count():
-        raise BackendError(
-            f"{local_size} workers on a machine with {torch.cuda.device_count()} GPU; start as "
-            "many workers as GPUs, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
-        )
+    num = torch.cuda.device_count()
+    if compared and num == 1:
+        local_rank, local_size = 0, 1
+    if local_size > num:
+        raise BackendError(f"{local_size} workers on a machine with {num} GPU; {REMEDY}")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def identify(device: torch.device) -> str | None:
+    """Return what tells this device from all others of all machines; None: nothing does."""
+    if device.type == "cpu":
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    unit = getattr(properties, "uuid", None)
+    return None if unit is None else f"GPU {unit}"

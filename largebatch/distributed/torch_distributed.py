@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from largebatch.distributed.agreement import require_same, shape
-from largebatch.distributed.backend import own_part, pick_device
+from largebatch.distributed.backend import ON_CPU, REMEDY, identify, own_part, pick_device
 from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
 from largebatch.distributed.losses import Losses
 from largebatch.distributed.notes import StoreNotes
@@ -39,6 +39,9 @@ _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Into one tensor, by its name since torch 2.13 or before."""
 
 _LATER = timedelta(minutes=1)
 """How much longer than the watch the libraries wait, which do not know for whom."""
@@ -83,13 +86,13 @@ class TorchGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
-        gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        parts, sent = list(gathered.unbind()), tensor.contiguous()
+        gathered = tensor.new_empty((self.world_size, tensor.numel()))
+        sent = tensor.reshape(1, -1).contiguous()
         self._start(
             f"all_gather {shape(tensor)}",
-            lambda: dist.all_gather(parts, sent, group=self._group, async_op=True),
+            lambda: _all_gather(gathered, sent, group=self._group, async_op=True),
         ).wait()
-        return gathered
+        return gathered.view(self.world_size, *tensor.shape)
 
     def _start(self, name: str, begin: Callable[[], dist.Work | None]) -> _Pending:
         """Begin an operation, and let the watch follow it until it is complete."""
@@ -133,7 +136,11 @@ class RunningTorch(TorchGroup):
         """Make process groups of the parts; return the one this worker is in."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         with lost_peers_named(self._worker):
-            group = self._new_group(own, parts)
+            if _can_split():
+                ranks = [list(part) for part in parts]
+                group: object = dist.split_group(split_ranks=ranks, timeout=self._limit)
+            else:
+                group = self._new_group(own, parts)
         assert isinstance(group, dist.ProcessGroup)
         return TorchGroup(group, self._watch)
 
@@ -152,7 +159,7 @@ class RunningTorch(TorchGroup):
         """
         limit = None if self._limit is None else self._limit - _LATER
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
-        with lost_peers_named(self._worker):
+        with lost_peers_named(self._worker), _by_members_alone():
             for pair in pairs:
                 group = dist.new_group(sorted(pair), timeout=limit, backend="gloo")
                 if self.rank in pair:
@@ -165,8 +172,13 @@ class RunningTorch(TorchGroup):
         return self._watch.busy() if self._watch else nullcontext()
 
     def barrier(self) -> None:
-        """Wait for every worker."""
-        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+        """Wait for every worker; after `wait` of a sum on an accelerator the host goes on."""
+        index = self.device.index
+        devices = None if self.device.type == "cpu" or index is None else [index]
+        self._start(
+            "barrier",
+            lambda: dist.barrier(group=self._group, async_op=True, device_ids=devices),
+        ).wait()
 
     def close(self) -> None:
         """Leave the group open, for the code that opened it."""
@@ -187,11 +199,11 @@ class TorchDistributed(RunningTorch):
             )
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        device = pick_device(local_rank, local_size)
+        device = pick_device(local_rank, local_size, compared=True)
         alone = local_size == int(os.environ["WORLD_SIZE"])
         if alone:
             use_loopback()
-        kind = "nccl" if device.type == "cuda" else "gloo"
+        library = _library_for(device)
         self._limit = timedelta(seconds=timeout) + _LATER
         with lost_peers_named(int(os.environ["RANK"])):
             store, rank, world_size = _open_store(self._limit, alone=alone)
@@ -202,9 +214,16 @@ class TorchDistributed(RunningTorch):
             store = PrefixStore(attempt, store)
             watch = Watch(notes, rank=rank, timeout=timeout)
             with watch.during("the group of all workers", range(world_size)):
-                _require_one_type(store, device.type, rank=rank, world_size=world_size)
+                _require_one_type(
+                    store, device.type, rank=rank, world_size=world_size, unit=identify(device)
+                )
                 dist.init_process_group(
-                    kind, store=store, rank=rank, world_size=world_size, timeout=self._limit
+                    library,
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=self._limit,
+                    device_id=None if device.type == "cpu" else device,
                 )
         super().__init__(device, watch)
 
@@ -242,7 +261,8 @@ class TorchDistributed(RunningTorch):
                 left = [member for member in self._members if member not in lost]
                 # Its members alone connect to each other; all would meet only at this barrier.
                 os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
-                group = dist.new_group(left, timeout=limit)
+                with _by_members_alone():
+                    group = dist.new_group(left, timeout=limit)
                 assert isinstance(group, dist.ProcessGroup)
                 self._use(group)
         return lost
@@ -299,17 +319,27 @@ def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
     return None
 
 
-def _require_one_type(store: Store, own: str, *, rank: int, world_size: int) -> None:
+def _require_one_type(
+    store: Store, own: str, *, rank: int, world_size: int, unit: str | None = None
+) -> None:
     """Raise MismatchError on every worker unless all compute on the same type of device.
 
-    Asked before the process group is made: NCCL and Gloo would wait for each other. The worker that
-    comes last compares, so that each of the others makes a few requests, however many there are.
+    So it does where two compute on one `unit`, if their devices have such names. Asked before the
+    process group is made: NCCL and Gloo would wait for each other. The worker that comes last
+    compares, so that each of the others makes a few requests, however many there are.
     """
     store.set(f"device/{rank}", own)
     store.add(f"on/{own}", 1)
+    if unit is not None:
+        other = store.compare_set(f"unit/{unit}", "", str(rank)).decode()
+        if other != str(rank):
+            store.set("shared", f"{other} and {rank} share {unit}")
     if store.add("arrived", 1) == world_size:
         alike = store.add(f"on/{own}", 0) == world_size
-        store.set("difference", "" if alike else _difference(store, world_size))
+        difference = "" if alike else _difference(store, world_size)
+        if unit is not None and alike and store.check(["shared"]):
+            difference = f"workers {store.get('shared').decode()}; {REMEDY}"
+        store.set("difference", difference)
     difference = store.get("difference").decode()
     if not difference:
         return
@@ -329,6 +359,41 @@ def _difference(store: Store, world_size: int) -> str:
     except MismatchError as error:
         return str(error)
     raise AssertionError("the types are alike")
+
+
+def _library_for(device: torch.device) -> str:
+    """Return the name of what torch sums over such devices with; raise BackendError without one."""
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:
+        raise BackendError(
+            f"torch {torch.__version__} has no library that sums over {device.type} devices; "
+            f"install a torch that has one, or {ON_CPU}"
+        ) from None
+
+
+def _can_split() -> bool:
+    """Return whether a call of all workers divides the group of all (NCCL, of a bound device)."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    return bound is not None and bool(world._get_backend(bound).supports_splitting)
+
+
+@contextmanager
+def _by_members_alone() -> Iterator[None]:
+    """Let groups be made by their members, and not by dividing the group of all.
+
+    Torch divides it wherever a device is bound, also for a group of another library, and NCCL then
+    waits for a call of every worker.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _current_device(kind: str) -> torch.device:

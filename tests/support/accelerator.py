@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 from unittest import mock
 
@@ -170,7 +171,7 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
     host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, SimTensor) and x.dim()]
     if name not in _FREE:
         for tensor in ours:
-            _require_idle(tensor, name)
+            require_idle(tensor, name)
     stays = _count(name, args, kwargs, ours, host)
     target = kwargs.get("device")
     if target is not None and torch.device(target).type == NAME:
@@ -259,7 +260,7 @@ def _address(tensor: SimTensor) -> int:
     return tensor.raw.untyped_storage().data_ptr()
 
 
-def _require_idle(tensor: SimTensor, name: str) -> None:
+def require_idle(tensor: SimTensor, name: str) -> None:
     """Complete what the device waits for; raise RuntimeError where it does not wait."""
     busy = _BUSY.get(_address(tensor))
     if busy is None:
@@ -329,6 +330,8 @@ class _Module:
     """What torch asks of torch.sim, the module of the device."""
 
     manual_seeds: ClassVar[Counter[int]] = Counter()
+    uuid: str | None = None
+    """Which of all devices it is."""
 
     def is_initialized(self) -> bool:
         return True
@@ -343,6 +346,9 @@ class _Module:
 
     def device_count(self) -> int:
         return 1
+
+    def get_device_properties(self, _: object) -> SimpleNamespace:
+        return SimpleNamespace(uuid=self.uuid)
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -365,10 +371,13 @@ class _Module:
         torch.set_rng_state(state)
 
 
+MODULE = _Module()
+
+
 @functools.cache
 def simulate() -> torch.device:
     """Register the device for the rest of this process and return it."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=MODULE)
     torch.__future__.set_swap_module_params_on_conversion(False)
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
