@@ -1,9 +1,13 @@
 """What NCCL asks of the groups, on one whose collectives complete late and on workers of a host."""
 
 import os
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,12 +19,14 @@ import torch.distributed as dist
 from late_group import BEGUN, LateGroup
 from on_forked_workers import on_forked_workers
 from one_of_many import CountingStore, Waits
+from short_runs import CLEAN, STATISTICS, a_recipe
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs
 
+from largebatch import run
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.links import open_links
-from largebatch.distributed.network import measure_network
+from largebatch.distributed.network import REPEATS, measure_network
 from largebatch.distributed.torch_distributed import TorchDistributed, _require_one_type
 from largebatch.errors import BackendError, MismatchError
 
@@ -34,7 +40,7 @@ def connected(work: Callable[[TorchDistributed], object]) -> object:
     device = accelerator.simulate()
     accelerator.MODULE.uuid = os.environ["RANK"]
     late_group.register()
-    with mock.patch.object(torch_distributed, "pick_device", lambda *_, **__: device):
+    with mock.patch.object(torch_distributed, "pick_device", return_value=device):
         backend = TorchDistributed(timeout=30)
     try:
         return work(backend)
@@ -126,12 +132,49 @@ def test_parts_are_split_off_the_group_of_all_and_links_are_not() -> None:
 
 
 def bandwidth(backend: TorchDistributed) -> list[object]:
-    found = measure_network(backend, sizes=(4096,))
-    return [list(found.seconds), len(found.hosts)]
+    """Return what was measured, and how many sums were not complete when the clock was read."""
+    under_way = []
+
+    def read() -> float:
+        under_way.append(len(world().queue))
+        return 0.0
+
+    with mock.patch.object(time, "perf_counter", read):
+        found = measure_network(backend, sizes=(4096,))
+    return [list(found.seconds), len(found.hosts), len(under_way), sum(under_way)]
 
 
-def test_the_bandwidth_is_measured_between_workers_whose_sums_come_late() -> None:
-    assert on_late_workers(bandwidth, workers=2) == [[4096], 1]
+def test_the_bandwidth_is_of_sums_that_are_complete() -> None:
+    rounds = 2 * REPEATS + 2
+    assert on_late_workers(bandwidth, workers=2) == [[4096], 1, rounds, 0]
+
+
+def whole_run(backend: TorchDistributed) -> list[object]:
+    """Train, evaluate, compare and polish, with BatchNorm spans over two workers each."""
+    changes = (
+        "batch={global_batch: 96, bn_span: 48}",
+        "duration={steps: 3}",
+        "schedule.warmup=null",
+    )
+    recipe = a_recipe(CLEAN, STATISTICS, changes=(*changes, "execution.compare_every=2"))
+    BEGUN.clear()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("largebatch.runs.build.connect", return_value=backend),
+    ):
+        run(recipe, out=Path(folder) / "run")
+    kinds = Counter(name for name, *_ in BEGUN)
+    store = _own_store()
+    store.set(f"order {backend.rank}", repr(BEGUN))
+    orders = {store.get(f"order {rank}") for rank in range(4)}
+    store.set(f"compared {backend.rank}", "")
+    store.wait([f"compared {rank}" for rank in range(4)])
+    return [len(orders), kinds["world"] > 10, kinds["part"] > 10]
+
+
+def test_all_workers_begin_what_they_do_in_parts_and_all_over_in_one_order() -> None:
+    """Two communicators of NCCL that are used in two orders wait for each other for ever."""
+    assert on_late_workers(whole_run, workers=4) == [1, True, True]
 
 
 class Module(SimpleNamespace):
@@ -173,8 +216,12 @@ def test_workers_that_share_a_gpu_are_refused_by_name_on_every_worker(workers: i
         with pytest.raises(MismatchError) if last else suppress(Waits):
             _require_one_type(store, "cuda", rank=rank, world_size=workers, unit=unit)
         most = max(most, store.keys - before)
-    assert store.content["difference"].decode().startswith(
-        "workers 1 and 2 share GPU 1; start as many workers as GPUs, or set CUDA_VISIBLE_DEVICES= "
+    assert (
+        store.content["difference"]
+        .decode()
+        .startswith(
+            "workers 1 and 2 share GPU 1; start as many workers as GPUs, or set CUDA_VISIBLE"
+        )
     )
     assert most <= 10
 
@@ -192,7 +239,7 @@ def share() -> str:
     accelerator.MODULE.uuid = "one"
     late_group.register()
     with (
-        mock.patch.object(torch_distributed, "pick_device", lambda *_, **__: device),
+        mock.patch.object(torch_distributed, "pick_device", return_value=device),
         pytest.raises(MismatchError) as caught,
     ):
         TorchDistributed(timeout=30)
@@ -209,7 +256,7 @@ def test_two_workers_on_one_accelerator_are_one_line() -> None:
 def unknown() -> str:
     device = accelerator.simulate()  # and no library for it
     with (
-        mock.patch.object(torch_distributed, "pick_device", lambda *_, **__: device),
+        mock.patch.object(torch_distributed, "pick_device", return_value=device),
         pytest.raises(BackendError) as caught,
     ):
         TorchDistributed(timeout=30)

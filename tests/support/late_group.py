@@ -5,9 +5,9 @@ the first operation after `wait()` touches the memory, in the order of the group
 orders the device and lets the host go on; only a barrier holds the host. Memory that is touched
 before `wait()` raises RuntimeError, and so does everything after `lose()`, in the words of NCCL.
 
-As NCCL's it is connected at once to a bound device, and divided by a call of all its members; a call
-of those outside a new group alone, for which NCCL waits for ever, raises RuntimeError. `BEGUN` holds
-what this worker has begun in all its groups.
+As NCCL's it is connected at once to a bound device, and divided by a call of all its members; a
+call of those alone that are outside a new group, for which NCCL waits for ever, raises
+RuntimeError. `BEGUN` holds what this worker has begun in all its groups.
 """
 
 from collections import deque
@@ -96,7 +96,7 @@ class LateGroup(ProcessGroup):
         self.connected: torch.device | None = None
         """The device that it was connected to before anything was sent."""
 
-    def _get_backend(self, _: object) -> Self:
+    def _get_backend(self, _: object) -> Self:  # type: ignore[override]  # no Backend of torch's
         """Return itself: it is the process group and what torch puts into one."""
         return self
 
@@ -108,7 +108,7 @@ class LateGroup(ProcessGroup):
         """Stand for the call of a worker outside a new group, which the members do not all make."""
         raise RuntimeError("a split of the group of all that not all of its members call")
 
-    def split_group(
+    def split_group(  # type: ignore[override]  # what is used of it
         self, ranks: Sequence[int], *, timeout: timedelta, group_name: str, **_: object
     ) -> "LateGroup":
         """Return the part of this worker."""
@@ -125,7 +125,7 @@ class LateGroup(ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # a str of torch's own type
         """Return the name that torch knows it by."""
         return self._name
 
@@ -158,7 +158,7 @@ class LateGroup(ProcessGroup):
             "all_gather", lambda: self.inner._allgather_base(result, sent, opts), [(out, result)]
         )
 
-    all_gather_single = _allgather_base  # its name since torch 2.13
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # names of arguments; its name since torch 2.13
 
     def barrier(self, opts: Value = None) -> LateWork:
         """Begin to wait for every worker."""
