@@ -71,6 +71,9 @@ class Backend(Group, Protocol):
     def busy(self) -> AbstractContextManager[None]:
         """Let the others wait in this block for what this worker does, longer than --timeout."""
 
+    def started(self) -> None:
+        """Note that the first update is made: from here on, wait for no longer than --timeout."""
+
     def barrier(self) -> None:
         """Wait until every worker is here."""
 

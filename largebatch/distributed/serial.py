@@ -45,6 +45,9 @@ class Serial:
         own_part(parts, rank=self.rank, world_size=self.world_size)
         return self
 
+    def started(self) -> None:
+        """Do nothing: there is nobody to wait for."""
+
     def busy(self) -> AbstractContextManager[None]:
         """Do nothing: there is no other worker."""
         return nullcontext()

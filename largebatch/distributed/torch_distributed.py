@@ -4,32 +4,29 @@ The workers are already there, started by `--workers`, torchrun or a scheduler, 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
-import ipaddress
-import logging
 import os
 import re
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # its stubs
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its stubs
 
-from largebatch.distributed.agreement import require_same, shape
-from largebatch.distributed.backend import ON_CPU, REMEDY, identify, own_part, pick_device
-from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
+from largebatch.distributed.agreement import shape
+from largebatch.distributed.backend import ON_CPU, identify, own_part, pick_device
+from largebatch.distributed.environment import (
+    STARTING,
+    TIMEOUT_SECONDS,
+    use_loopback,
+)
 from largebatch.distributed.losses import Losses
+from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
 from largebatch.distributed.watch import Watch
-from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
-
-_LOG = logging.getLogger(__name__)
+from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 
 _CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
 """How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
@@ -114,8 +111,10 @@ class RunningTorch(TorchGroup):
     """
 
     name = "torch"
+    _timeout: timedelta | None = None
     _limit: timedelta | None = None
-    """How long the library waits; None is its own limit."""
+    """How long an operation waits, and the library, which does not know for whom; None is its own
+    limit."""
 
     def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
         super().__init__(None, watch)
@@ -157,11 +156,10 @@ class RunningTorch(TorchGroup):
         Every worker makes all of them, in this order. A pair may come twice, the other way round.
         No watch follows their operations, so they wait for no longer than it would.
         """
-        limit = None if self._limit is None else self._limit - _LATER
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
         with lost_peers_named(self._worker), _by_members_alone():
             for pair in pairs:
-                group = dist.new_group(sorted(pair), timeout=limit, backend="gloo")
+                group = dist.new_group(sorted(pair), timeout=self._timeout, backend="gloo")
                 if self.rank in pair:
                     assert isinstance(group, dist.ProcessGroup)
                     made[pair] = group
@@ -170,6 +168,11 @@ class RunningTorch(TorchGroup):
     def busy(self) -> AbstractContextManager[None]:
         """Let the others wait for this worker; without a watch their library has its own limit."""
         return self._watch.busy() if self._watch else nullcontext()
+
+    def started(self) -> None:
+        """Wait for no longer than --timeout from here on; without a watch this changes nothing."""
+        if self._watch is not None:
+            self._watch.started()
 
     def barrier(self) -> None:
         """Wait for every worker; after `wait` of a sum on an accelerator the host goes on."""
@@ -187,10 +190,11 @@ class RunningTorch(TorchGroup):
 class TorchDistributed(RunningTorch):
     """A Backend over the default process group, which it opens and closes.
 
-    An operation that another worker has not joined after `timeout` s ends this one.
+    An operation that another worker has not joined after `timeout` s ends this one. `starting`:
+    until `started` is called it waits STARTING times as long.
     """
 
-    def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
         missing = [name for name in _NEEDED if name not in os.environ]
         if missing:
             raise BackendError(
@@ -204,17 +208,18 @@ class TorchDistributed(RunningTorch):
         if alone:
             use_loopback()
         library = _library_for(device)
-        self._limit = timedelta(seconds=timeout) + _LATER
+        self._limit = timedelta(seconds=timeout * STARTING if starting else timeout) + _LATER
+        self._timeout = timedelta(seconds=timeout)
         with lost_peers_named(int(os.environ["RANK"])):
-            store, rank, world_size = _open_store(self._limit, alone=alone)
+            store, rank, world_size = open_store(self._limit, alone=alone)
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = StoreNotes(PrefixStore(attempt, store.clone()), rank=rank, workers=world_size)
             self._losses = Losses(store.clone(), attempt=attempt)
             store = PrefixStore(attempt, store)
-            watch = Watch(notes, rank=rank, timeout=timeout)
+            watch = Watch(notes, rank=rank, timeout=timeout, starting=starting)
             with watch.during("the group of all workers", range(world_size)):
-                _require_one_type(
+                require_one_type(
                     store, device.type, rank=rank, world_size=world_size, unit=identify(device)
                 )
                 dist.init_process_group(
@@ -253,9 +258,9 @@ class TorchDistributed(RunningTorch):
         note no more. A worker that is itself among the lost gets them, and can do nothing more.
         The rank of a worker is then its place among those left. Worker 0 cannot be lost.
         """
-        assert self._limit is not None
+        assert self._timeout is not None
         with lost_peers_named(self._worker):
-            own, limit = self._worker, self._limit
+            own, limit = self._worker, self._timeout + _LATER
             lost = self._losses.agree(of, own=own, witnesses=witnesses, limit=limit)
             if lost and own not in lost:
                 left = [member for member in self._members if member not in lost]
@@ -273,92 +278,6 @@ class TorchDistributed(RunningTorch):
         self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
-    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and number of workers.
-
-    Worker 0 serves it on that address only, unless torchrun does so already; where the address is
-    not this host's own, on all. `alone`: all workers are on this host.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    listener = None
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
-    if listener is None:
-        met: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
-        return met
-    address, port = listener.getsockname()[:2]
-    file = listener.detach()
-    store = TCPStore(
-        address, port, world_size, is_master=True, timeout=limit, master_listen_fd=file
-    )
-    return store, rank, world_size
-
-
-def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
-    """Return a socket that listens on one address of this host; log a warning where none can.
-
-    An address may be another machine's that passes connections on, and the name of a host among
-    several may mean the loopback interface to that host itself (Debian's 127.0.1.1): then another
-    address of that name is taken, if it has one.
-    """
-    found = []
-    with suppress(OSError):
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found:
-        if alone or not ipaddress.ip_address(place[0]).is_loopback:
-            with suppress(OSError):
-                return socket.create_server((str(place[0]), int(place[1])), family=family)
-    if not alone:
-        places = ", ".join(dict.fromkeys(str(place[0]) for *_, place in found)) or "unknown"
-        _LOG.warning(
-            "MASTER_ADDR %s (%s) is no address at which this host can listen for others: the "
-            "workers' store is open on all of its interfaces", address, places,
-        )  # fmt: skip
-    return None
-
-
-def _require_one_type(
-    store: Store, own: str, *, rank: int, world_size: int, unit: str | None = None
-) -> None:
-    """Raise MismatchError on every worker unless all compute on the same type of device.
-
-    So it does where two compute on one `unit`, if their devices have such names. Asked before the
-    process group is made: NCCL and Gloo would wait for each other. The worker that comes last
-    compares, so that each of the others makes a few requests, however many there are.
-    """
-    store.set(f"device/{rank}", own)
-    store.add(f"on/{own}", 1)
-    if unit is not None:
-        other = store.compare_set(f"unit/{unit}", "", str(rank)).decode()
-        if other != str(rank):
-            store.set("shared", f"{other} and {rank} share {unit}")
-    if store.add("arrived", 1) == world_size:
-        alike = store.add(f"on/{own}", 0) == world_size
-        difference = "" if alike else _difference(store, world_size)
-        if unit is not None and alike and store.check(["shared"]):
-            difference = f"workers {store.get('shared').decode()}; {REMEDY}"
-        store.set("difference", difference)
-    difference = store.get("difference").decode()
-    if not difference:
-        return
-    if store.add("informed", 1) == world_size:
-        store.set("all informed", "")
-    if rank == 0:  # whose process may hold the store
-        with suppress(dist.DistStoreError):
-            store.wait(["all informed"], timedelta(seconds=GRACE_SECONDS))
-    raise MismatchError(difference)
-
-
-def _difference(store: Store, world_size: int) -> str:
-    """Describe which workers have which type of device."""
-    types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
-    try:
-        require_same([{"device": found.decode()} for found in types])
-    except MismatchError as error:
-        return str(error)
-    raise AssertionError("the types are alike")
 
 
 def _library_for(device: torch.device) -> str:

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from largebatch.distributed.environment import ABSENT, GRACE_SECONDS, LAUNCHER
+from largebatch.distributed.environment import ABSENT, GRACE_SECONDS, LAUNCHER, STARTING
 from largebatch.errors import shorten
 
 
@@ -57,11 +57,16 @@ class _Operation:
 class Watch:
     """Follows the operations of one worker; `timeout` is in seconds.
 
-    `notes` is None where there is no store: who is absent is then not known.
+    `notes` is None where there is no store: who is absent is then not known. `starting`: it waits
+    STARTING times as long until `started` is called.
     """
 
-    def __init__(self, notes: Notes | None, *, rank: int, timeout: float) -> None:
-        self._notes, self._rank, self._timeout = notes, rank, timeout
+    def __init__(
+        self, notes: Notes | None, *, rank: int, timeout: float, starting: bool = False
+    ) -> None:
+        self._notes, self._rank = notes, rank
+        self._after_start = timeout
+        self._timeout = timeout * STARTING if starting else timeout
         self._period = min(1.0, timeout / 20)
         self._numbers = count()
         self._under_way: dict[int, _Operation] = {}
@@ -105,6 +110,10 @@ class Watch:
             yield
         finally:
             self._busy -= 1
+
+    def started(self) -> None:
+        """Wait for no longer than `timeout` from here on."""
+        self._timeout = self._after_start
 
     def close(self) -> None:
         """Follow nothing more."""

@@ -87,6 +87,9 @@ class Rehearsed:
         group.messages = self.messages
         return group
 
+    def started(self) -> None:
+        """Do nothing: there is nobody to wait for."""
+
     def busy(self) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()

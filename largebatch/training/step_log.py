@@ -164,6 +164,7 @@ class StepLog:
 
         Raises DivergedError where its loss is not finite.
         """
+        self._backend.started()
         images = self._plan.batch_at(step.step)
         self._state.count(step.step, images=images, seconds=step.step_seconds, skipped=False)
         self._emit(step)
@@ -219,6 +220,7 @@ class StepLog:
             pending.arrive()
             sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
             own = pending.own.tolist()  # sync: with the same
+        self._backend.started()
         loss, bad, ranks, infinite, stop, save, *rest = sums
         squares = 0 if pending.update.squares is None else len(pending.update.squares)
         measured = tuple(rest[:squares]), tuple(rest[squares:])

@@ -26,8 +26,9 @@ from largebatch import run
 from largebatch.distributed import torch_distributed
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.links import open_links
+from largebatch.distributed.meeting import require_one_type
 from largebatch.distributed.network import REPEATS, measure_network
-from largebatch.distributed.torch_distributed import TorchDistributed, _require_one_type
+from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import BackendError, MismatchError
 
 
@@ -214,7 +215,7 @@ def test_workers_that_share_a_gpu_are_refused_by_name_on_every_worker(workers: i
         before, unit = store.keys, f"GPU {rank - (rank == 2)}"
         last = rank == workers - 1
         with pytest.raises(MismatchError) if last else suppress(Waits):
-            _require_one_type(store, "cuda", rank=rank, world_size=workers, unit=unit)
+            require_one_type(store, "cuda", rank=rank, world_size=workers, unit=unit)
         most = max(most, store.keys - before)
     assert (
         store.content["difference"]
@@ -230,7 +231,7 @@ def test_each_worker_with_a_gpu_of_its_own_goes_on() -> None:
     store = CountingStore()
     for rank in range(4):
         with suppress(Waits):
-            _require_one_type(store, "cuda", rank=rank, world_size=4, unit=f"GPU {rank}")
+            require_one_type(store, "cuda", rank=rank, world_size=4, unit=f"GPU {rank}")
     assert store.content["difference"] == b""
 
 

@@ -102,6 +102,19 @@ def test_a_busy_worker_that_is_suspended_is_absent(
     assert ended == [("worker 0 has not joined broadcast uint8 [9] for 0.4 s", True)]
 
 
+def test_until_the_first_update_a_worker_waits_six_times_as_long(
+    ended: list[tuple[str, bool]],
+) -> None:
+    alone = Watch(None, rank=0, timeout=LIMIT, starting=True)
+    alone.begin("barrier", range(2))
+    time.sleep(3 * LIMIT)
+    assert not ended
+    alone.started()
+    wait_for(ended, number=1)
+    alone.close()
+    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s, and no store")
+
+
 def forgotten() -> bool:
     raise ValueError("no such handle")
 

@@ -163,7 +163,7 @@ def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
             patch.setenv(key, value)
         patch.setattr(connection, "leave_with", lambda _: None)
         patch.setattr(
-            torch_distributed, "_open_store", lambda *_, **__: (counts.store, rank, workers)
+            torch_distributed, "open_store", lambda *_, **__: (counts.store, rank, workers)
         )
         patch.setattr(dist, "init_process_group", lambda _, **options: init("fake", **options))
         patch.setattr(dist, "new_group", grouped)

@@ -85,6 +85,23 @@ def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.Monke
     ] == [(3.0, 7.0), (5.0, 7.0)]
 
 
+def test_the_long_wait_at_the_start_ends_with_the_first_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, scaler, records = Progress(), GradScaler("cpu", enabled=False), list[int]()
+    backend = Serial(torch.device("cpu"))
+    monkeypatch.setattr(backend, "started", lambda: records.append(progress.step))
+    state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
+    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
+    log = StepLog(
+        load_recipe(DIGITS), plan, backend, state, emit=lambda _: None, wants_stop=lambda: False
+    )
+    assert not records
+    for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
+        log.add("train", update)
+    assert records == [1, 2]
+
+
 class Stream:
     """A GPU whose events get their time when it comes by, in milliseconds; none may be awaited."""
 
