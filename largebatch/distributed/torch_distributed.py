@@ -28,8 +28,13 @@ from largebatch.distributed.notes import StoreNotes
 from largebatch.distributed.watch import Watch
 from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 
-_CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
-"""How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
+_NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
+"""What is in NCCL's reports, which come out of whatever waits for the device."""
+
+_CONNECTION = re.compile(
+    f"connection|closed|reset|timed? ?out|broken pipe|socket|{_NCCL.pattern}", re.IGNORECASE
+)
+"""How Gloo words the loss of a peer, which it reports as a plain RuntimeError, or NCCL."""
 
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 """How it words that a peer did nothing."""
@@ -323,17 +328,21 @@ def _current_device(kind: str) -> torch.device:
 
 
 @contextmanager
-def lost_peers_named(worker: int) -> Iterator[None]:
-    """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError."""
+def lost_peers_named(worker: int, *, reads: bool = False) -> Iterator[None]:
+    """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError.
+
+    `reads`: the block does more than send and receive, and of its errors only those are the loss of
+    a peer that name NCCL.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise _lost(worker, error) from error
+        raise _lost(worker, error, words=_NCCL if reads else _CONNECTION) from error
 
 
-def _lost(rank: int, error: RuntimeError) -> PeerLostError:
+def _lost(rank: int, error: RuntimeError, *, words: re.Pattern[str]) -> PeerLostError:
     """Return what the error means; raise it again if it has another cause than a lost peer."""
-    if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
+    if not isinstance(error, dist.DistError) and not words.search(str(error)):
         raise error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = PeerSilentError if _TIMEOUT.search(reason) else PeerLostError

@@ -23,6 +23,7 @@ from largebatch.distributed.environment import (
     worker_rank,
     world_size,
 )
+from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -54,6 +55,7 @@ from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
+from largebatch.training.checkpoint import idle_stream
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
 
@@ -255,8 +257,9 @@ def record(
         with trainer.backend.busy():
             trainer.begin()
         try:
-            complete = work()
-            trainer.finish_saving()
+            with lost_peers_named(trainer.backend.rank, reads=True):
+                complete = work()
+                trainer.finish_saving()
         except BaseException as error:
             status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             with suppress(CheckpointError):  # the first error is the one to fix
@@ -278,9 +281,9 @@ def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
     """
     sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
     if sound and not isinstance(error, LogError):
-        with suppress(LargebatchError, PeerLostError):
-            trainer.step_log.flush()  # else a record would be missing before the checkpoint
-            trainer.save_own()
+        with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
+            if trainer.step_log.settle():  # else a record would be missing before the checkpoint
+                trainer.save_own()
     trainer.finish_saving()
 
 

@@ -1,6 +1,7 @@
 """The record of every update, made without waiting for it."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import Backend, Work
-from largebatch.errors import DivergedError, shorten
+from largebatch.distributed.environment import GRACE_SECONDS
+from largebatch.errors import DivergedError, PeerLostError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
@@ -82,6 +84,9 @@ class StepLog:
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
         self._pending: _Pending | None = None
+        self._unrecorded: list[tuple[Update, int, float]] = []
+        """The updates that are counted and have no record yet, with their images and seconds."""
+
         on_gpu = backend.device.type == "cuda"
         self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
         self._begun = time.perf_counter()
@@ -116,11 +121,13 @@ class StepLog:
         self._begun += seconds
         images = self._plan.batch_at(update.step)
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
+        self._unrecorded.append((update, images, seconds))
         sums = self.requests(update)
         work = self._backend.all_reduce(sums)
         try:
             self.flush()
         except DivergedError:
+            self._unrecorded.clear()
             work.wait()  # nothing may be under way, for the run may go on without this stage
             raise
         step = Step(
@@ -234,9 +241,40 @@ class StepLog:
             noise = self._noise.add(step.step, *found.squares, loss_scale=update.scaled_by)
             step = replace(step, **noise._asdict())
         self._emit(replace(step, **self._monitors.fields(own)))
+        del self._unrecorded[0]
         if found.system:
             self._emit(_system(step, found.system))
         self._judge(step, found)
+
+    def settle(self) -> bool:
+        """When a worker is lost, go back to the last update that has a record.
+
+        Raises as flush does.
+        The device may have come no further: it waits for what the lost one should have sent for the
+        next update. Return False where the weights are those of an update without a record, or what
+        is counted on the host cannot be taken back.
+        """
+        errors: list[Exception] = []
+
+        def flush() -> None:
+            try:
+                self.flush()
+            except Exception as error:
+                errors.append(error)
+
+        flushing = threading.Thread(target=flush, daemon=True)
+        flushing.start()
+        flushing.join(GRACE_SECONDS)  # it may wait for ever for a sum that does not come
+        if errors and not isinstance(errors[0], (PeerLostError, RuntimeError)):
+            raise errors[0]
+        while self._unrecorded:
+            update, images, seconds = self._unrecorded.pop()
+            if update.reduction.has_ended() or self._state.counts_on_host:
+                return False
+            self._state.progress.take_back(
+                update.step, images=images, seconds=seconds, skipped=update.skipped
+            )
+        return True
 
     def _judge(self, step: Step, found: "_Sums") -> None:
         """Raise DivergedError where the run cannot go on after this update."""

@@ -102,6 +102,48 @@ def test_the_long_wait_at_the_start_ends_with_the_first_record(
     assert records == [1, 2]
 
 
+class Lost(Serial):
+    """A worker whose second sum is never there."""
+
+    sums = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 -- a stub of Work
+        self.sums += 1
+        if self.sums == 1:
+            return super().all_reduce(tensor)
+
+        def wait() -> None:
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("ended", "counted", "goes_on", "step"),
+    [(False, False, True, 1), (True, False, False, 2), (False, True, False, 2)],
+    ids=["the device waits before the update", "it has made it", "counted on the host"],
+)
+def test_an_update_without_a_record_is_taken_back_where_the_device_has_not_made_it(
+    ended: bool, counted: bool, goes_on: bool, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, scaler = Progress(), GradScaler("cpu", enabled=False)
+    state: Any = SimpleNamespace(
+        progress=progress, count=progress.count, scaler=scaler, counts_on_host=counted
+    )
+    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
+    log = StepLog(
+        load_recipe(DIGITS), plan, Lost(CPU.device), state, emit=lambda _: None,
+        wants_stop=lambda: False,
+    )  # fmt: skip
+    first, second = updates_that_wait(Clock(monkeypatch), accumulation=1)
+    log.add("train", first)
+    with pytest.raises(RuntimeError, match="NCCL"):
+        log.add("train", second)
+    monkeypatch.setattr(Stopwatch, "has_ended", lambda _: ended)
+    assert log.settle() == goes_on
+    assert (progress.step, progress.images) == (step, 8 * step)
+
+
 class Stream:
     """A GPU whose events get their time when it comes by, in milliseconds; none may be awaited."""
 
