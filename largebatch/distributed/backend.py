@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from largebatch.distributed.watch import Rescue
 from largebatch.errors import BackendError
 
 
@@ -73,6 +74,9 @@ class Backend(Group, Protocol):
 
     def started(self) -> None:
         """Note that the first update is made: from here on, wait for no longer than --timeout."""
+
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the process ends itself because another worker is lost or silent."""
 
     def barrier(self) -> None:
         """Wait until every worker is here."""

@@ -31,7 +31,7 @@ from largebatch.distributed.environment import (
     launched_size,
     own_rank,
 )
-from largebatch.distributed.watch import Notes, Watch
+from largebatch.distributed.watch import Notes, Rescue, Watch
 from largebatch.errors import BackendError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
@@ -248,6 +248,11 @@ class RunningHorovod(HorovodGroup):
     def busy(self) -> AbstractContextManager[None]:
         """Let the others wait for this worker; without a watch they wait for ever."""
         return self._watch.busy() if self._watch else nullcontext()
+
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the watch ends this process."""
+        if self._watch is not None:
+            self._watch.before_leaving(rescue)
 
     def started(self) -> None:
         """Wait for no longer than --timeout from here on; without a watch this changes nothing."""

@@ -25,7 +25,7 @@ from largebatch.distributed.environment import (
 from largebatch.distributed.losses import Losses
 from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
-from largebatch.distributed.watch import Watch
+from largebatch.distributed.watch import Rescue, Watch
 from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 
 _NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
@@ -45,6 +45,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Into one tensor, by its name since torch 2.13 or before."""
 
+_SUCCESS = 0
+"""As torch's WorkResult has it."""
+
 _LATER = timedelta(minutes=1)
 """How much longer than the watch the libraries wait, which do not know for whom."""
 
@@ -59,7 +62,17 @@ class _Pending:
     def wait(self) -> None:
         """Block until the result is there."""
         with lost_peers_named(self._worker):
+            if _has_failed(self._work):  # to wait would let the device go on with what it is not
+                raise dist.DistBackendError("NCCL reported an error in this operation")
             self._work.wait()
+
+
+def _has_failed(work: dist.Work) -> bool:
+    """Return whether NCCL reported an error in it, which then counts as completed."""
+    with suppress(RuntimeError):  # other libraries have no such result: their `wait` raises
+        result = work.get_future_result()
+        return result.done() and result.value() != _SUCCESS
+    return False
 
 
 class TorchGroup:
@@ -100,7 +113,12 @@ class TorchGroup:
         """Begin an operation, and let the watch follow it until it is complete."""
         works: list[dist.Work] = []
         if self._watch is not None:  # from here on: to begin may be to wait
-            self._watch.begin(name, self._members, lambda: bool(works and works[0].is_completed()))
+            self._watch.begin(
+                name,
+                self._members,
+                lambda: bool(works) and works[0].is_completed() and not _has_failed(works[0]),
+                lambda: bool(works) and _has_failed(works[0]),
+            )
         with lost_peers_named(self._worker):
             work = begin()
         assert work is not None
@@ -174,6 +192,11 @@ class RunningTorch(TorchGroup):
         """Let the others wait for this worker; without a watch their library has its own limit."""
         return self._watch.busy() if self._watch else nullcontext()
 
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the watch ends this process."""
+        if self._watch is not None:
+            self._watch.before_leaving(rescue)
+
     def started(self) -> None:
         """Wait for no longer than --timeout from here on; without a watch this changes nothing."""
         if self._watch is not None:
@@ -213,6 +236,8 @@ class TorchDistributed(RunningTorch):
         if alone:
             use_loopback()
         library = _library_for(device)
+        # Its own thread would end this process, before or after the state is saved.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._limit = timedelta(seconds=timeout * STARTING if starting else timeout) + _LATER
         self._timeout = timedelta(seconds=timeout)
         with lost_peers_named(int(os.environ["RANK"])):

@@ -115,6 +115,36 @@ def test_until_the_first_update_a_worker_waits_six_times_as_long(
     assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s, and no store")
 
 
+def test_a_failed_operation_ends_the_worker_whose_main_thread_does_not_notice(
+    ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's are completed then, and the device, and what waits for it, stays where it is."""
+    monkeypatch.setattr(watch, "GRACE_SECONDS", LIMIT)
+    alone, held = Watch(None, rank=1, timeout=100 * LIMIT), []
+    alone._period = LIMIT / 20
+    alone.before_leaving(lambda still: held.append(still()) is None)
+    alone.begin("all_reduce float32 [8]", range(3), has_failed=lambda: True)
+    wait_for(ended, number=1)
+    alone.close()
+    lost = "worker 1 lost contact with another worker (all_reduce float32 [8] failed)"
+    assert ended == [(lost, True)]
+    assert held[0]
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_worker_that_saves_by_itself_is_not_ended(
+    failed: bool, ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "GRACE_SECONDS", LIMIT)
+    alone, asked = Watch(None, rank=0, timeout=LIMIT), list[bool]()
+    alone.before_leaving(lambda still: bool(asked.append(still())))
+    alone.begin("barrier", range(2), has_failed=lambda: failed)
+    time.sleep(6 * LIMIT)
+    alone.close()
+    assert asked == [True]
+    assert not ended
+
+
 def forgotten() -> bool:
     raise ValueError("no such handle")
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from on_forked_workers import on_forked_workers
 from short_runs import NARROW, SMALL, content
 
 from largebatch import load_recipe, run
-from largebatch.distributed import torch_distributed
+from largebatch.distributed import torch_distributed, watch
+from largebatch.distributed.environment import ABSENT
 from largebatch.errors import PeerLostError
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.step_log import StepLog
@@ -77,6 +80,49 @@ def resumed(folder: Path) -> str:
 def records(folder: Path) -> list[int]:
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [line["step"] for line in lines if line["event"] == "step"]
+
+
+def held(folder: Path) -> None:
+    """Run until the main thread waits for what a lost worker should have sent, as NCCL's does."""
+    monitor = pytest.MonkeyPatch()
+    monitor.setattr(late_group.LateWork, "finish", wait_for_the_lost)
+    monitor.setattr(torch_distributed, "_has_failed", notice_beside(torch_distributed._has_failed))
+    monitor.setattr(watch, "GRACE_SECONDS", 0.5)
+    if os.environ["RANK"] == "1":  # or worker 0 would be ended with it
+        monitor.setattr(watch, "leave", lambda *_, **__: time.sleep(60))
+    train(folder, when="between two updates")
+
+
+FINISH = late_group.LateWork.finish
+
+
+def wait_for_the_lost(work: late_group.LateWork) -> None:
+    if work.inner is None:
+        threading.Event().wait()
+    FINISH(work)
+
+
+def notice_beside(has_failed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Let the watch alone learn of an error, which came when the main thread waited already."""
+    return lambda work: (
+        threading.current_thread() is not threading.main_thread() and has_failed(work)
+    )
+
+
+def test_what_was_done_is_saved_while_the_main_thread_waits_for_ever(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match=rf"\[{ABSENT}, "):
+        on_forked_workers(held, folder, workers=2)
+    (found,) = (folder / "checkpoints").iterdir()
+    assert load_checkpoint(found).progress.step == LOST_AT + 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert on_forked_workers(resumed, folder, workers=2) == "finished"
+    assert records(folder) == list(range(6))
+    state = content(folder)
+    assert all(tensor.equal(state["model"][name]) for name, tensor in whole["model"].items())
 
 
 @pytest.fixture(scope="module")
