@@ -55,23 +55,28 @@ _LATER = timedelta(minutes=1)
 class _Pending:
     """An operation under way."""
 
-    def __init__(self, work: dist.Work, worker: int) -> None:
-        self._work = work
-        self._worker = worker
+    def __init__(
+        self, work: dist.Work, worker: int, has_failed: Callable[[dist.Work], bool]
+    ) -> None:
+        self._work, self._worker, self._has_failed = work, worker, has_failed
 
     def wait(self) -> None:
         """Block until the result is there."""
         with lost_peers_named(self._worker):
-            if _has_failed(self._work):  # to wait would let the device go on with what it is not
+            if self._has_failed(self._work):  # to wait would let the device go on without it
                 raise dist.DistBackendError("NCCL reported an error in this operation")
             self._work.wait()
 
 
 def _has_failed(work: dist.Work) -> bool:
     """Return whether NCCL reported an error in it, which then counts as completed."""
-    with suppress(RuntimeError):  # other libraries have no such result: their `wait` raises
-        result = work.get_future_result()
-        return result.done() and result.value() != _SUCCESS
+    with suppress(RuntimeError):  # of other libraries, which have no such result
+        result = work.get_future_result()  # type: ignore[attr-defined]  # torch's stubs
+        return bool(result.done() and result.value() != _SUCCESS)
+    return False
+
+
+def _never(_: dist.Work) -> bool:
     return False
 
 
@@ -91,6 +96,8 @@ class TorchGroup:
         self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        # Gloo's raise what they find when they are waited for.
+        self._has_failed = _never if dist.get_backend(group) == "gloo" else _has_failed
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""
@@ -112,18 +119,19 @@ class TorchGroup:
     def _start(self, name: str, begin: Callable[[], dist.Work | None]) -> _Pending:
         """Begin an operation, and let the watch follow it until it is complete."""
         works: list[dist.Work] = []
+        has_failed = self._has_failed
         if self._watch is not None:  # from here on: to begin may be to wait
             self._watch.begin(
                 name,
                 self._members,
-                lambda: bool(works) and works[0].is_completed() and not _has_failed(works[0]),
-                lambda: bool(works) and _has_failed(works[0]),
+                lambda: bool(works) and works[0].is_completed() and not has_failed(works[0]),
+                lambda: bool(works) and has_failed(works[0]),
             )
         with lost_peers_named(self._worker):
             work = begin()
         assert work is not None
         works.append(work)
-        return _Pending(work, self._worker)
+        return _Pending(work, self._worker, has_failed)
 
 
 class RunningTorch(TorchGroup):

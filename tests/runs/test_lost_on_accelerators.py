@@ -132,23 +132,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return content(folder)
 
 
-def interrupted(folder: Path, when: str) -> str:
-    return train(folder, when=when)
+WAIT, READ = "NCCL reported an error in this operation", "NCCL communicator was aborted"
+"""Where the main thread finds the error: before it waits, or in what it reads later."""
+
+
+def interrupted(folder: Path, when: str, found_by: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if found_by == READ:
+            patch.setattr(torch_distributed, "_has_failed", lambda _: False)
+        return train(folder, when=when)
 
 
 @pytest.mark.parametrize(
-    ("when", "saved"),
-    [("between two updates", [LOST_AT + 1]), ("in its record", [])],
-    ids=["an update", "a record"],
+    ("when", "found_by", "saved"),
+    [
+        pytest.param("between two updates", WAIT, [LOST_AT + 1], id="waiting"),
+        pytest.param("between two updates", READ, [LOST_AT + 1], id="reading"),
+        pytest.param("in its record", READ, [], id="reading a record"),
+    ],
 )
 def test_a_lost_peer_is_named_and_what_was_done_is_saved(
-    when: str, saved: list[int], tmp_path: Path, whole: dict[str, Any]
+    when: str, found_by: str, saved: list[int], tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     """Where the last update has no record, nothing is: a run that went on would lack it."""
     folder = tmp_path / "run"
-    message = on_forked_workers(interrupted, folder, when, workers=2)
+    message = on_forked_workers(interrupted, folder, when, found_by, workers=2)
     assert message.startswith("worker 0 lost contact with another worker (")
-    assert "NCCL communicator was aborted" in message
+    assert found_by in message
     written = folder / "checkpoints"
     found = sorted(written.iterdir()) if written.is_dir() else []
     assert [load_checkpoint(path).progress.step for path in found] == saved
