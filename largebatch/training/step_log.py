@@ -31,6 +31,9 @@ class _Pending(NamedTuple):
     arrive: Callable[[], None]
     """Waits for them."""
 
+    made: torch.cuda.Event | None
+    """When the device has made it; None on a CPU, which has."""
+
     own: Tensor
     """What is monitored and needs no sum, for every worker has the same."""
 
@@ -89,6 +92,9 @@ class StepLog:
 
         on_gpu = backend.device.type == "cuda"
         self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
+        self._recorded: torch.cuda.Event | None = None
+        """When the device has made the last update that has a record."""
+
         self._begun = time.perf_counter()
         self.stopped = False
         """Whether any worker was asked to stop."""
@@ -142,8 +148,8 @@ class StepLog:
             images_per_second=images / seconds,
         )
         own = self._monitors.measure(update)
-        arrive = self._arrival(work)  # after all that is read then
-        self._pending = _Pending(step, update, sums, arrive, own)
+        made = self._mark()  # after all that is read then
+        self._pending = _Pending(step, update, sums, self._arrival(work, made), made, own)
         if self._stream is None:
             self.flush()
 
@@ -200,12 +206,18 @@ class StepLog:
         loss = torch.stack([update.loss, bad, bad * self._backend.rank, infinite])
         return torch.cat([loss, requests, measured, system])
 
-    def _arrival(self, work: Work) -> Callable[[], None]:
-        """Return what makes the stream of the log wait for the sums, and for nothing later."""
+    def _mark(self) -> torch.cuda.Event | None:
         if self._stream is None:
-            return work.wait
-        stream, made = self._stream, torch.cuda.Event()
+            return None
+        made = torch.cuda.Event()
         made.record()
+        return made
+
+    def _arrival(self, work: Work, made: torch.cuda.Event | None) -> Callable[[], None]:
+        """Return what makes the stream of the log wait for the sums, and for nothing later."""
+        if self._stream is None or made is None:
+            return work.wait
+        stream = self._stream
 
         def arrive() -> None:
             stream.wait_event(made)
@@ -242,6 +254,7 @@ class StepLog:
             step = replace(step, **noise._asdict())
         self._emit(replace(step, **self._monitors.fields(own)))
         del self._unrecorded[0]
+        self._recorded = pending.made
         if found.system:
             self._emit(_system(step, found.system))
         self._judge(step, found)
@@ -274,6 +287,8 @@ class StepLog:
             self._state.progress.take_back(
                 update.step, images=images, seconds=seconds, skipped=update.skipped
             )
+        if self._recorded is not None:
+            self._recorded.synchronize()  # sync: its gradients were summed before its loss
         return True
 
     def _judge(self, step: Step, found: "_Sums") -> None:
