@@ -263,9 +263,10 @@ def record(
             """Save while the main thread is held; leave it to that thread if it has begun to."""
             if not leaving.acquire(blocking=False):
                 return False
-            error = PeerLostError()
-            _save_what_is_sound(trainer, error, still)
-            _finish(trainer, folder, "failed", draws=False)
+            with suppress(CheckpointError):
+                if trainer.step_log.is_training:
+                    _save_what_is_sound(trainer, PeerLostError(), still)
+                _finish(trainer, folder, "failed", draws=False)
             return True
 
         trainer.backend.before_leaving(rescue)

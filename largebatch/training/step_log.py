@@ -95,6 +95,9 @@ class StepLog:
         self._recorded: torch.cuda.Event | None = None
         """When the device has made the last update that has a record."""
 
+        self.is_training = False
+        """Whether updates are made, so that the weights are never any but those of the last one."""
+
         self._begun = time.perf_counter()
         self.stopped = False
         """Whether any worker was asked to stop."""
@@ -120,6 +123,7 @@ class StepLog:
     def resume_clock(self) -> None:
         """Leave out the time since the last update, which went to something else."""
         self._begun = time.perf_counter()
+        self.is_training = True
 
     def add(self, stage: StageName, update: Update) -> None:
         """Count an update; emit the record of the one before. Raises what flush does."""
@@ -131,7 +135,7 @@ class StepLog:
         sums = self.requests(update)
         work = self._backend.all_reduce(sums)
         try:
-            self.flush()
+            self._record()
         except DivergedError:
             self._unrecorded.clear()
             work.wait()  # nothing may be under way, for the run may go on without this stage
@@ -151,7 +155,7 @@ class StepLog:
         made = self._mark()  # after all that is read then
         self._pending = _Pending(step, update, sums, self._arrival(work, made), made, own)
         if self._stream is None:
-            self.flush()
+            self._record()
 
     @property
     def asks(self) -> bool:
@@ -226,11 +230,17 @@ class StepLog:
         return arrive
 
     def flush(self) -> None:
-        """Emit the record that is still open.
+        """Emit the record that is still open, before something else is done than updates.
 
         Raises DivergedError if the loss or a gradient is not finite and the update was made, if
         too many updates in a row were skipped, or if fp16 fails without loss scaling too.
         """
+        try:
+            self._record()
+        finally:
+            self.is_training = False
+
+    def _record(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -271,7 +281,7 @@ class StepLog:
 
         def flush() -> None:
             try:
-                self.flush()
+                self._record()
             except Exception as error:
                 errors.append(error)
 
