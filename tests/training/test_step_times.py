@@ -136,12 +136,16 @@ def test_an_update_without_a_record_is_taken_back_where_the_device_has_not_made_
         wants_stop=lambda: False,
     )  # fmt: skip
     first, second = updates_that_wait(Clock(monkeypatch), accumulation=1)
+    log.resume_clock()
     log.add("train", first)
     with pytest.raises(RuntimeError, match="NCCL"):
         log.add("train", second)
+    assert log.is_training
     monkeypatch.setattr(Stopwatch, "has_ended", lambda _: ended)
     assert log.settle() == goes_on
     assert (progress.step, progress.images) == (step, 8 * step)
+    log.flush()  # as before an evaluation, which may change the weights
+    assert not log.is_training
 
 
 class Stream:
