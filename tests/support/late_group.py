@@ -158,6 +158,19 @@ class LateGroup(ProcessGroup):
         pairs = list(zip(tensors, copies, strict=True))
         return self._start("broadcast", lambda: self.inner.broadcast(copies, opts), pairs)
 
+    def allgather(  # type: ignore[override]  # an overload
+        self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Value = None
+    ) -> LateWork:
+        """Begin to gather a tensor of every worker."""
+        copies = [[copy_of(tensor) for tensor in row] for row in outs]
+        sent = [copy_of(tensor) for tensor in tensors]
+        pairs = [
+            pair
+            for row, results in zip(outs, copies, strict=True)
+            for pair in zip(row, results, strict=True)
+        ]
+        return self._start("all_gather", lambda: self.inner.allgather(copies, sent, opts), pairs)
+
     def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Value = None) -> LateWork:
         """Begin to gather a tensor of every worker into one."""
         result, sent = copy_of(out), copy_of(tensor)
