@@ -56,6 +56,15 @@ def memory_bytes() -> int:
     return int(torch.get_device_module(found).get_device_properties(0).total_memory)
 
 
+def uuid(device: torch.device) -> str | None:
+    """Return what tells an accelerator from all others of all machines; None: nothing does."""
+    if not is_remote(device):
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    found = getattr(properties, "uuid", None)
+    return None if found is None else str(found)
+
+
 def visible_devices_variable() -> str:
     """Return the environment variable that chooses what a process sees of a machine's GPUs.
 

@@ -23,12 +23,19 @@ from largebatch.distributed.watch import leave_with
 from largebatch.errors import BackendError
 
 
-def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool = True) -> Backend:
+def connect(
+    name: BackendName,
+    *,
+    timeout: float = TIMEOUT_SECONDS,
+    starting: bool = False,
+    splits: bool = True,
+) -> Backend:
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
 
     A process group of torch.distributed, or Horovod, that this process has initialised is used as
     it is and stays open. Else a worker that waits for another one for `timeout` s ends, and so it
-    does soon after what started it. `splits`: the workers may be divided into groups.
+    does soon after what started it. `starting`: STARTING times as long until `started` is called.
+    `splits`: the workers may be divided into groups.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.
     """
@@ -45,9 +52,9 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
         leave_with(os.getppid())
     match name:
         case "torch":
-            return TorchDistributed(timeout)
+            return TorchDistributed(timeout, starting=starting)
         case "horovod":
-            return open_horovod(timeout, splits=splits)
+            return open_horovod(timeout, starting=starting, splits=splits)
         case _:
             if launched_rank() is not None:
                 raise BackendError(

@@ -49,6 +49,10 @@ class Stopwatch:
         else:
             self._seconds.append(time.perf_counter())
 
+    def has_ended(self) -> bool:
+        """Return whether the device has come by the last block; nothing waits for it."""
+        return all(event.query() for event in self._events[-1:])
+
     def seconds(self) -> float:
         """Return the sum; a GPU must have come by the last block."""
         seconds = (end - begin for begin, end in _pairs(self._seconds))

@@ -92,6 +92,12 @@ class Progress:
         self.images += images
         self.train_seconds += seconds
 
+    def take_back(self, step: int, *, images: int, seconds: float) -> None:
+        """Undo the count of a step."""
+        self.step = step
+        self.images -= images
+        self.train_seconds -= seconds
+
     def note(self, found: Metrics) -> None:
         """Take in an evaluation of the state as it is."""
         if found.perplexity is not None:
@@ -149,6 +155,13 @@ class TrainState:
     def last_kept(self) -> StageResult | None:
         """The stage that left the model as it is."""
         return next((stage for stage in reversed(self.stages) if stage.kept), None)
+
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether the optimizer or the average counts updates where an accelerator is behind."""
+        return self.average is not None or any(
+            _counts(group) for group in self.updater.optimizer.param_groups
+        )
 
     def use(self, updater: Updater) -> None:
         """Make the updates that follow by another updater."""

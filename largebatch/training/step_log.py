@@ -1,10 +1,10 @@
 """The record of every update, made without waiting for it."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from largebatch import accelerator
 from largebatch.distributed.backend import Backend
-from largebatch.errors import DivergedError, shorten
+from largebatch.distributed.environment import GRACE_SECONDS
+from largebatch.errors import DivergedError, PeerLostError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
@@ -39,6 +40,9 @@ class _Pending(NamedTuple):
     sums: Tensor
     arrive: Callable[[], None]
     """Waits for them."""
+
+    made: torch.Event | None
+    """When the device has made it; None on a CPU, which has."""
 
     own: _Own | None = None
     """None until it is read."""
@@ -93,10 +97,19 @@ class StepLog:
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
         self._pending: _Pending | None = None
-        self._unread: tuple[Update, Tensor, Callable[[], None]] | None = None
-        """The update counted last, what it will have found, and what waits for that."""
+        self._unread: tuple[Update, Tensor, torch.Event | None] | None = None
+        """The update counted last, what it will have found, and when the device has made it."""
+
+        self._unrecorded: list[tuple[Update, int, float]] = []
+        """The updates that are counted and have no record yet, with their images and seconds."""
 
         self._stream = accelerator.stream(backend.device)
+        self._recorded: torch.Event | None = None
+        """When the device has made the last update that has a record."""
+
+        self.is_training = False
+        """Whether updates are made, so that the weights are never any but those of the last one."""
+
         self._begun = time.perf_counter()
         self.stopped = False
         """Whether any worker was asked to stop."""
@@ -122,6 +135,7 @@ class StepLog:
     def resume_clock(self) -> None:
         """Leave out the time since the last update, which went to something else."""
         self._begun = time.perf_counter()
+        self.is_training = True
 
     def add(self, stage: StageName, update: Update) -> None:
         """Count an update; emit the record of the one before. Raises what flush does."""
@@ -130,12 +144,15 @@ class StepLog:
         images = self._plan.batch_at(update.step)
         self._read_own()
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
+        self._unrecorded.append((update, images, seconds))
         sums = self.requests(update)
-        self._unread = update, self._measure(update), self._mark()
+        own, made = self._measure(update), self._mark()
+        self._unread = update, own, made
         work = self._backend.all_reduce(sums)
         try:
             self._emit_pending()
         except DivergedError:
+            self._unrecorded.clear()
             work.wait()  # nothing may be under way, for the run may go on without this stage
             self._read_own()
             raise
@@ -148,9 +165,9 @@ class StepLog:
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        self._pending = _Pending(step, update, sums, work.wait)
+        self._pending = _Pending(step, update, sums, work.wait, made)
         if self._stream is None:
-            self.flush()
+            self._record()
 
     @property
     def asks(self) -> bool:
@@ -176,6 +193,7 @@ class StepLog:
 
         Raises DivergedError where its loss is not finite.
         """
+        self._backend.started()
         images = self._plan.batch_at(step.step)
         self._state.count(step.step, images=images, seconds=step.step_seconds)
         self._emit(step)
@@ -212,19 +230,18 @@ class StepLog:
         scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
         return torch.cat([scales, monitored])
 
-    def _mark(self) -> Callable[[], None]:
-        """Return what makes the stream of the log wait for what is queued, and nothing later."""
-        if self._stream is None:
-            return lambda: None
-        return partial(self._stream.wait_event, accelerator.event(self._backend.device))
+    def _mark(self) -> torch.Event | None:
+        """Return when the device has done what it was asked so far; None on a CPU, which has."""
+        return None if self._stream is None else accelerator.event(self._backend.device)
 
     def _read_own(self) -> None:
         """Learn what the update counted last has found, and count it as skipped if it was."""
         if self._unread is None:
             return
-        (update, found, wait), self._unread = self._unread, None
+        (update, found, made), self._unread = self._unread, None
         with accelerator.on(self._stream):  # not behind the update that was queued since
-            wait()
+            if self._stream is not None and made is not None:
+                self._stream.wait_event(made)
             values = found.tolist()  # sync: with the update before; on a CPU with this one
         own = _Own(values)
         if update.skipped is not None:
@@ -237,9 +254,16 @@ class StepLog:
     def flush(self) -> None:
         """Learn whether the last update was skipped, and emit the record that is still open.
 
-        Raises DivergedError if the loss or a gradient is not finite and the update was made, if
-        too many updates in a row were skipped, or if fp16 fails without loss scaling too.
+        For when something else is done than updates. Raises DivergedError if the loss or a gradient
+        is not finite and the update was made, if too many updates in a row were skipped, or if fp16
+        fails without loss scaling too.
         """
+        try:
+            self._record()
+        finally:
+            self.is_training = False
+
+    def _record(self) -> None:
         self._read_own()
         self._emit_pending()
 
@@ -253,6 +277,7 @@ class StepLog:
         with accelerator.on(self._stream):
             pending.arrive()
             sums = pending.sums.tolist()  # sync: with the same
+        self._backend.started()
         loss, bad, ranks, infinite, stop, save, *rest = sums
         squares = 0 if pending.update.squares is None else len(pending.update.squares)
         measured = tuple(rest[:squares]), tuple(rest[squares:])
@@ -266,9 +291,41 @@ class StepLog:
             noise = self._noise.add(step.step, *found.squares, loss_scale=own.scaled_by)
             step = replace(step, **noise._asdict())
         self._emit(replace(step, **self._monitors.fields(own.monitored, skipped=own.skipped)))
+        del self._unrecorded[0]
+        self._recorded = pending.made
         if found.system:
             self._emit(_system(step, found.system))
         self._judge(step, found)
+
+    def settle(self) -> bool:
+        """When a worker is lost, go back to the last update that has a record.
+
+        The device may have come no further: it waits for what the lost one should have sent for the
+        next update. Return False where the weights are those of an update without a record, or what
+        is counted on the host cannot be taken back. Raises as flush does.
+        """
+        errors: list[Exception] = []
+
+        def flush() -> None:
+            try:
+                self._record()
+            except Exception as error:
+                errors.append(error)
+
+        flushing = threading.Thread(target=flush, daemon=True)
+        flushing.start()
+        flushing.join(GRACE_SECONDS)  # it may wait for ever for a sum that does not come
+        if errors and not isinstance(errors[0], (PeerLostError, RuntimeError)):
+            raise errors[0]
+        while self._unrecorded:
+            update, images, seconds = self._unrecorded.pop()
+            if update.reduction.has_ended() or self._state.counts_on_host:
+                return False
+            self._unread = None
+            self._state.progress.take_back(update.step, images=images, seconds=seconds)
+        if self._recorded is not None:
+            self._recorded.synchronize()  # sync: its gradients were summed before its loss
+        return True
 
     def _judge(self, step: Step, found: "_Sums") -> None:
         """Raise DivergedError where the run cannot go on after this update."""

@@ -186,7 +186,7 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
     host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, SimTensor) and x.dim()]
     if name not in _FREE:
         for tensor in ours:
-            _require_idle(tensor, name)
+            require_idle(tensor, name)
     stays = _count(name, args, kwargs, ours, host)
     target = kwargs.get("device")
     if target is not None and torch.device(target).type == NAME:
@@ -275,7 +275,7 @@ def _address(tensor: SimTensor) -> int:
     return tensor.raw.untyped_storage().data_ptr()
 
 
-def _require_idle(tensor: SimTensor, name: str) -> None:
+def require_idle(tensor: SimTensor, name: str) -> None:
     """Complete what the device waits for; raise RuntimeError where it does not wait."""
     busy = _BUSY.get(_address(tensor))
     if busy is None:
@@ -317,6 +317,10 @@ class Event:
         """Hold the host until the event."""
         synchronize()
 
+    def query(self) -> bool:
+        """Return that the device has come by."""
+        return True
+
     def elapsed_time(self, _: "Event") -> float:
         """Return milliseconds to another event."""
         return 0.0
@@ -327,6 +331,10 @@ class Stream:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device(NAME, 0)
+
+    def query(self) -> bool:
+        """Return that the device has done all that it was asked here."""
+        return True
 
     def wait_event(self, _: Event) -> None:
         """Do nothing: all before is complete."""
@@ -354,11 +362,14 @@ NUM_DEVICES = 8
 class _Module:
     """What is asked of torch.sim, the module of the device."""
 
+    uuid: str | None = None
+    """Which of all devices it is."""
+
     def get_device_name(self, _: object = None) -> str:
         return "simulated"
 
     def get_device_properties(self, _: object = None) -> SimpleNamespace:
-        return SimpleNamespace(name="simulated", total_memory=MEMORY)
+        return SimpleNamespace(name="simulated", total_memory=MEMORY, uuid=self.uuid)
 
     def max_memory_allocated(self, _: object = None) -> int:
         return 0
@@ -398,10 +409,13 @@ class _Module:
         torch.set_rng_state(state)
 
 
+MODULE = _Module()
+
+
 @functools.cache
 def simulate() -> torch.device:
     """Register the device for the rest of this process and return it."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=MODULE)
     torch.__future__.set_swap_module_params_on_conversion(False)
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
