@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.optim import SGD
 
 from largebatch import load_recipe, run
 from largebatch.data.types import Batch
-from largebatch.distributed.backend import Backend, Work
+from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import BackendName
 from largebatch.distributed.reducer import Reducer
@@ -209,7 +209,7 @@ def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
 
 def test_what_is_saved_after_a_worker_was_lost_has_learned_of_the_last_skip() -> None:
     class Lost(Serial):
-        def all_reduce(self, tensor: Tensor) -> Work:
+        def all_reduce(self, tensor: Tensor) -> NoReturn:
             raise PeerLostError("worker 1 is gone")
 
     log, state, events = a_log(Lost(CPU.device))
