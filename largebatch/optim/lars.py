@@ -69,9 +69,9 @@ class LARS(Optimizer):
     `fujitsu` needs it, and it defaults to the `lr` given here.
 
     Gradients must be averaged and unscaled before `step`: with weight decay the ratio is not
-    scale-free, and groups that are not adapted never are. A GradScaler unscales them by itself, in
-    its `unscale_` or in `step`. On an accelerator the step that it skips is skipped there, and the
-    host waits for nothing; `kernels="apex"` waits for its answer.
+    scale-free, and groups that are not adapted never are. A GradScaler unscales them, and lends
+    `grad_scale` and `found_inf` while it steps, as to torch's fused optimizers: on an accelerator
+    the host does not wait to know whether a step is skipped, but with `kernels="apex"` it does.
 
     A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state;
     whoever changes such a weight from outside must make a new optimizer.
@@ -165,15 +165,10 @@ class LARS(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves unscaling and skipping to `step`; on a CPU it has the answer.
-
-        A name of torch's.
-        """
-        return all(
-            group["kernels"] == "torch" and weight.device.type != "cpu"
-            for group in self.param_groups
-            for weight in group["params"]
-        )
+        """Whether GradScaler leaves unscaling and skipping to `step`; on a CPU nothing waits."""
+        weights = (weight for group in self.param_groups for weight in group["params"])
+        kernels = {group["kernels"] for group in self.param_groups}
+        return kernels == {"torch"} and all(weight.device.type != "cpu" for weight in weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
@@ -182,8 +177,7 @@ class LARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # GradScaler lends these to an optimizer while it steps.
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         work = [(group, self._gather(group)) for group in self.param_groups]
         found: list[tuple[list[Tensor], Tensor]] = []
         for group, every_kind in work:
