@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import accelerator
@@ -178,14 +177,10 @@ def test_all_workers_begin_what_they_do_in_parts_and_all_over_in_one_order() -> 
     assert on_late_workers(whole_run, workers=4) == [1, True, True]
 
 
-class Module(SimpleNamespace):
-    """What of torch.cuda is asked on a machine with `num` GPUs."""
-
-    def __init__(self, num: int) -> None:
-        self.taken: list[torch.device] = []
-        super().__init__(
-            is_available=lambda: True, device_count=lambda: num, set_device=self.taken.append
-        )
+def see(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be so many GPUs."""
+    monkeypatch.setattr("largebatch.accelerator.count", lambda: num)
+    monkeypatch.setattr("largebatch.accelerator.choose", lambda n: torch.device("cuda", n))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +189,7 @@ class Module(SimpleNamespace):
 def test_the_only_gpu_that_a_worker_sees_is_its_own(
     num: int, local_rank: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "cuda", Module(num))
+    see(num, monkeypatch)
     assert pick_device(local_rank, 4, compared=True) == torch.device("cuda", expected)
 
 
@@ -202,7 +197,7 @@ def test_the_only_gpu_that_a_worker_sees_is_its_own(
 def test_fewer_gpus_than_workers_are_refused(
     num: int, compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "cuda", Module(num))
+    see(num, monkeypatch)
     with pytest.raises(BackendError, match=f"^4 workers on a machine with {num} GPU; start as "):
         pick_device(1, 4, compared=compared)
 
