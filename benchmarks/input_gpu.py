@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from input_pipeline import AREA, batches, dali_reader, requests, view
-from measuring import Step, paired_ratio, spread, take_turns, write
+from measuring import add_seconds, Step, paired_ratio, spread, take_turns, write
 
+from largebatch import accelerator
 from largebatch.cli.main import main as largebatch
 from largebatch.data.decoders import cached, dali, pixel_cache
 from largebatch.data.index.index import load_or_read
@@ -57,9 +58,9 @@ def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     resources = Resources(args.device, threads=args.threads, batch_size=batch)
     in_memory = batches(cached.open_decoder(kept, small, resources), small_requests())
     rivals = {"cache: device": step(kept_there), "cache: memory": step(in_memory)}
-    times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=backend)
+    times = take_turns(rivals, backend=backend, **limits(args))
     arithmetic = {"order, boxes, flips": step(small_requests())}
-    times |= take_turns(arithmetic, rounds=args.rounds, steps=args.steps, backend=Serial())
+    times |= take_turns(arithmetic, backend=Serial(), **limits(args))
     kept_there.close()
     in_memory.close()
     device = times["cache: device"]
@@ -70,6 +71,12 @@ def cifar(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
             "device / target": paired_ratio(device, [batch / TARGET] * len(device)),
         },
     }
+
+
+def limits(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how long rivals take turns: twice for each batch of CIFAR-10, once for JPEGs."""
+    seconds = args.seconds / (2 * len(args.batches) + 1)
+    return {"rounds": args.rounds, "steps": args.steps, "seconds": seconds}
 
 
 def rates(times: dict[str, list[float]], batch: int) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def jpegs(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
     ours = batches(opened, requests(index, args.jpeg_batch, AREA))
     theirs = dali_reader(folder, batch=args.jpeg_batch, threads=args.threads, device=args.device)
     rivals = {"ours on DALI": step(ours), "DALI's reader": step(theirs)}
-    times = take_turns(rivals, rounds=args.rounds, steps=args.steps, backend=Serial(args.device))
+    times = take_turns(rivals, backend=Serial(args.device), **limits(args))
     ours.close()
     return {
         "images a second": rates(times, args.jpeg_batch),
@@ -101,8 +108,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     data = os.environ.get("LARGEBATCH_DATA")
     parser.add_argument("--data", type=Path, default=data, required=data is None)
-    parser.add_argument("--device", type=torch.device, default="cuda")
+    parser.add_argument("--device", type=torch.device, default=accelerator.current())
     parser.add_argument("--rounds", type=int, default=9)
+    add_seconds(parser)
     parser.add_argument("--steps", type=int, default=20, help="batches of each rival in a round")
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 4096], help="of CIFAR-10")
     parser.add_argument("--jpeg-batch", type=int, default=128)
@@ -127,9 +135,9 @@ def main() -> None:
             samples = args.data / "imagenet_samples/samples.zip"
             result["full-size JPEGs"] = jpegs(samples, Path(scratch, "jpeg"), args)
         else:
-            print("full-size JPEGs: not measured, NVIDIA DALI is not installed")
+            result["not installed"] = ["NVIDIA DALI"]
     print(json.dumps(result, indent=2))
-    if args.device.type == "cuda":
+    if accelerator.is_remote(args.device):
         print(write("input_gpu", " ".join(["python", *sys.argv]), result))
 
 
