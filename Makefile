@@ -119,7 +119,7 @@ soak: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/soak.py
 
 bench-gpu:
-	PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) benchmarks/gpu.py $(BENCH_PARTS)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(BENCH_PYTHON) benchmarks/gpu.py $(BENCH_PARTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from input_pipeline import AREA, batches, dali_reader, requests, view
-from measuring import add_seconds, Step, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 
 from largebatch import accelerator
 from largebatch.cli.main import main as largebatch

@@ -21,7 +21,7 @@ import sys
 from typing import Any
 
 import torch
-from measuring import add_seconds, WARM_UP, Step, paired_ratio, spread, take_turns, write
+from measuring import WARM_UP, Step, add_seconds, paired_ratio, spread, take_turns, write
 from torch import Tensor, nn
 from torch.profiler import profile, supported_activities
 

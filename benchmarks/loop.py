@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import add_seconds, Step, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD

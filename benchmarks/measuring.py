@@ -145,9 +145,7 @@ def _wait_for(backend: Backend) -> None:
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
     """Give a benchmark the option of a time after which it starts no round."""
-    parser.add_argument(
-        "--seconds", type=float, default=DAY, help="start no round after that many"
-    )
+    parser.add_argument("--seconds", type=float, default=DAY, help="start no round after that many")
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:

@@ -2,18 +2,18 @@
 
     python benchmarks/norm.py [--model resnet50] [--batch 64] [--spans 64 32 16 8] [--size 224]
 
-In every round each kind of normalisation goes once; the ratios are of the same round. The `joined` rows split the batch and join it again with
-torch.cat around nn.BatchNorm2d's own kernel, the obvious way, at the span named.
+In every round each kind of normalisation goes once; the ratios are of the same round. The `joined`
+rows split the batch and join it again with torch.cat around nn.BatchNorm2d's own kernel, the
+obvious way, at the span named.
 """
 
 import argparse
 import copy
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measuring import add_seconds, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 from torch import Tensor, nn
 
 from largebatch import accelerator
@@ -44,7 +44,7 @@ def joined(model: nn.Module, span: int) -> nn.Module:
     return model
 
 
-def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
+def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
     """Return one forward and backward pass."""
 
     def once() -> None:
@@ -85,7 +85,9 @@ def main() -> None:
     models = {"nn.BatchNorm2d": plain}
     models |= {f"span {span}": with_span(copy.deepcopy(plain), span) for span in args.spans}
     models |= {f"joined {span}": joined(copy.deepcopy(plain), span) for span in args.joined}
-    rivals = {name: passes(model, images, labels) for name, model in models.items()}
+    rivals: dict[str, Step] = {
+        name: passes(model, images, labels) for name, model in models.items()
+    }
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         seconds = take_turns(rivals, rounds=args.rounds, steps=1, seconds=args.seconds)
 

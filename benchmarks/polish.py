@@ -4,15 +4,16 @@
 
 The peers are torch.optim.swa_utils.update_bn and fvcore's update_bn_stats (pip install fvcore);
 beside them stands a plain forward pass in training mode, which every such pass contains. All go
-through the same batches, which lie in memory, on copies of a ResNet-18 at 96 pixels, in turns. The
-peers know plain BatchNorm; a recipe's model has spans, and is measured too.
+through the same batches, which lie on the device, on copies of a ResNet-18 at 96 pixels, in turns.
+The peers know plain BatchNorm; a recipe's model has spans, and is measured too.
 
-The error is measured where there is no GPU. That of a running variance is relative, that of a running mean in standard deviations: the
-largest of all channels of all layers, against moments in float64 of what each layer is given in a
-plain forward pass. The last batch is smaller than the others. With two workers of unequal shares
-ours are two processes over torch; the peers do not communicate, so that a worker keeps its own
-statistics or somebody averages them. Images are Imagenette's if LARGEBATCH_DATA names the folder
-that holds imagenette224, else noise. Writes benchmarks/results/polish_<hardware>_<date>.json.
+The error is measured where there is no GPU. That of a running variance is relative, that of a
+running mean in standard deviations: the largest of all channels of all layers, against moments in
+float64 of what each layer is given in a plain forward pass. The last batch is smaller than the
+others. With two workers of unequal shares ours are two processes over torch; the peers do not
+communicate, so that a worker keeps its own statistics or somebody averages them. Images are
+Imagenette's if LARGEBATCH_DATA names the folder that holds imagenette224, else noise. Writes
+benchmarks/results/polish_<hardware>_<date>.json.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from measuring import add_seconds, Step, on_two_workers, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, on_two_workers, paired_ratio, spread, take_turns, write
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn

@@ -111,7 +111,7 @@ def arguments() -> argparse.Namespace:
 def default_batch() -> int:
     """Return 256, or the largest power of two that the memory of the device is enough for."""
     memory = accelerator.memory_bytes() if accelerator.count() else 2**34
-    return min(256, 2 ** max(0, (memory // IMAGE_BYTES).bit_length() - 1))
+    return min(256, 1 << max(0, (memory // IMAGE_BYTES).bit_length() - 1))
 
 
 def pairs(modes: list[str]) -> list[tuple[str, str]]:
@@ -213,10 +213,12 @@ def timms(name: str, data: Data, mode: str | None = None) -> Step:
 
     images, labels = data
     model = network(name, images.device).train()
-    optimizer = create_optimizer_v2(
-        model, opt="lars", lr=LR, weight_decay=DECAY, momentum=MOMENTUM
+    optimizer = create_optimizer_v2(model, opt="lars", lr=LR, weight_decay=DECAY, momentum=MOMENTUM)
+    loss_fn, losses, number = (
+        LabelSmoothingCrossEntropy(SMOOTHING),
+        AverageMeter(),
+        itertools.count(1),
     )
-    loss_fn, losses, number = LabelSmoothingCrossEntropy(SMOOTHING), AverageMeter(), itertools.count(1)
     forward = model if mode is None else torch.compile(model, mode=mode)
 
     def step() -> None:
@@ -262,7 +264,7 @@ def operations_per_image(data: Data, args: argparse.Namespace) -> float:
     model = network(args.model, images.device).train()
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
-    return counter.get_total_flops() / len(images)
+    return float(counter.get_total_flops()) / len(images)
 
 
 if __name__ == "__main__":
