@@ -67,6 +67,7 @@ def main() -> None:
     product = times.pop(PRODUCT)
     peak = [2 * args.matrix**3 / seconds for seconds in product]
     work = args.batch * operations_per_image(data, args)
+    compared = pairs(args.modes)
     result: dict[str, Any] = {
         "settings": vars(args),
         "images a second": {
@@ -75,7 +76,7 @@ def main() -> None:
         },
         "ratios": {
             f"{ours} / {theirs}": paired_ratio(times[ours], times[theirs])
-            for ours, theirs in pairs(args.modes)
+            for ours, theirs in compared
             if ours in times and theirs in times
         },
         "operations an image": work / args.batch,
@@ -85,6 +86,11 @@ def main() -> None:
             for name, values in times.items()
         },
         "peak memory in bytes": memory,
+        "ratios of peak memory": {
+            f"{ours} / {theirs}": paired_ratio([memory[ours]], [memory[theirs]])
+            for ours, theirs in compared
+            if memory.get(ours) and memory.get(theirs)
+        },
         "failed": failed,
     }
     print(json.dumps(result, indent=1))
@@ -147,10 +153,10 @@ def rivals(data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Step]
 
 def prepare(
     made: dict[str, Callable[[], Step]], device: torch.device
-) -> tuple[dict[str, Step], dict[str, int], dict[str, str]]:
+) -> tuple[dict[str, Step], dict[str, float], dict[str, str]]:
     """Return the steps that run, the memory that each took, and the errors of the others."""
     steps: dict[str, Step] = {}
-    memory: dict[str, int] = {}
+    memory: dict[str, float] = {}
     failed: dict[str, str] = {}
     for name, make in made.items():
         gc.collect()  # what the rival before it has left
