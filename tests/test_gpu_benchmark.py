@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerator as accelerator_of_tests
 import pytest
 import torch
+from on_forked_workers import on_forked_workers
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -74,6 +76,32 @@ def test_the_roofline_holds_what_moves_against_a_copy(
     rows = [row for row in table.ROWS if row.benchmark == "roofline"]
     assert rows
     assert all(table._cell(result, row) != "not measured" for row in rows)
+
+
+def on_the_simulated_device(folder: Path) -> dict[str, Any]:
+    accelerator_of_tests.simulate()
+    with pytest.MonkeyPatch.context() as patch:
+        return {
+            name: measured(name, PARTS[name].tiny, folder, patch)
+            for name in ("resnet50", "roofline")
+        }
+
+
+def test_both_run_on_an_accelerator(tmp_path: Path) -> None:
+    results = on_forked_workers(on_the_simulated_device, tmp_path, workers=1)
+    assert {result["machine"].rpartition(", ")[2] for result in results.values()} == {
+        "1 x simulated"
+    }
+    assert not results["resnet50"]["failed"]
+    assert set(results["resnet50"]["peak memory in bytes"]) == {"plain", "timm", "ours"}
+
+
+def test_no_round_begins_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    times = measuring.take_turns({"a": list, "b": dict}, rounds=5, steps=2, seconds=0)
+    assert {name: len(values) for name, values in times.items()} == {"a": 1, "b": 1}
+    assert capsys.readouterr().out == "cut: 1 of 5 rounds in 0 seconds\n"
+    times = measuring.take_turns({"a": list}, rounds=5, steps=2)
+    assert len(times["a"]) == 5
 
 
 def test_the_operations_of_resnet50_are_those_of_its_layers() -> None:
