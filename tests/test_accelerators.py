@@ -59,10 +59,10 @@ def generator(seed: int) -> torch.Generator:
 def test_an_accelerator_of_any_kind_answers() -> None:
     assert on_forked_workers(asked, workers=1) == {
         "kind": "sim",
-        "count": 1,
+        "count": simulated.NUM_DEVICES,
         "current": "sim:0",
         "chosen": "sim:0",
-        "names": ["simulated"],
+        "names": ["simulated"] * simulated.NUM_DEVICES,
         "remote": True,
         "memory": simulated.MEMORY,
         "peak": 0,

@@ -119,6 +119,18 @@ class SimTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's contents are its own
         return f"SimTensor({self.raw})"
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history; what it is set to replaces values and strides."""
+        without: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]  # a descriptor
+        return without
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        assert isinstance(new, SimTensor)
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]  # as above
+        self.raw = new.raw
+
     def data_ptr(self) -> int:
         """Return the address, which the device's memory has too."""
         return self.raw.data_ptr()
@@ -126,6 +138,9 @@ class SimTensor(Tensor):
     def tolist(self) -> Value:
         """Return the values; the host waits for them."""
         return self.cpu().tolist()
+
+    def record_stream(self, stream: Value) -> None:
+        """Do nothing: memory is not used again while a tensor of it is there."""
 
     def new_tensor(self, data: Value, **settings: Value) -> Tensor:  # type: ignore[override]  # settings are torch's
         """Copy numbers of the host, from memory that is not pinned."""
@@ -332,6 +347,9 @@ SEEDS: Counter[int] = Counter()
 MEMORY = 2**34
 """Bytes of the device."""
 
+NUM_DEVICES = 8
+"""How many are said to be there, for as many workers; each sees its own as the first."""
+
 
 class _Module:
     """What is asked of torch.sim, the module of the device."""
@@ -362,7 +380,7 @@ class _Module:
     def set_device(self, _: object) -> None: ...
 
     def device_count(self) -> int:
-        return 1
+        return NUM_DEVICES
 
     def _is_in_bad_fork(self) -> bool:
         return False
