@@ -87,7 +87,7 @@ def on_the_simulated_device(name: str, folder: Path) -> dict[str, Any]:
 
 def test_resnet50_runs_on_an_accelerator(tmp_path: Path) -> None:
     result = on_forked_workers(on_the_simulated_device, "resnet50", tmp_path, workers=1)
-    assert result["machine"].endswith(", 1 x simulated")
+    assert result["machine"].endswith(" x simulated")
     assert not result["failed"]
     assert set(result["peak memory in bytes"]) == {"plain", "timm", "ours"}
 
@@ -95,7 +95,7 @@ def test_resnet50_runs_on_an_accelerator(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_roofline_runs_on_an_accelerator(tmp_path: Path) -> None:
     result = on_forked_workers(on_the_simulated_device, "roofline", tmp_path, workers=1)
-    assert result["machine"].endswith(", 1 x simulated")
+    assert result["machine"].endswith(" x simulated")
 
 
 def test_no_round_begins_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
