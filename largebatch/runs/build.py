@@ -32,6 +32,7 @@ from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.image_sizes import require_inputs
+from largebatch.optim.sgd import build_sgd
 from largebatch.recipe import optimizers
 from largebatch.recipe.plan import (
     Plan,
@@ -178,7 +179,8 @@ def _build_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     for group in groups:
         del group["adapt"]
     nesterov = isinstance(section, optimizers.SGD) and section.nesterov
-    return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
+    scaled = recipe.precision == "fp16"
+    return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)
 
 
 def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:

@@ -64,11 +64,13 @@ class Update(NamedTuple):
     loss: Tensor
     """This worker's part of the global batch's mean loss, on the device; the parts add up."""
 
-    loss_scale: float
-    """What the loss will be multiplied by at the next step; 1 unless training in fp16."""
+    loss_scale: Tensor
+    """What the loss will be multiplied by at the next step, 0-d, on the device; 1 unless training
+    in fp16."""
 
-    skipped: bool
-    """Gradients were not finite, so that weights, momentum and statistics are as they were."""
+    skipped: Tensor | None
+    """Whether weights, momentum and statistics are as they were, for gradients were not finite: a
+    0-d bool on the device. None where no update is skipped."""
 
     finite: Tensor
     """Whether all gradients of the global batch were finite: 0-d, bool, on the device."""
@@ -80,11 +82,12 @@ class Update(NamedTuple):
     """What it waited for the sums of the gradients when it had computed its own: the network, and
     slower workers. Sums for BatchNorm that a forward pass waits for are not in it."""
 
+    scaled_by: Tensor
+    """What the loss was multiplied by, and with it what was measured of the gradients: 0-d, on the
+    device."""
+
     squares: Tensor | None = None
     """What the reducer measured, if it does: see Reducer.squares."""
-
-    scaled_by: float = 1.0
-    """What the loss was multiplied by, and with it what was measured of the gradients."""
 
     gradient_norm: Tensor | None = None
     """What `measure_norm` of train() returned, if there is one."""
@@ -112,10 +115,13 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     `seed` gives every step its own seed for dropout and the like, so that a resumed run needs no
     generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
     `skip_nonfinite`, an update whose summed gradients are not finite is skipped: one worker's
-    infinity is in everyone's sum, so that all skip the same step. `measure_norm` is called when the
-    gradients are summed, and scaled still: before the optimizer, which may write into them.
+    infinity is in everyone's sum, so that all skip the same step. Nothing waits to know of it, but
+    the optimizers that `scaler` waits for: all but LARS and torch's fused ones. `measure_norm` is
+    called when the gradients are summed, and scaled still: before the optimizer, which may write
+    into them.
     """
-    scale = scaler.get_scale()
+    one = torch.ones((), device=reducer.device)
+    scale = scaler.scale(one)
     for step in steps:
         model.train()
         accelerator.seed(seed(step), reducer.device)
@@ -138,17 +144,16 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             reducer.wait()
         finite = reducer.finite()
         norm = None if measure_norm is None else measure_norm()
-        skipped = skip_nonfinite and not finite.item()  # sync: only where the recipe skips updates
-        if not skipped:
+        skipped = ~finite if skip_nonfinite else None
+        if skipped is None or finite.item():  # sync: only where the recipe skips updates
+            scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-            scale = scaler.get_scale()  # sync: in fp16, where step() has just waited
+            scale = scaler.scale(one)
+        if scaler.is_enabled():
             skipped = scale < scaled_by
-        if skipped:
-            spans.discard()
-        else:
-            spans.update()
-        measured = data, reduction, reducer.squares, scaled_by, norm
+        spans.update(skipped)
+        measured = data, reduction, scaled_by, reducer.squares, norm
         yield Update(step, lr, loss, scale, skipped, finite, *measured)
 
 

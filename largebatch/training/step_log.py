@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from largebatch import accelerator
-from largebatch.distributed.backend import Backend, Work
+from largebatch.distributed.backend import Backend
 from largebatch.errors import DivergedError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
@@ -19,6 +20,15 @@ from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
 from largebatch.training.noise import RunningNoise
 from largebatch.training.state import TrainState
+
+
+class _Own(NamedTuple):
+    """What an update has found that needs no sum, for every worker has the same."""
+
+    monitored: list[float]
+    skipped: bool = False
+    loss_scale: float = 1.0
+    scaled_by: float = 1.0
 
 
 class _Pending(NamedTuple):
@@ -30,8 +40,8 @@ class _Pending(NamedTuple):
     arrive: Callable[[], None]
     """Waits for them."""
 
-    own: Tensor
-    """What is monitored and needs no sum, for every worker has the same."""
+    own: _Own | None = None
+    """None until it is read."""
 
 
 class _Sums(NamedTuple):
@@ -83,6 +93,9 @@ class StepLog:
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
         self._pending: _Pending | None = None
+        self._unread: tuple[Update, Tensor, Callable[[], None]] | None = None
+        """The update counted last, what it will have found, and what waits for that."""
+
         self._stream = accelerator.stream(backend.device)
         self._begun = time.perf_counter()
         self.stopped = False
@@ -115,13 +128,16 @@ class StepLog:
         seconds = time.perf_counter() - self._begun
         self._begun += seconds
         images = self._plan.batch_at(update.step)
+        self._read_own()
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
         sums = self.requests(update)
+        self._unread = update, self._measure(update), self._mark()
         work = self._backend.all_reduce(sums)
         try:
-            self.flush()
+            self._emit_pending()
         except DivergedError:
             work.wait()  # nothing may be under way, for the run may go on without this stage
+            self._read_own()
             raise
         step = Step(
             stage=stage,
@@ -129,14 +145,10 @@ class StepLog:
             epoch=self._plan.epoch(update.step + 1),
             loss=math.nan,
             lr=update.lr,
-            loss_scale=update.loss_scale,
-            skipped=update.skipped,
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        own = self._monitors.measure(update)
-        arrive = self._arrival(work)  # after all that is read then
-        self._pending = _Pending(step, update, sums, arrive, own)
+        self._pending = _Pending(step, update, sums, work.wait)
         if self._stream is None:
             self.flush()
 
@@ -165,7 +177,7 @@ class StepLog:
         Raises DivergedError where its loss is not finite.
         """
         images = self._plan.batch_at(step.step)
-        self._state.count(step.step, images=images, seconds=step.step_seconds, skipped=False)
+        self._state.count(step.step, images=images, seconds=step.step_seconds)
         self._emit(step)
         self._judge(step, _Sums(step.loss, bad=0, ranks=0, infinite=0, stop=0, save=0))
 
@@ -192,32 +204,55 @@ class StepLog:
         loss = torch.stack([update.loss, bad, bad * self._backend.rank, infinite])
         return torch.cat([loss, requests, measured, system])
 
-    def _arrival(self, work: Work) -> Callable[[], None]:
-        """Return what makes the stream of the log wait for the sums, and for nothing later."""
+    def _measure(self, update: Update) -> Tensor:
+        """Return what is monitored and, where updates may be skipped, what is learned of that."""
+        monitored = self._monitors.measure(update)
+        if update.skipped is None:
+            return monitored
+        scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
+        return torch.cat([scales, monitored])
+
+    def _mark(self) -> Callable[[], None]:
+        """Return what makes the stream of the log wait for what is queued, and nothing later."""
         if self._stream is None:
-            return work.wait
-        stream, made = self._stream, accelerator.event(self._backend.device)
+            return lambda: None
+        return partial(self._stream.wait_event, accelerator.event(self._backend.device))
 
-        def arrive() -> None:
-            stream.wait_event(made)
-            work.wait()
-
-        return arrive
+    def _read_own(self) -> None:
+        """Learn what the update counted last has found, and count it as skipped if it was."""
+        if self._unread is None:
+            return
+        (update, found, wait), self._unread = self._unread, None
+        with accelerator.on(self._stream):  # not behind the update that was queued since
+            wait()
+            values = found.tolist()  # sync: with the update before; on a CPU with this one
+        own = _Own(values)
+        if update.skipped is not None:
+            own = _Own(values[3:], bool(values[0]), *values[1:3])
+        if own.skipped:
+            self._state.count_skipped()
+        if self._pending is not None and self._pending.update is update:
+            self._pending = self._pending._replace(own=own)
 
     def flush(self) -> None:
-        """Emit the record that is still open.
+        """Learn whether the last update was skipped, and emit the record that is still open.
 
         Raises DivergedError if the loss or a gradient is not finite and the update was made, if
         too many updates in a row were skipped, or if fp16 fails without loss scaling too.
         """
+        self._read_own()
+        self._emit_pending()
+
+    def _emit_pending(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        step = pending.step
-        with accelerator.on(self._stream):  # not behind the update that was queued since
+        own = pending.own
+        assert own is not None
+        step = replace(pending.step, skipped=own.skipped, loss_scale=own.loss_scale)
+        with accelerator.on(self._stream):
             pending.arrive()
-            sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
-            own = pending.own.tolist()  # sync: with the same
+            sums = pending.sums.tolist()  # sync: with the same
         loss, bad, ranks, infinite, stop, save, *rest = sums
         squares = 0 if pending.update.squares is None else len(pending.update.squares)
         measured = tuple(rest[:squares]), tuple(rest[squares:])
@@ -228,9 +263,9 @@ class StepLog:
         data, reduction = update.data.seconds(), update.reduction.seconds()
         step = replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction)
         if found.squares:
-            noise = self._noise.add(step.step, *found.squares, loss_scale=update.scaled_by)
+            noise = self._noise.add(step.step, *found.squares, loss_scale=own.scaled_by)
             step = replace(step, **noise._asdict())
-        self._emit(replace(step, **self._monitors.fields(own)))
+        self._emit(replace(step, **self._monitors.fields(own.monitored, skipped=own.skipped)))
         if found.system:
             self._emit(_system(step, found.system))
         self._judge(step, found)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from largebatch.models.batchnorm import Spans
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training import loop
 from largebatch.training.loop import Stopwatch, Update, train
-from largebatch.training.state import Progress
+from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
@@ -72,9 +72,8 @@ def test_an_update_knows_what_it_waited_for_images_and_for_gradients(
 
 def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Step | System | Note] = []
-    progress = Progress()
-    scaler = GradScaler("cpu", enabled=False)
-    state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
+    scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
+    state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
     plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
     recipe = load_recipe(DIGITS)
     log = StepLog(recipe, plan, CPU, state, emit=events.append, wants_stop=lambda: False)
