@@ -13,8 +13,8 @@
 #                   stopped
 # make soak         disturb runs 200 times at random and compare their ends with undisturbed ones (an
 #                   hour)
-# make bench-gpu    on a CUDA GPU: its tests, then the measurements that need one; with a Python of
-#                   your own: make bench-gpu BENCH_PYTHON=python3
+# make bench-gpu    on a GPU: its tests, then the measurements that need one, in 25 minutes; with a
+#                   Python of your own: make bench-gpu BENCH_PYTHON=python3
 # Needs Python >= 3.11 with pip and venv, and for `make test` a C++ compiler. More words for pytest:
 # make test PYTEST_ARGS='-k lars'. LARGEBATCH_DATA names a folder of real data sets, if there is one.
 
@@ -29,8 +29,8 @@ TORCH := torch==2.13.0 torchvision==0.28.0
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
 
 BENCH_PYTHON ?= $(BIN)/python
-CPU_REFEREES := tests/optim/test_lars.py tests/optim/test_lars_referees.py \
-    tests/optim/test_lars_state.py tests/models/test_batchnorm.py tests/distributed/test_reducer.py
+# Those of benchmarks/gpu.py that bench-gpu runs, such as: resnet50 roofline; all if none is named.
+BENCH_PARTS ?=
 
 # Four processes, for some wait for others of their own; each with whole files, so that a file
 # trains what its tests read once.
@@ -119,15 +119,7 @@ soak: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/soak.py
 
 bench-gpu:
-	@$(BENCH_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA GPU"'
-	$(BENCH_PYTHON) -m pytest -q tests/test_cuda.py tests/optim/test_lars_fast.py \
-	    tests/polish/test_polish_cuda.py tests/distributed/test_nccl.py
-	CUDA_VISIBLE_DEVICES= $(BENCH_PYTHON) -m pytest -q $(CPU_REFEREES)
-	$(BENCH_PYTHON) benchmarks/lars.py
-	$(BENCH_PYTHON) benchmarks/loop.py
-	$(BENCH_PYTHON) benchmarks/norm.py --channels-last --precision bf16
-	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/input_gpu.py
-	$(BENCH_PYTHON) benchmarks/table.py
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(BENCH_PYTHON) benchmarks/gpu.py $(BENCH_PARTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

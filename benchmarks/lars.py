@@ -1,9 +1,9 @@
 """One LARS update of ResNet-50's 161 tensors beside its rivals, which take turns in rounds.
 
-    python benchmarks/lars.py [--rounds 100] [--threads 2]
+    python benchmarks/lars.py [--rounds 100] [--threads 2] [--seconds 60]
 
     plain    the formula, tensor by tensor, in torch's ordinary operations
-    ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, if it is installed
+    ours     optim.lars.LARS, as a recipe uses it; on CUDA also with apex, where it is installed
     timm     timm.optim.lars.Lars
     sgd      torch.optim.SGD(fused=True): no norms, so the least an update can cost
 
@@ -16,13 +16,16 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
+import sys
 from typing import Any
 
 import torch
-from measuring import WARM_UP, Step, paired_ratio, spread, take_turns, write
+from measuring import WARM_UP, Step, add_seconds, paired_ratio, spread, take_turns, write
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
+from largebatch import accelerator
 from largebatch.models import build, param_groups
 from largebatch.optim.lars import LARS
 from largebatch.optional import require_torchvision
@@ -35,14 +38,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=100)
+    add_seconds(parser)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.current()
     rivals = make_rivals(device)
-    times = measure(rivals, rounds=args.rounds)
+    times = measure(rivals, rounds=args.rounds, seconds=args.seconds)
     result: dict[str, Any] = {
-        "n": args.rounds,
+        "n": len(times["ours"]),
         "warm_up": WARM_UP,
         "threads": args.threads,
         "device": str(device),
@@ -54,10 +58,11 @@ def main() -> None:
             if ours.startswith("ours") and not theirs.startswith("ours")
         },
     }
-    if device.type == "cuda":
+    if accelerator.is_remote(device):
         result["kernel_launches"] = {name: launches(step) for name, step in rivals.items()}
-    command = f"python benchmarks/lars.py --rounds {args.rounds} --threads {args.threads}"
-    print(write("lars", command, result))
+    if not has_apex():
+        result["not installed"] = ["apex"]
+    print(write("lars", " ".join(["python", *sys.argv]), result))
     medians = {name: values["median"] for name, values in result["milliseconds"].items()}
     print(json.dumps({"milliseconds": medians, "ratios": result["ratios"]}, indent=2))
 
@@ -74,9 +79,13 @@ def make_rivals(device: torch.device) -> dict[str, Step]:
         "timm": Lars(groups(device), lr=LR, momentum=MOMENTUM, trust_coeff=ETA).step,
         "sgd": torch.optim.SGD(groups(device), lr=LR, momentum=MOMENTUM, fused=True).step,
     }
-    if device.type == "cuda" and importlib.util.find_spec("amp_C") is not None:
+    if device.type == "cuda" and has_apex():
         rivals["ours, apex"] = ours(groups(device), kernels="apex").step
     return rivals
+
+
+def has_apex() -> bool:
+    return importlib.util.find_spec("amp_C") is not None
 
 
 def groups(device: torch.device) -> list[dict[str, Any]]:
@@ -109,18 +118,23 @@ def trust_ratio(weight: Tensor, grad: Tensor) -> Tensor:
     return torch.where((w > 0) & (g > 0), ETA * w / (g + DECAY * w), 1.0)
 
 
-def measure(rivals: dict[str, Step], *, rounds: int) -> dict[str, list[float]]:
+def measure(
+    rivals: dict[str, Step], *, rounds: int, seconds: float = math.inf
+) -> dict[str, list[float]]:
     """Return the milliseconds of each rival's steps; in a round, each makes one."""
-    times = take_turns(rivals, rounds=rounds, steps=1)
+    times = take_turns(rivals, rounds=rounds, steps=1, seconds=seconds)
     return {name: [1e3 * value for value in seconds] for name, seconds in times.items()}
 
 
 def launches(step: Step) -> int:
     """Return how many kernels, copies and fills one step starts on the GPU."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+    with profile(activities=supported_activities()) as record:
         step()
-        torch.cuda.synchronize()  # sync: the record must hold the whole step
-    return sum(event.count for event in record.key_averages() if event.device_type.name == "CUDA")
+        accelerator.synchronize(accelerator.current())  # the record must hold the whole step
+    return sum(
+        event.device_type.name != "CPU" and not event.is_user_annotation
+        for event in record.events() or []
+    )
 
 
 if __name__ == "__main__":

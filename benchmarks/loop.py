@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import Step, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD
 
+from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
@@ -42,20 +43,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=3, help="steps of each loop in a round")
     parser.add_argument("--threads", type=int, default=2)
+    add_seconds(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    large = ("resnet50", 64, 224) if torch.cuda.is_available() else ("resnet18", 16, 96)
+    large = ("resnet50", 64, 224) if accelerator.count() else ("resnet18", 16, 96)
+    limits: dict[str, Any] = {"steps": args.steps, "seconds": args.seconds / 2}
     result: dict[str, Any] = {
         "settings": vars(args),
-        "large": compare(*large, rounds=args.rounds, steps=args.steps),
-        "small": compare("lenet5", 1, 28, rounds=10 * args.rounds, steps=args.steps),
+        "large": compare(*large, rounds=args.rounds, **limits),
+        "small": compare("lenet5", 1, 28, rounds=10 * args.rounds, **limits),
     }
     path = write("loop", " ".join(["python", *sys.argv]), result)
     print(json.dumps(result, indent=1))
     print(path)
 
 
-def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> dict[str, Any]:
+def compare(
+    name: str, batch: int, pixels: int, *, rounds: int, steps: int, seconds: float
+) -> dict[str, Any]:
     """Let train() and a bare loop take turns."""
     backend = Serial()
     model = build(name, num_classes=10).to(backend.device)
@@ -84,7 +89,7 @@ def compare(name: str, batch: int, pixels: int, *, rounds: int, steps: int) -> d
         next(updates)
 
     rivals = {"train()": ours, "bare loop": bare, "bare loop, nn.BatchNorm2d": plain}
-    times = take_turns(rivals, rounds=rounds, steps=steps)
+    times = take_turns(rivals, rounds=rounds, steps=steps, seconds=seconds)
     added = [one - other for one, other in zip(times["train()"], times["bare loop"], strict=True)]
     return {
         "model": f"{name}, {batch} images of {pixels} pixels",

@@ -4,10 +4,12 @@ Times of rivals are compared round by round, as pairs measured one after the oth
 machine that slows down for a while then slows both.
 """
 
+import argparse
 import ast
 import hashlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -30,6 +32,7 @@ from typing import Any
 
 import torch
 
+from largebatch import accelerator
 from largebatch.cli.arguments import INTERRUPTED
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
@@ -38,7 +41,7 @@ from largebatch.runs.launch import start_workers
 from largebatch.studies.metrics import Interval
 from largebatch.tracking.environment import source_commit, versions
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 PACKAGE = Path(__file__).parents[1] / "largebatch"
 
 MEASURED = {
@@ -66,6 +69,21 @@ MEASURED = {
     "noise_cost": ("distributed/reducer.py", "training/loop.py"),
     "norm": ("models/batchnorm.py", "models/batchnorm_functional.py"),
     "polish": ("models/batchnorm.py", "models/batchnorm_functional.py", "polish"),
+    "resnet50": (
+        "distributed/reducer.py",
+        "models/batchnorm.py",
+        "models/batchnorm_functional.py",
+        "optim/kernels",
+        "optim/lars.py",
+        "training/loop.py",
+        "training/loss.py",
+    ),
+    "roofline": (
+        "models/batchnorm.py",
+        "models/batchnorm_functional.py",
+        "optim/kernels",
+        "optim/lars.py",
+    ),
     "reduction": (
         "distributed/horovod.py",
         "distributed/reducer.py",
@@ -75,6 +93,8 @@ MEASURED = {
 }
 """Files and folders of the package whose speed a benchmark measures."""
 
+DAY = 86400.0
+
 RESAMPLES = 2000
 WARM_UP = 3
 """Steps of every rival before the first round."""
@@ -83,26 +103,36 @@ Step = Callable[[], object]
 
 
 def take_turns(
-    rivals: dict[str, Step], *, rounds: int, steps: int, backend: Backend | None = None
+    rivals: dict[str, Step],
+    *,
+    rounds: int,
+    steps: int,
+    backend: Backend | None = None,
+    seconds: float = math.inf,
 ) -> dict[str, list[float]]:
     """Return every rival's seconds a step, round by round; of several workers the slowest counts.
 
     In a round each rival makes a few steps, in an order drawn anew, and the device is waited for.
+    One worker starts no round after `seconds`, warm-up included, but makes at least one.
     """
     backend = backend or Serial()
+    assert seconds == math.inf or backend.world_size == 1, "workers would stop at different rounds"
+    end = time.monotonic() + seconds
     for step in rivals.values():
         for _ in range(WARM_UP):
             step()
     draw = random.Random(0)  # the same order on all workers
     times: dict[str, list[float]] = {name: [] for name in rivals}
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and time.monotonic() > end:
+            print(f"cut: {number} of {rounds} rounds in {seconds:g} seconds")
+            break
         for name in draw.sample(list(rivals), k=len(rivals)):
             _wait_for(backend)
             begun = time.perf_counter()
             for _ in range(steps):
                 rivals[name]()
-            if backend.device.type == "cuda":
-                torch.cuda.synchronize()
+            accelerator.synchronize(backend.device)
             times[name].append((time.perf_counter() - begun) / steps)
     slowest = backend.all_gather(torch.tensor(list(times.values()))).amax(0).tolist()
     return dict(zip(times, slowest, strict=True))
@@ -110,8 +140,12 @@ def take_turns(
 
 def _wait_for(backend: Backend) -> None:
     backend.barrier()
-    if backend.device.type == "cuda":
-        torch.cuda.synchronize()
+    accelerator.synchronize(backend.device)
+
+
+def add_seconds(parser: argparse.ArgumentParser) -> None:
+    """Give a benchmark the option of a time after which it starts no round."""
+    parser.add_argument("--seconds", type=float, default=DAY, help="start no round after that many")
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -163,8 +197,8 @@ def with_ends(found: Interval, form: str) -> str:
 def machine() -> str:
     """Return what ran the benchmark, in words."""
     words = [platform.machine(), f"{available_cores()} cores"]
-    if torch.cuda.is_available():
-        words.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    if names := accelerator.names():
+        words.append(f"{len(names)} x {names[0]}")
     return ", ".join(words)
 
 
@@ -222,8 +256,8 @@ def today() -> str:
 
 def hardware() -> str:
     """Return what ran the benchmark, as a part of a file's name."""
-    if torch.cuda.is_available():
-        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    if names := accelerator.names():
+        return re.sub(r"[^a-z0-9]+", "-", names[0].lower())
     return f"cpu{available_cores()}"
 
 

@@ -2,22 +2,21 @@
 
     python benchmarks/norm.py [--model resnet50] [--batch 64] [--spans 64 32 16 8] [--size 224]
 
-In every round each kind of normalisation goes once, in turn, after one round that is not counted;
-the ratios are of the same round. The `joined` rows split the batch and join it again with
-torch.cat around nn.BatchNorm2d's own kernel, the obvious way, at the span named.
+In every round each kind of normalisation goes once; the ratios are of the same round. The `joined`
+rows split the batch and join it again with torch.cat around nn.BatchNorm2d's own kernel, the
+obvious way, at the span named.
 """
 
 import argparse
 import copy
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measuring import paired_ratio, spread, write
+from measuring import Step, add_seconds, paired_ratio, spread, take_turns, write
 from torch import Tensor, nn
 
+from largebatch import accelerator
 from largebatch.models import build
 from largebatch.models.batchnorm import with_span
 
@@ -45,30 +44,15 @@ def joined(model: nn.Module, span: int) -> nn.Module:
     return model
 
 
-def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    """Return one forward and backward pass that waits for the device."""
+def passes(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
+    """Return one forward and backward pass."""
 
     def once() -> None:
         for parameter in model.parameters():
             parameter.grad = None
         F.cross_entropy(model(images), labels).backward()
-        if images.device.type == "cuda":
-            torch.cuda.synchronize()
 
     return once
-
-
-def measure(rivals: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each rival in every round but the first."""
-    seconds: dict[str, list[float]] = {name: [] for name in rivals}
-    names = list(rivals)
-    for turn in range(rounds + 1):
-        first = turn % len(names)  # nobody always follows the same rival
-        for name in names[first:] + names[:first]:
-            begun = time.perf_counter()
-            rivals[name]()
-            seconds[name].append(time.perf_counter() - begun)
-    return {name: times[1:] for name, times in seconds.items()}
 
 
 def _arguments() -> argparse.Namespace:
@@ -79,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--spans", type=int, nargs="+", default=[64, 32, 16, 8])
     parser.add_argument("--joined", type=int, nargs="*", default=[32], metavar="SPAN")
     parser.add_argument("--rounds", type=int, default=7)
+    add_seconds(parser)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--channels-last", action="store_true")
@@ -90,7 +75,7 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.current()
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
     plain = build(args.model, num_classes=1000).to(device)
     plain.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs
@@ -100,9 +85,11 @@ def main() -> None:
     models = {"nn.BatchNorm2d": plain}
     models |= {f"span {span}": with_span(copy.deepcopy(plain), span) for span in args.spans}
     models |= {f"joined {span}": joined(copy.deepcopy(plain), span) for span in args.joined}
-    rivals = {name: passes(model, images, labels) for name, model in models.items()}
+    rivals: dict[str, Step] = {
+        name: passes(model, images, labels) for name, model in models.items()
+    }
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-        seconds = measure(rivals, rounds=args.rounds)
+        seconds = take_turns(rivals, rounds=args.rounds, steps=1, seconds=args.seconds)
 
     baseline = seconds.pop("nn.BatchNorm2d")
     result = {

@@ -4,19 +4,21 @@
 
 The peers are torch.optim.swa_utils.update_bn and fvcore's update_bn_stats (pip install fvcore);
 beside them stands a plain forward pass in training mode, which every such pass contains. All go
-through the same batches, which lie in memory, on copies of a ResNet-18 at 96 pixels, in turns. The
-peers know plain BatchNorm; a recipe's model has spans, and is measured too.
+through the same batches, which lie on the device, on copies of a ResNet-18 at 96 pixels, in turns.
+The peers know plain BatchNorm; a recipe's model has spans, and is measured too.
 
-The error of a running variance is relative, that of a running mean in standard deviations: the
-largest of all channels of all layers, against moments in float64 of what each layer is given in a
-plain forward pass. The last batch is smaller than the others. With two workers of unequal shares
-ours are two processes over torch; the peers do not communicate, so that a worker keeps its own
-statistics or somebody averages them. Images are Imagenette's if LARGEBATCH_DATA names the folder
-that holds imagenette224, else noise. Writes benchmarks/results/polish_<hardware>_<date>.json.
+The error is measured where there is no GPU. That of a running variance is relative, that of a
+running mean in standard deviations: the largest of all channels of all layers, against moments in
+float64 of what each layer is given in a plain forward pass. The last batch is smaller than the
+others. With two workers of unequal shares ours are two processes over torch; the peers do not
+communicate, so that a worker keeps its own statistics or somebody averages them. Images are
+Imagenette's if LARGEBATCH_DATA names the folder that holds imagenette224, else noise. Writes
+benchmarks/results/polish_<hardware>_<date>.json.
 """
 
 import argparse
 import copy
+import importlib.util
 import io
 import json
 import os
@@ -29,11 +31,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from measuring import Step, on_two_workers, paired_ratio, spread, take_turns, write
+from measuring import Step, add_seconds, on_two_workers, paired_ratio, spread, take_turns, write
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.models import build
 from largebatch.models.batchnorm import with_span
@@ -60,10 +63,8 @@ def swa(model: nn.Module, batches: Pairs) -> None:
 
 
 def fvcore(model: nn.Module, batches: Pairs) -> None:
-    try:
-        from fvcore.nn.precise_bn import update_bn_stats
-    except ImportError:
-        sys.exit("benchmarks/polish.py needs a peer to compare with: pip install fvcore")
+    from fvcore.nn.precise_bn import update_bn_stats
+
     update_bn_stats(model.train(), [images for images, _ in batches], num_iters=len(batches))
 
 
@@ -74,7 +75,9 @@ def plain(model: nn.Module, batches: Pairs) -> None:
         model(images)
 
 
-PEERS: dict[str, Pass] = {"update_bn": swa, "fvcore": fvcore}
+PEERS: dict[str, Pass] = {"update_bn": swa}
+if importlib.util.find_spec("fvcore"):
+    PEERS["fvcore"] = fvcore
 
 
 def network() -> nn.Module:
@@ -194,7 +197,9 @@ def _two_workers() -> State:
     return {name: torch.tensor(values) for name, values in on_two_workers("polish").items()}
 
 
-def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[str, Any]:
+def times(
+    batches: Pairs, *, layout: torch.memory_format, rounds: int, seconds: float
+) -> dict[str, Any]:
     """Let everybody take turns; a step is a pass over all batches."""
     device = Serial().device
     model = network().to(device)
@@ -210,7 +215,7 @@ def times(batches: Pairs, *, rounds: int, layout: torch.memory_format) -> dict[s
     rivals = {"ours": ours, "forward": plain, **PEERS}
     steps = {name: step(rival) for name, rival in rivals.items()}
     steps |= {f"{name}, span {SPAN}": step(rivals[name], SPAN) for name in ("ours", "forward")}
-    found = take_turns(steps, rounds=rounds, steps=1)
+    found = take_turns(steps, rounds=rounds, steps=1, seconds=seconds)
     spans = found.pop(f"ours, span {SPAN}"), found.pop(f"forward, span {SPAN}")
     number = sum(len(images) for images, _ in batches)
     return {
@@ -235,6 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--images", type=int, default=144)
     parser.add_argument("--batch", type=int, default=64)
+    add_seconds(parser)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -246,12 +252,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     batches = images(args.images, args.batch)
     layouts = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last}
-    result = {
+    result: dict[str, Any] = {
         "settings": {**vars(args), "images are": _source()},
         "target": f"ours at most {TARGET} of each",
-        "error": errors(batches),
-        **{name: times(batches, rounds=args.rounds, layout=it) for name, it in layouts.items()},
     }
+    if "fvcore" not in PEERS:
+        result["not installed"] = ["fvcore"]
+    if not accelerator.count():  # two workers need two
+        result["error"] = errors(batches)
+    for name, layout in layouts.items():
+        result[name] = times(
+            batches, layout=layout, rounds=args.rounds, seconds=args.seconds / len(layouts)
+        )
     print(json.dumps(result, indent=1))
     print(write("polish", " ".join(["python", *sys.argv]), result))
 

@@ -122,16 +122,16 @@ ROWS = (
         ("CIFAR-10", "ratios", "cache / decoded by DALI"),
     ),
     Row(
-        "CIFAR-10 from `cache: device`, batches of 4,096 / 200,000 images a second",
+        "images of 32 pixels from `cache: device`, batches of 4,096 / 200,000 images a second",
         "<= 1.0",
         "input_gpu",
-        ("CIFAR-10, batches of 4096", "ratios", "device / target"),
+        ("small images, batches of 4096", "ratios", "device / target"),
     ),
     Row(
-        "CIFAR-10 from `cache: device` / from `cache: memory` and copied, batches of 4,096",
+        "images of 32 pixels from `cache: device` / `cache: memory` and copied, batches of 4,096",
         "<= 1.0",
         "input_gpu",
-        ("CIFAR-10, batches of 4096", "ratios", "device / memory"),
+        ("small images, batches of 4096", "ratios", "device / memory"),
     ),
     Row(
         "full-size JPEGs decoded by DALI on the GPU / DALI's own reader there",
@@ -139,14 +139,74 @@ ROWS = (
         "input_gpu",
         ("full-size JPEGs", "ratios", "ours / DALI's reader"),
     ),
+    Row(
+        "ResNet-50 at 224 pixels in bf16, `train()` with LARS / timm's loop with its `Lars`",
+        "<= 1.0",
+        "resnet50",
+        ("ratios", "ours / timm"),
+    ),
+    Row(
+        "ResNet-50 at 224 pixels in bf16, `train()` with LARS / plain loop with SGD",
+        "<= 1.05",
+        "resnet50",
+        ("ratios", "ours / plain"),
+    ),
+    Row(
+        "the same, both compiled: `train()` / timm's loop",
+        "<= 1.0",
+        "resnet50",
+        ("ratios", "ours, compiled: default / timm, compiled: default"),
+    ),
+    Row(
+        "the same, `train()` compiled / not compiled",
+        "< 1.0",
+        "resnet50",
+        ("ratios", "ours, compiled: default / ours"),
+    ),
+    Row(
+        "the same, `train()` with `reduce-overhead` / timm's loop compiled",
+        "<= 1.0",
+        "resnet50",
+        ("ratios", "ours, compiled: reduce-overhead / timm, compiled: default"),
+    ),
+    Row(
+        "the same, peak memory of `train()` / of timm's loop",
+        "<= 1.0",
+        "resnet50",
+        ("ratios of peak memory", "ours / timm"),
+    ),
+    Row(
+        "the same, share of the peak of a matrix product, `train()` compiled",
+        "the larger the better",
+        "resnet50",
+        ("share of the peak", "ours, compiled: default"),
+    ),
+    Row(
+        "LARS on ResNet-50, share of the bandwidth of a copy",
+        "the larger the better",
+        "roofline",
+        ("share of the bandwidth", "LARS"),
+    ),
+    Row(
+        "BatchNorm of one span in bf16, share of the bandwidth of a copy",
+        "the larger the better",
+        "roofline",
+        ("share of the bandwidth", "BatchNorm, one span"),
+    ),
+    Row(
+        "BatchNorm of two spans in bf16, share of the bandwidth of a copy",
+        "the larger the better",
+        "roofline",
+        ("share of the bandwidth", "BatchNorm, two spans"),
+    ),
 )
 
 HEAD = """# Measurements
 
 Written by `python benchmarks/table.py` from the files in `results/`, which hold the command, the
-machine, versions, commit, n and spread. Ratios are of times, ours first, paired round by round:
-median (95 % bootstrap interval, n); "older than the code": measured before the code that it
-measures was changed. What Final Polishing does to accuracy is in
+machine, versions, commit, n and spread. Ratios are of times, ours first; shares are of rates. Both
+are paired round by round: median (95 % bootstrap interval, n); "older than the code": measured
+before the code that it measures was changed. What Final Polishing does to accuracy is in
 [docs/final-polishing.md](../docs/final-polishing.md#when-it-helps-and-when-not), from
 `make study`; what recipes reach when they are trained to their end, in
 [docs/recipes/pairs.md](../docs/recipes/pairs.md), from `make measure`.

@@ -374,6 +374,11 @@ class _Module:
     def max_memory_allocated(self, _: object = None) -> int:
         return 0
 
+    def memory_allocated(self, _: object = None) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self, _: object = None) -> None: ...
+
     def is_initialized(self) -> bool:
         return True
 

@@ -1,0 +1,177 @@
+"""`make bench-gpu` at tiny sizes on the CPU: what it writes, and what becomes of its parts."""
+
+import argparse
+import fcntl
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerator as accelerator_of_tests
+import pytest
+import torch
+from on_forked_workers import on_forked_workers
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import gpu  # noqa: E402
+import measuring  # noqa: E402
+import resnet50  # noqa: E402
+import table  # noqa: E402
+
+from largebatch import accelerator  # noqa: E402
+
+PARTS = {part.name: part for part in gpu.PARTS}
+
+
+def measured(name: str, words: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a benchmark in this process; return what it wrote."""
+    script = ROOT / "benchmarks" / f"{name}.py"
+    patch.setattr(measuring, "RESULTS", folder)
+    patch.setattr(torch.backends.cudnn, "benchmark", False)  # it is put back in the end
+    patch.setattr(sys, "argv", [str(script), *words.split()])
+    runpy.run_path(str(script), run_name="__main__")
+    return written(name, folder)
+
+
+def written(name: str, folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob(f"{name}_*.json")
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
+def test_resnet50_names_a_rival_that_cannot_run_and_measures_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="could not run: timm, compiled: turbo, ours, compiled: t"):
+        measured("resnet50", f"{PARTS['resnet50'].tiny} turbo", tmp_path, monkeypatch)
+    result = written("resnet50", tmp_path)
+    assert set(result) >= {"command", "machine", "date", "commit", "versions", "code", "settings"}
+    assert set(result["failed"]) == {"timm, compiled: turbo", "ours, compiled: turbo"}
+    assert all("turbo" in error for error in result["failed"].values())
+    assert set(result["images a second"]) == {"plain", "timm", "ours"}
+    assert result["images a second"]["ours"]["median"] > 0
+    assert {name: ratio["n"] for name, ratio in result["ratios"].items()} == {
+        "ours / timm": 2,
+        "ours / plain": 2,
+        "timm / plain": 2,
+    }
+    assert set(result["share of the peak"]) == {"plain", "timm", "ours"}
+    assert result["peak memory in bytes"] == {}  # the CPU's is not counted
+
+
+def test_the_roofline_holds_what_moves_against_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = measured("roofline", PARTS["roofline"].tiny, tmp_path, monkeypatch)
+    moved = result["bytes"]
+    assert moved["copy"] == 2_000_000
+    assert moved["LARS"] == 28 * 25_557_032  # the parameters of ResNet-50
+    assert moved["SGD(fused=True)"] == 20 * 25_557_032
+    assert moved["BatchNorm, two spans"] == 16 * 4 * 64 * 8 * 8
+    assert set(moved) == set(result["share of the bandwidth"]) == set(result["bytes a second"])
+    assert result["share of the bandwidth"]["copy"]["median"] == 1
+    assert result["operations a second of a matrix product"]["median"] > 0
+    rows = [row for row in table.ROWS if row.benchmark == "roofline"]
+    assert rows
+    assert all(table._cell(result, row) != "not measured" for row in rows)
+
+
+def on_the_simulated_device(name: str, folder: Path) -> dict[str, Any]:
+    accelerator_of_tests.simulate()
+    with pytest.MonkeyPatch.context() as patch:
+        return measured(name, PARTS[name].tiny, folder, patch)
+
+
+def test_resnet50_runs_on_an_accelerator(tmp_path: Path) -> None:
+    result = on_forked_workers(on_the_simulated_device, "resnet50", tmp_path, workers=1)
+    assert result["machine"].endswith(" x simulated")
+    assert not result["failed"]
+    assert set(result["peak memory in bytes"]) == {"plain", "timm", "ours"}
+
+
+@pytest.mark.long
+def test_the_roofline_runs_on_an_accelerator(tmp_path: Path) -> None:
+    result = on_forked_workers(on_the_simulated_device, "roofline", tmp_path, workers=1)
+    assert result["machine"].endswith(" x simulated")
+
+
+def test_no_round_begins_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    times = measuring.take_turns({"a": list, "b": dict}, rounds=5, steps=2, seconds=0)
+    assert {name: len(values) for name, values in times.items()} == {"a": 1, "b": 1}
+    assert capsys.readouterr().out == "cut: 1 of 5 rounds in 0 seconds\n"
+    times = measuring.take_turns({"a": list}, rounds=5, steps=2)
+    assert len(times["a"]) == 5
+
+
+def test_the_operations_of_resnet50_are_those_of_its_layers() -> None:
+    """4.089e9 multiply-adds forward; twice as many backward, but none for the image's gradient."""
+    images = torch.empty(2, 3, 224, 224, device="meta")
+    found = resnet50.operations_per_image((images, images), argparse.Namespace(model="resnet50"))
+    first = 64 * 3 * 7 * 7 * 112 * 112
+    assert found == pytest.approx(2 * (3 * 4.089e9 - first), rel=1e-3)
+
+
+SLEEPER = """
+import fcntl, os, time
+with open(os.environ["NOTE"], "w") as note:
+    fcntl.flock(note, fcntl.LOCK_EX)
+    print("locked", file=note, flush=True)
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_command_that_outlasts_its_share_is_stopped_with_all_that_it_started(
+    tmp_path: Path,
+) -> None:
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
+    path = tmp_path / "note"
+    outcome = gpu.run([sys.executable, "-c", child], 5, {**os.environ, "NOTE": str(path)})
+    assert outcome == "stopped, for it had not ended in 5 seconds"
+    with path.open() as note:
+        fcntl.flock(note, fcntl.LOCK_EX)  # for as long as it lives, it holds the lock
+        assert note.read() == "locked\n"
+
+
+def test_a_command_that_fails_is_named_so() -> None:
+    assert gpu.run([sys.executable, "-c", "exit(3)"], 60, dict(os.environ)).startswith(
+        "failed with 3 in "
+    )
+
+
+def test_parts_need_at_most_25_minutes_and_are_there() -> None:
+    assert sum(part.share for part in gpu.PARTS) <= 25 * 60
+    for part in gpu.PARTS:
+        words = part.command(rehearse=False)[1:]
+        files = [word for word in words if word.endswith(".py")]
+        assert files
+        assert all((ROOT / file).is_file() for file in files)
+
+
+def test_what_is_not_there_is_named() -> None:
+    part = gpu.Part("x", 1, "", "", packages=("json", "no_such_package"))
+    assert part.missing() == "not run, not installed: no_such_package"
+    assert gpu.Part("x", 1, "", "", packages=("json",)).missing() is None
+
+
+def test_a_machine_without_a_gpu_says_how_to_rehearse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
+    with pytest.raises(SystemExit, match="torch sees no GPU; --rehearse runs every part at tiny"):
+        gpu.main()
+
+
+@pytest.mark.long
+def test_every_part_runs_at_tiny_sizes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse"])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    assert not end.value.code
+    last = capfd.readouterr().out.splitlines()[-len(gpu.PARTS) :]
+    assert [line.split(":")[0].strip() for line in last] == list(PARTS)
+    assert all(": done in " in line for line in last)

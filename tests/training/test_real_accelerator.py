@@ -1,0 +1,167 @@
+"""Updates on the accelerator of this machine: the numbers of the CPU, and what they ask of it.
+
+`make bench-gpu` runs these before it measures anything.
+"""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import test_accelerator
+import torch
+import torch.distributed as dist
+from on_forked_workers import on_forked_workers
+from test_accelerator import CPU, Case, difference, plain_counts, small, updates
+from torch import nn
+from torch.profiler import profile, supported_activities
+
+from largebatch import accelerator
+from largebatch.distributed.serial import Serial
+from largebatch.distributed.torch_distributed import RunningTorch
+from largebatch.models import build
+
+DEVICE = accelerator.current()
+
+needs_accelerator = pytest.mark.skipif(
+    not accelerator.is_remote(DEVICE),
+    reason="torch sees no accelerator; make bench-gpu runs these on one",
+)
+
+
+class Counted:
+    """Launches of an update on the real device, in place of the counts of the simulated one.
+
+    Raises RuntimeError at a host sync of CUDA in any update but the first, which copies tables.
+    """
+
+    def __init__(self) -> None:
+        self._profile: profile | None = None
+        self._updates = 0
+
+    def clear(self) -> None:
+        """Start to count an update."""
+        self.totals()
+        self._profile = profile(activities=supported_activities(), acc_events=True)
+        self._profile.start()
+        self._updates += 1
+        if self._updates > 1:
+            watch_syncs("error")
+
+    def totals(self) -> dict[str, int]:
+        """Return the kernels, copies and fills of the update."""
+        watch_syncs("default")
+        if self._profile is None:
+            return {}
+        accelerator.synchronize(DEVICE)  # the record must hold the whole update
+        self._profile.stop()
+        events, self._profile = self._profile.events() or [], None
+        return {
+            "launches": sum(
+                event.device_type.name != "CPU" and not event.is_user_annotation for event in events
+            )
+        }
+
+
+def watch_syncs(mode: str) -> None:
+    if DEVICE.type == "cuda":  # no other has such a mode
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count on the device of this machine, and compute fp32 as fp32."""
+    monkeypatch.setattr(test_accelerator, "COUNTS", Counted())
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def deviation(ours: nn.Module, theirs: nn.Module) -> float:
+    """Return how far two networks are apart, as a part of how far training has moved one."""
+    states = [network.cpu().double().state_dict() for network in (ours, theirs, small())]
+    worst = 0.0
+    for kind in ("running_var", "running_mean", "weight", "bias"):
+        a, b, start = (
+            torch.cat([value.flatten() for name, value in state.items() if name.endswith(kind)])
+            for state in states
+        )
+        worst = max(worst, float((a - b).norm() / (b - start).norm()))
+    return worst
+
+
+@needs_accelerator
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        pytest.param(Case(), 1e-3, id="one span"),
+        pytest.param(Case(span=4), 1e-3, id="two spans"),
+        pytest.param(Case(span=4, accumulation=2), 1e-3, id="accumulated"),
+        pytest.param(Case(precision=torch.bfloat16), 0.05, id="bf16"),
+        pytest.param(Case(precision=torch.float16), 0.01, id="fp16"),
+    ],
+)
+def test_an_update_has_the_numbers_of_the_cpu_and_waits_for_nothing(
+    case: Case, tolerance: float
+) -> None:
+    network, ours, counts = updates(Serial(DEVICE), case)
+    expected, theirs, _ = updates(Serial(CPU), case)
+    assert counts["launches"] > 0
+    assert ours == pytest.approx(theirs, rel=tolerance)
+    assert deviation(network, expected) < tolerance
+
+
+@needs_accelerator
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(("span", "budget"), [(8, 1.25), (4, 1.75)])
+def test_an_update_launches_little_more_than_a_plain_loop(span: int, budget: float) -> None:
+    """In kernels, of which an operation of the simulated device may be several."""
+    network = build("resnet18", num_classes=10)
+    ours = updates(Serial(DEVICE), Case(span=span), network)[2]["launches"]
+    plain = plain_counts(DEVICE)["launches"]
+    assert ours <= budget * plain, f"{ours} launches, a plain loop {plain}"
+
+
+def over_its_library(work: Callable[[RunningTorch], dict[str, float]]) -> dict[str, float]:
+    """Work over NCCL on CUDA, Gloo on a CPU, or what else torch has for the device."""
+    torch.backends.cudnn.allow_tf32 = False
+    device = DEVICE
+    if accelerator.is_remote(device):
+        device = accelerator.choose(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        return work(RunningTorch(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def apart_from_one_process(backend: RunningTorch) -> dict[str, float]:
+    """Return how far apart the workers and one process that accumulates are."""
+    network, own, _ = updates(backend, Case())
+    losses = torch.tensor(own).to(backend.device)
+    backend.all_reduce(losses).wait()
+    expected, whole, _ = updates(Serial(CPU), Case(accumulation=backend.world_size))
+    apart = (losses.cpu() - torch.tensor(whole)).abs().max().item()
+    return {"weights": difference(network, expected), "losses": apart}
+
+
+@pytest.mark.skipif(accelerator.count() == 1, reason="needs two accelerators, or none")
+def test_two_workers_train_as_one_process() -> None:
+    found = on_forked_workers(over_its_library, apart_from_one_process, workers=2)
+    assert found["losses"] < 1e-4
+    assert found["weights"] < 1e-4
+
+
+def after_a_barrier(backend: RunningTorch) -> dict[str, float]:
+    """Return whether what was asked of the device before a barrier was done after it."""
+    tensor = torch.ones(4096, 4096, device=backend.device)
+    for _ in range(100):  # tenths of a second
+        tensor = tensor @ tensor
+    last = accelerator.event(backend.device)
+    begun = not last.query()
+    backend.barrier()
+    return {"busy before": begun, "done after": last.query()}
+
+
+@needs_accelerator
+def test_a_barrier_holds_the_host_until_the_device_is_done() -> None:
+    found = on_forked_workers(over_its_library, after_a_barrier, workers=1)
+    assert found == {"busy before": True, "done after": True}
