@@ -85,6 +85,38 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     return out
 
 
+def normalise_in_graph(
+    images: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, span: int
+) -> tuple[Tensor, Moments, int]:
+    """Return what `normalise` does without `group`, the sums of the groups' moments, their number.
+
+    Of operations that torch.compile can trace and fuse: whole groups lie side by side as channels.
+    """
+    _check(images, span=span, group=None)
+    exact = exact_type(images)
+    weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
+    num = -(-len(images) // span)
+    outs, sums = [], torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
+    for part in images.tensor_split([len(images) // span * span]):  # whole groups, and the rest
+        groups = -(-len(part) // span)
+        if not groups:
+            continue
+        mean, variance = sums.new_zeros(2, groups * len(sums[0]))
+        out = F.batch_norm(
+            part.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2),
+            mean,
+            variance,
+            weight=None if weight is None else weight.repeat(groups),
+            bias=None if bias is None else bias.repeat(groups),
+            training=True,
+            momentum=1.0,  # the moments of these groups, and nothing of the zeros
+            eps=eps,
+        )
+        outs.append(out.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1))
+        sums = sums + torch.stack([mean, variance]).unflatten(1, (groups, -1)).sum(1)
+    return torch.cat(outs), Moments(*sums), num
+
+
 def _check(images: Tensor, *, span: int, group: Group | None) -> None:
     samples = len(images) % span or span
     if group is not None:

@@ -19,6 +19,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.models.batchnorm import Spans
+from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.optimizers import ScheduleFree
@@ -153,7 +154,7 @@ class Trainer:
 
         Where the optimizer averages weights, that is their average, with statistics of its own.
         """
-        with self._at_average():
+        with self._measurable():
             return evaluate(
                 self.state.model,
                 self.pipeline.validation(),
@@ -166,12 +167,12 @@ class Trainer:
         """Evaluate the model as it is on all images trained on, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
         expected = samples.samples * labels_per_sample(self.recipe.data)
-        with self._at_average():
+        with self._measurable():
             return evaluate(self.state.model, samples, self.backend, expected=expected)
 
     def measure_test(self) -> Metrics:
         """Evaluate the model as it is on the test data; DataError where there is none."""
-        with self._at_average():
+        with self._measurable():
             return evaluate(self.state.model, self.pipeline.test(), self.backend)
 
     def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
@@ -180,14 +181,16 @@ class Trainer:
         return polish(self.state.model, images, self.backend, sequential=sequential)
 
     @contextmanager
-    def _at_average(self) -> Iterator[None]:
+    def _measurable(self) -> Iterator[None]:
+        """Let the model be measured: uncompiled, and at the average where the optimizer has one."""
         optimizer = self.state.updater.optimizer
-        if not is_averaging(optimizer.param_groups):
-            yield
-            return
-        with at_average(self.state.model, optimizer):
-            self._measure_average()
-            yield
+        with uncompiled():
+            if not is_averaging(optimizer.param_groups):
+                yield
+                return
+            with at_average(self.state.model, optimizer):
+                self._measure_average()
+                yield
 
     def store_average(self) -> None:
         """Let the model become the average of its weights, where the optimizer keeps one."""
