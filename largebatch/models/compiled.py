@@ -48,10 +48,11 @@ def compile_model(
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = next(filter(None, map(str.strip, str(error).splitlines())), "no reason given")
+            cause = getattr(error, "inner_exception", error)
+            reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
             raise RecipeError(
-                f"execution.compile: the model cannot be compiled: {reason}; leave it out, or set "
-                "it to false"
+                f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
+                f"{reason}; leave it out, or set it to false"
             ) from error
 
     model.forward = forward

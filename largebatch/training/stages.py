@@ -18,6 +18,7 @@ from largebatch.recipe.sections import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
+from largebatch.training.garbage import collected_by_hand
 from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.protocols import stage as by_protocol
 from largebatch.training.swap import train_replicas
@@ -41,6 +42,11 @@ def run_stages(trainer: Trainer, *, until: int) -> bool:
     Stops early when `until` updates have been made in all, or when any worker is asked to; what was
     done is saved.
     """
+    with collected_by_hand():
+        return _run_stages(trainer, until=until)
+
+
+def _run_stages(trainer: Trainer, *, until: int) -> bool:
     state, begin = trainer.state, 0
     ended = {result.name for result in state.stages}
     for stage in STAGES:

@@ -4,6 +4,7 @@ A stage ends with an evaluation. Where the recipe says `keep: better`, training 
 held out decide whether what it did is kept, or the state before it comes back.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -209,6 +210,7 @@ class Trainer:
     ) -> Metrics:
         """Measure the model as it is and emit the event; `each` is as in evaluate."""
         begun = time.perf_counter()
+        gc.collect()  # here, because it never does so by itself: see garbage.py
         metrics = self.measure(each)
         progress = self.state.progress
         step = progress.step

@@ -1,9 +1,8 @@
 """Updates of a compiled model: one graph for each shape, and the numbers of the model as written."""
 
-import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -167,3 +166,43 @@ def test_inductor_computes_the_same(compiler: None) -> None:
     ours = updates(Case(span=4, accumulation=2, mode=True), Serial(CPU))
     assert_close(ours, updates(Case(span=4, accumulation=2), Serial(CPU)))
     assert (ours.graphs, ours.breaks) == (2, 0)
+
+
+def beside_the_model_as_written(case: Case) -> tuple[Found, Found]:
+    backend = connect("torch")
+    with pytest.MonkeyPatch.context() as patch:
+        without_compiler(patch)
+        ours = updates(replace(case, mode=True), backend)
+    plain = updates(case, backend)
+    backend.close()
+    return ours, plain
+
+
+def test_spans_that_workers_share_stay_out_of_the_graphs() -> None:
+    """Their moments are exchanged between the graphs of what lies before and after."""
+    case = Case(span=2 * SAMPLES, accumulation=2)
+    ours, plain = on_forked_workers(beside_the_model_as_written, case, workers=2)
+    assert_close(ours, plain)
+    assert ours.breaks > 0
+
+
+def test_without_a_compiler_the_recipe_is_refused() -> None:
+    import torch._inductor.config
+
+    refused = pytest.raises(RecipeError, match=r"execution\.compile: a CPU needs a C\+\+ compiler")
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}), refused:
+        compile_model(net(nn.Sequential), True, CPU, shares_spans=False)
+
+
+def test_a_model_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
+        def backend(graph: object, inputs: object) -> Callable[..., Tensor]:
+            raise NotImplementedError("no kernel for this layer")
+
+        return compiles(model, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", fails)
+    model = with_span(net(nn.Sequential), SAMPLES)
+    compile_model(model, True, CPU, shares_spans=False)
+    with pytest.raises(RecipeError, match=r"execution\.compile: .*no kernel for this layer; leave"):
+        model(batches(Serial(CPU))[0].images)
