@@ -254,6 +254,8 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         measure_norm=step_log.measure_norm,
     )
     updates = train_pieces(plan, steps, train_piece)
+    if trainer.profiler is not None:
+        updates = trainer.profiler.follow(updates, stage=name, made=steps.start)
     step_log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:

@@ -54,6 +54,7 @@ from largebatch.training.checkpoint import (
 from largebatch.training.evaluation import Answers, Metrics, evaluate
 from largebatch.training.loss import Criterion
 from largebatch.training.mistakes import find_mistakes
+from largebatch.training.profiling import Profiler
 from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
@@ -92,6 +93,10 @@ class Trainer:
 
     exchange: Exchange | None = None
     """With a protocol: learners and parameter servers."""
+
+    profiler: Profiler | None = None
+    """Profiles some updates, on worker 0 alone."""
+
     began: float = field(default_factory=time.time)
     """When this worker began to build them, in seconds since 1970."""
 

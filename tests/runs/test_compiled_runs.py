@@ -32,7 +32,9 @@ class Tiny(nn.Sequential):
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models be traced, and PyTorch's kernels do what inductor's would: that is quick."""
 
-    def traces(model: Callable[..., Tensor], *, dynamic: bool, **_: object) -> Callable[..., Tensor]:
+    def traces(
+        model: Callable[..., Tensor], *, dynamic: bool, **_: object
+    ) -> Callable[..., Tensor]:
         return compiles(model, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", traces)
@@ -49,7 +51,7 @@ def recipe(*changes: str) -> Recipe:
 
 
 def graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def test_a_compiled_run_makes_the_updates_of_any_run(tmp_path: Path) -> None:

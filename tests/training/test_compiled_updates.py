@@ -1,4 +1,4 @@
-"""Updates of a compiled model: one graph for each shape, and the numbers of the model as written."""
+"""Updates of a compiled model: one graph for each shape, and the numbers of an uncompiled one."""
 
 import itertools
 from collections.abc import Callable
@@ -35,7 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is dep
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace as always, and let PyTorch's kernels do what inductor's would: that takes a second."""
 
-    def traces(model: Callable[..., Tensor], *, dynamic: bool, **_: object) -> Callable[..., Tensor]:
+    def traces(
+        model: Callable[..., Tensor], *, dynamic: bool, **_: object
+    ) -> Callable[..., Tensor]:
         return compiles(model, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", traces)
@@ -138,18 +140,16 @@ def assert_close(ours: Found, plain: Found) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param({}, id="one span"),
-        pytest.param({"span": 4, "accumulation": 2}, id="two spans, accumulated"),
-        pytest.param({"span": 3, "accumulation": 3}, id="a rest, accumulated"),
+        pytest.param(Case(), id="one span"),
+        pytest.param(Case(span=4, accumulation=2), id="two spans, accumulated"),
+        pytest.param(Case(span=3, accumulation=3), id="a rest, accumulated"),
     ],
 )
-def test_a_model_is_one_graph_for_each_shape(
-    case: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_one_graph_for_each_shape(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans and the hooks of the reducer break none, and count no micro-batch into a new one."""
     without_compiler(monkeypatch)
-    ours = updates(Case(**case, mode=True), Serial(CPU), sizes=(16, 18))
-    assert_close(ours, updates(Case(**case), Serial(CPU), sizes=(16, 18)))
+    ours = updates(replace(case, mode=True), Serial(CPU), sizes=(16, 18))
+    assert_close(ours, updates(case, Serial(CPU), sizes=(16, 18)))
     assert (ours.graphs, ours.breaks) == (3, 0)  # of two sizes, and of fewer gradients
 
 
