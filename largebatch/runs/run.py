@@ -247,6 +247,10 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
         return trainer
     first, last = options.profile
     made, end = trainer.state.progress.step, min(until, trainer.plan.updates)
+    if options.resume == "auto":  # the same command starts the run and every restart
+        first = max(first, made + 1)
+        if first > last:
+            return trainer
     if not made < first <= last <= end:
         raise PlanError(
             f"--profile {first}:{last}: expected the first and the last of updates {made + 1} to "

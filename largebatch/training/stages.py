@@ -18,8 +18,8 @@ from largebatch.recipe.sections import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
-from largebatch.training.garbage import collected_by_hand
 from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.process import collected_by_hand, fastest_convolutions
 from largebatch.training.protocols import stage as by_protocol
 from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
@@ -42,7 +42,7 @@ def run_stages(trainer: Trainer, *, until: int) -> bool:
     Stops early when `until` updates have been made in all, or when any worker is asked to; what was
     done is saved.
     """
-    with collected_by_hand():
+    with collected_by_hand(), fastest_convolutions(trainer.plan):
         return _run_stages(trainer, until=until)
 
 

@@ -215,7 +215,7 @@ class Trainer:
     ) -> Metrics:
         """Measure the model as it is and emit the event; `each` is as in evaluate."""
         begun = time.perf_counter()
-        gc.collect()  # here, because it never does so by itself: see garbage.py
+        gc.collect()  # here, because it never does so by itself: see process.py
         metrics = self.measure(each)
         progress = self.state.progress
         step = progress.step

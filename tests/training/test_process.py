@@ -1,16 +1,19 @@
-"""The garbage collector runs at evaluations, and afterwards as before."""
+"""What a run sets for its process: the garbage collector, and how convolutions are chosen."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from short_runs import CLEAN, a_recipe
+from torch.backends import cudnn
 
 from largebatch import run
 from largebatch.runs import run as running
-from largebatch.training.garbage import collected_by_hand
+from largebatch.training.evaluation import Metrics
+from largebatch.training.process import collected_by_hand
 from largebatch.training.stages import run_stages
 from largebatch.training.trainer import Trainer
 
@@ -75,3 +78,34 @@ def test_what_somebody_else_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() == before
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("changes", "deterministic", "tries"),
+    [
+        pytest.param((), False, True, id="one size"),
+        pytest.param((), True, False, id="deterministic"),
+        pytest.param(
+            ("data.resolution=[{until: {steps: 4}, image_size: 12}]",), False, False, id="two sizes"
+        ),
+    ],
+)
+def test_convolutions_are_tried_where_all_images_have_one_size(
+    changes: tuple[str, ...],
+    deterministic: bool,
+    tries: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[bool] = []
+
+    def noted(trainer: Trainer, *args: Any) -> Metrics:  # noqa: ANN401 -- its own
+        found.append(cudnn.benchmark)
+        return evaluate(trainer, *args)
+
+    evaluate = Trainer.evaluate
+    monkeypatch.setattr(Trainer, "evaluate", noted)
+    monkeypatch.setattr(cudnn, "deterministic", deterministic)
+    run(a_recipe(CLEAN, changes=changes), out=tmp_path / "run")
+    assert set(found) == {tries}
+    assert not cudnn.benchmark
