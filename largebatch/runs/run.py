@@ -260,7 +260,9 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
         raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     if trainer.backend.rank:
         return trainer
-    return replace(trainer, profiler=Profiler(first, last, options.out / TRACE, trainer.emit))
+    resume_clock = trainer.step_log.resume_clock
+    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock)
+    return replace(trainer, profiler=profiler)
 
 
 def record(

@@ -26,7 +26,10 @@ class Profiler:
     """The file that PyTorch's trace is written to, for chrome://tracing or ui.perfetto.dev."""
 
     emit: Callable[[Event], None]
-    written: bool = False
+    resume_clock: Callable[[], None]
+    """Called after something that is no part of an update: the profiler's own work."""
+
+    done: bool = False
 
     def follow(
         self, updates: Generator[Update, None, None], *, stage: StageName, made: int
@@ -41,56 +44,63 @@ class Profiler:
                 while True:
                     if running is None and self._includes(made + 1):
                         running = _Running(stage, made)
+                        self.resume_clock()
                     update = next(updates, None)
                     if update is None:
                         return
                     made += 1
-                    if running is not None and made >= self.last:
-                        update.loss.item()  # sync: the device has made the update then
-                        self._write(running, made)
-                        running = None
+                    if running is not None:
+                        running.made = made
+                        if made >= self.last:
+                            update.loss.clone().item()  # sync: behind all that the device has to do
+                            running.stop()  # before an evaluation
                     yield update
+                    if running is not None and made >= self.last:
+                        self._write(running)
+                        running = None
             finally:
                 if running is not None:  # the stage ended, or the run was stopped
-                    self._write(running, made)
+                    self._write(running)
 
     def _includes(self, number: int) -> bool:
-        return not self.written and self.first <= number <= self.last
+        return not self.done and self.first <= number <= self.last
 
-    def _write(self, running: "_Running", made: int) -> None:
-        seconds = running.stop()
-        self.written = True
-        if made == running.made:
+    def _write(self, running: "_Running") -> None:
+        self.done = True
+        running.stop()
+        if running.made == running.before:
             return
         running.profile.export_chrome_trace(str(self.trace))
         operations = sorted(_operations(running.profile), key=_time, reverse=True)
         self.emit(
             Profile(
                 stage=running.stage,
-                step=made,
-                first=running.made + 1,
-                seconds=seconds,
+                step=running.made,
+                first=running.before + 1,
+                seconds=running.seconds,
                 host_seconds=sum(each.host_seconds for each in operations),
                 device_seconds=sum(each.device_seconds for each in operations),
                 operations=tuple(operations[:_MOST_OPERATIONS]),
             )
         )
+        self.resume_clock()
 
 
 class _Running:
-    """A profile that has begun after so many updates."""
+    """A profile that began when `before` updates had been made, and has seen `made`."""
 
-    def __init__(self, stage: StageName, made: int) -> None:
-        self.stage, self.made = stage, made
+    def __init__(self, stage: StageName, before: int) -> None:
+        self.stage, self.before, self.made = stage, before, before
         self.profile = profile()
         self.profile.start()
         self._begun = time.perf_counter()
+        self.seconds = 0.0
 
-    def stop(self) -> float:
-        """End it and return how many seconds it lasted."""
-        seconds = time.perf_counter() - self._begun
-        self.profile.stop()
-        return seconds
+    def stop(self) -> None:
+        """End the profile, unless it has ended."""
+        if not self.seconds:
+            self.seconds = time.perf_counter() - self._begun
+            self.profile.stop()
 
 
 def _operations(found: Any) -> Iterable[Operation]:  # noqa: ANN401 -- torch's, untyped

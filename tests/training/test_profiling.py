@@ -55,13 +55,15 @@ def test_updates_that_are_not_made_are_refused(tmp_path: Path, numbers: tuple[in
 
 
 def test_a_restart_profiles_what_is_left(tmp_path: Path) -> None:
-    folder, recipe = tmp_path / "run", a_recipe(CLEAN)
+    folder = tmp_path / "run"
+    recipe = a_recipe(CLEAN, changes=("evaluation={every_epochs: 0.2}",))
     run(recipe, out=folder, max_steps=2)
     for until in (4, 8):  # the second time nothing is left
         run(recipe, out=folder, profile=(1, 3), max_steps=until, resume="auto")
         found = read_run(folder).profile
         assert found is not None
         assert (found.first, found.step) == (3, 3)
+        assert steps(folder, "aten::cross_entropy_loss") == 1  # without the evaluation after 3
 
 
 @pytest.mark.parametrize("text", ["5", "5:", "7:5", "0:3", "a:b"])
