@@ -85,7 +85,7 @@ def keep_in_place(tensors: Iterable[Tensor]) -> None:
     """
     if "torch._dynamo" in sys.modules:
         for tensor in tensors:
-            torch._dynamo.mark_static_address(tensor)
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def _kinds(module: nn.Module) -> set[str]:

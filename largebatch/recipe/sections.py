@@ -397,10 +397,10 @@ class Execution(Section):
     """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
 
     compile: Compile = False
-    """Train by torch.compile's fused kernels; results differ in rounding. `reduce-overhead`: as
-    CUDA graphs besides, which saves launches and takes memory. `max-autotune`: besides, the fastest
-    of several kernels, by trying them for minutes. The first update of every image size takes
-    seconds to minutes longer. Evaluation and polishing run uncompiled."""
+    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead`
+    adds CUDA graphs, which save launches and take memory. `max-autotune` adds a search for the
+    fastest kernels, which takes minutes. The first update of each image size takes seconds to
+    minutes longer. Evaluation and polishing run uncompiled."""
 
     def channels_last(self, device: str) -> bool:
         """Return True if `memory_format` is channels_last on this type of device."""
