@@ -247,11 +247,11 @@ class Reducer:
         All workers find the same, for all have the same sums. Gradients are real.
         """
         held = [tensor for group in self._groups for tensor in group.tensors() if tensor.numel()]
-        if self.device.type == "cpu":  # where the infinity norm takes ten times as long
-            ends = [end for tensor in held for end in torch.aminmax(tensor)]
-        else:  # one launch for many tensors
-            ends = list(torch._foreach_norm(held, ord=math.inf))
-        finite: Tensor = torch.linalg.vector_norm(torch.stack(ends), math.inf) < math.inf
+        if self.device.type != "cpu":  # one launch for many tensors
+            return _all_finite(torch._foreach_norm(held, ord=math.inf))
+        finite = _all_finite(torch._foreach_norm(held))  # 20 times as fast there
+        if not finite:  # or a square is too large
+            finite = _all_finite([end for tensor in held for end in torch.aminmax(tensor)])
         return finite
 
     def close(self) -> None:
@@ -362,6 +362,11 @@ def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | No
     }
     sent = buffer if dtype in {None, own_dtype} else torch.zeros_like(buffer, dtype=dtype)
     return _Group(parameters, buffer, views, sent)
+
+
+def _all_finite(numbers: Sequence[Tensor]) -> Tensor:
+    finite: Tensor = torch.linalg.vector_norm(torch.stack(tuple(numbers)), math.inf) < math.inf
+    return finite
 
 
 def _not_ours(name: str) -> ValueError:
