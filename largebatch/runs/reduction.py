@@ -39,7 +39,9 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     """Build what sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
     backend = summing(recipe, backend)
-    copies = plan.accumulation > 1 and reuses_memory(recipe.execution.compile, backend.device)
+    # Gradients are needed after the next forward pass has begun.
+    kept = plan.accumulation > 1 or recipe.protocol is not None
+    copies = kept and reuses_memory(recipe.execution.compile, backend.device)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(
