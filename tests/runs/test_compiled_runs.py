@@ -40,6 +40,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", traces)
     monkeypatch.setitem(models._OURS, "tiny", (Tiny, {}))
     torch._dynamo.reset()
+    torch.compiler.set_stance("default")  # workers that were threads of a test may leave another
 
 
 def recipe(*changes: str) -> Recipe:

@@ -93,6 +93,7 @@ class Found:
 def updates(case: Case, backend: Backend, *, sizes: tuple[int, ...] = (16,)) -> Found:
     """Train on images of one size after the other, then of what the affine stage leaves."""
     torch._dynamo.reset()
+    torch.compiler.set_stance("default")  # workers that were threads of a test may leave another
     torch._dynamo.utils.counters.clear()
     workers = max(1, case.span // SAMPLES)
     model = with_span(net(case.second), case.span)
