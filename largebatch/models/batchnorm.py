@@ -124,7 +124,7 @@ class SpanBatchNorm(_BatchNorm):
         return out
 
     def _normalise_in_graph(self, images: Tensor) -> Tensor:
-        """Do the same in operations that torch.compile can trace, without a group of workers."""
+        """Normalise by operations that torch.compile can trace, without a group of workers."""
         affine = self.weight, self.bias
         out, sums, num = normalise_in_graph(images, *affine, eps=self.eps, span=self.span)
         if not self.track_running_stats:

@@ -88,9 +88,10 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
 def normalise_in_graph(
     images: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, span: int
 ) -> tuple[Tensor, Moments, int]:
-    """Return what `normalise` does without `group`, the sums of the groups' moments, their number.
+    """Normalise as `normalise` without `group`, by operations that torch.compile can trace.
 
-    Of operations that torch.compile can trace and fuse: whole groups lie side by side as channels.
+    Returns N x C x ... images, the sums of the groups' moments (C each), and the number of groups.
+    Groups are laid side by side as channels.
     """
     _check(images, span=span, group=None)
     exact = exact_type(images)

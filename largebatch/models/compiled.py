@@ -15,8 +15,8 @@ from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.recipe.choices import Compile
 
 _MOST_GRAPHS = 256
-"""Of one model, for as many image sizes as a recipe has and more; PyTorch allows 8 and then
-goes on uncompiled."""
+"""Limit for one model, above the 100 image sizes that a recipe may have; PyTorch's is 8, and after
+that it runs uncompiled."""
 
 
 def compile_model(

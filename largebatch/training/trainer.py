@@ -188,7 +188,7 @@ class Trainer:
 
     @contextmanager
     def _measurable(self) -> Iterator[None]:
-        """Let the model be measured: uncompiled, and at the average where the optimizer has one."""
+        """Run the model uncompiled, and at the average of its weights if the optimizer has one."""
         optimizer = self.state.updater.optimizer
         with uncompiled():
             if not is_averaging(optimizer.param_groups):
