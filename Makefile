@@ -121,7 +121,7 @@ soak: $(VENV)/.horovod
 bench-gpu:
 	@$(BENCH_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA GPU"'
 	$(BENCH_PYTHON) -m pytest -q tests/test_cuda.py tests/optim/test_lars_fast.py \
-	    tests/polish/test_polish_cuda.py
+	    tests/polish/test_polish_cuda.py tests/distributed/test_nccl.py
 	CUDA_VISIBLE_DEVICES= $(BENCH_PYTHON) -m pytest -q $(CPU_REFEREES)
 	$(BENCH_PYTHON) benchmarks/lars.py
 	$(BENCH_PYTHON) benchmarks/loop.py

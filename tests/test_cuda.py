@@ -350,7 +350,7 @@ def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
         try:
             norm = log.measure_norm()
             optimizer.step()
-            update = Update(step, 0.1, loss, 1.0, False, finite, waited, waited)
+            update = Update(step, 0.1, loss, loss, None, finite, waited, waited, loss)
             log.add("train", update._replace(gradient_norm=norm))
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from short_runs import a_recipe
 from threads import Thread, on_threads
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from largebatch import errors
+from largebatch import accelerator, errors
 from largebatch.cli.main import DONE, _with_resume, main, make_parser
 from largebatch.distributed.agreement import require_agreement, require_same_bits
 from largebatch.distributed.backend import pick_device
 from largebatch.distributed.horovod import open_horovod
+from largebatch.distributed.meeting import require_one_type
 from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.distributed.watch import describe
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
@@ -235,9 +237,17 @@ def polished_without_a_group() -> None:
 
 def more_workers_than_gpus() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.cuda.is_available", lambda: True)
-        patch.setattr("torch.cuda.device_count", lambda: 1)
+        patch.setattr(accelerator, "count", lambda: 1)
         pick_device(0, 2)
+
+
+def two_workers_on_a_gpu() -> None:
+    store = HashStore()
+    store.set("unit/GPU 1", "0")
+    store.add("arrived", 1)
+    store.add("on/cuda", 1)
+    store.add("informed", 1)
+    require_one_type(store, "cuda", rank=1, world_size=2, unit="GPU 1")
 
 
 def two_runs_in_a_folder() -> None:
@@ -304,6 +314,7 @@ CALLS: list[Callable[[], None]] = [
     different_weights,
     polished_without_a_group,
     more_workers_than_gpus,
+    two_workers_on_a_gpu,
     two_runs_in_a_folder,
     a_log_that_was_replaced,
     a_worker_that_died,

@@ -142,7 +142,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=TIMEOUT_SECONDS,
         metavar="TIME",
-        help="how long to wait for a worker that does nothing (5m)",
+        help="how long to wait for a worker that does nothing (5m), six times that until the first "
+        "update",
     )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar"

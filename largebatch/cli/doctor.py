@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from largebatch import models
+from largebatch import accelerator, models
 from largebatch.data.datasets import digits
 from largebatch.data.decoders import dali, torchvision
 from largebatch.data.index import index
@@ -125,7 +125,7 @@ def _decode_one(open_decoder: Callable[..., AbstractContextManager[Decode]]) -> 
 
 
 def _devices() -> str:
-    if not torch.cuda.is_available():
+    names = accelerator.names()
+    if not names:
         return "no GPU, the CPU is used"
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return f"{len(names)} GPU: {', '.join(sorted(set(names)))}"

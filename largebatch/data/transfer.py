@@ -8,18 +8,20 @@ device computes. Only here, of all of `data/`, are there streams and pinned memo
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
+
 
 class Transfer:
     """Copies tensors to one device; on a CPU they are there already."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = accelerator.stream(device)
 
     @property
     def is_remote(self) -> bool:
         """True if the device has memory of its own."""
-        return self.device.type != "cpu"
+        return accelerator.is_remote(self.device)
 
     def room(self, *shape: int) -> Tensor:
         """Return memory for bytes, from which a copy does not hold the host."""
@@ -29,8 +31,8 @@ class Transfer:
         """Return the tensors on the device, for what is asked of its current stream from now on."""
         if self._stream is None:
             return [tensor.to(self.device) for tensor in tensors]
-        current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._stream):
+        current = torch.accelerator.current_stream(self.device)
+        with accelerator.on(self._stream):
             pinned = (tensor.pin_memory() for tensor in tensors)  # as it is if it was pinned
             sent = [tensor.to(self.device, non_blocking=True) for tensor in pinned]
         current.wait_stream(self._stream)

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
+from largebatch.distributed.watch import Rescue
 from largebatch.errors import BackendError
 
 
@@ -71,6 +73,12 @@ class Backend(Group, Protocol):
     def busy(self) -> AbstractContextManager[None]:
         """Let the others wait in this block for what this worker does, longer than --timeout."""
 
+    def started(self) -> None:
+        """Note that the first update is made: from here on, wait for no longer than --timeout."""
+
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the process ends itself because another worker is lost or silent."""
+
     def barrier(self) -> None:
         """Wait until every worker is here."""
 
@@ -104,18 +112,35 @@ def own_part(parts: Sequence[Sequence[int]], *, rank: int, world_size: int) -> l
     return next(list(part) for part in parts if rank in part)
 
 
-def pick_device(local_rank: int, local_size: int) -> torch.device:
+def on_cpu() -> str:
+    """Return how to compute without accelerators, for messages."""
+    return f"set {accelerator.visible_devices_variable()}= to compute on the CPU"
+
+
+def remedy() -> str:
+    """Return what to do about too few accelerators, for messages."""
+    return f"start as many workers as GPUs, or {on_cpu()}"
+
+
+def pick_device(local_rank: int, local_size: int, *, compared: bool = False) -> torch.device:
     """Return this worker's own GPU, or the CPU where there is none, and make it the current one.
+
+    `compared`: the workers will find out whether two of them took one GPU. Then the only one that a
+    worker sees is taken to be its own: SLURM shows to each task the GPU it gave it, as number 0.
 
     Raises BackendError where a machine has GPUs, but fewer than workers.
     """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_size > torch.cuda.device_count():
-        raise BackendError(
-            f"{local_size} workers on a machine with {torch.cuda.device_count()} GPU; start as "
-            "many workers as GPUs, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    number = accelerator.count()
+    if number == 0:
+        return accelerator.CPU
+    if compared and number == 1:
+        local_rank, local_size = 0, 1
+    if local_size > number:
+        raise BackendError(f"{local_size} workers on a machine with {number} GPU; {remedy()}")
+    return accelerator.choose(local_rank)
+
+
+def identify(device: torch.device) -> str | None:
+    """Return what tells this device from all others of all machines; None: nothing does."""
+    unit = accelerator.uuid(device)
+    return None if unit is None else f"GPU {unit}"

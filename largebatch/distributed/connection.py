@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import (
     LAUNCHER,
@@ -22,12 +23,19 @@ from largebatch.distributed.watch import leave_with
 from largebatch.errors import BackendError
 
 
-def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool = True) -> Backend:
+def connect(
+    name: BackendName,
+    *,
+    timeout: float = TIMEOUT_SECONDS,
+    starting: bool = False,
+    splits: bool = True,
+) -> Backend:
     """Join the workers. `auto` is torch under torchrun or --workers, horovod under horovodrun.
 
     A process group of torch.distributed, or Horovod, that this process has initialised is used as
     it is and stays open. Else a worker that waits for another one for `timeout` s ends, and so it
-    does soon after what started it. `splits`: the workers may be divided into groups.
+    does soon after what started it. `starting`: STARTING times as long until `started` is called.
+    `splits`: the workers may be divided into groups.
 
     Raises BackendError or MissingPackageError saying how to start what was asked for.
     """
@@ -44,9 +52,9 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
         leave_with(os.getppid())
     match name:
         case "torch":
-            return TorchDistributed(timeout)
+            return TorchDistributed(timeout, starting=starting)
         case "horovod":
-            return open_horovod(timeout, splits=splits)
+            return open_horovod(timeout, starting=starting, splits=splits)
         case _:
             if launched_rank() is not None:
                 raise BackendError(
@@ -58,10 +66,7 @@ def connect(name: BackendName, *, timeout: float = TIMEOUT_SECONDS, splits: bool
 
 def _adopted(name: BackendName) -> Backend | None:
     """Return the workers that this process has connected by itself, on the device it has chosen."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    running = _running(device)
+    running = _running(accelerator.current())
     return running if running is not None and name in {"auto", running.name} else None
 
 

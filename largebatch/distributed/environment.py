@@ -24,6 +24,10 @@ LOST, ABSENT = 3, 4
 TIMEOUT_SECONDS = 300.0
 """How long an operation waits for a worker that is there and silent, unless --timeout is given."""
 
+STARTING = 6
+"""How many times as long it waits until the first update: data are read for the first time, models
+compiled, thousands of workers connected."""
+
 _SLURM_SCRIPTS = 2**32 - 16
 """From here on SLURM numbers steps that are scripts and shells."""
 

@@ -22,15 +22,17 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.distributed.agreement import require_agreement, shape
 from largebatch.distributed.backend import own_part, pick_device
 from largebatch.distributed.environment import (
     GRACE_SECONDS,
+    STARTING,
     TIMEOUT_SECONDS,
     launched_size,
     own_rank,
 )
-from largebatch.distributed.watch import Notes, Watch
+from largebatch.distributed.watch import Notes, Rescue, Watch
 from largebatch.errors import BackendError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
@@ -248,6 +250,16 @@ class RunningHorovod(HorovodGroup):
         """Let the others wait for this worker; without a watch they wait for ever."""
         return self._watch.busy() if self._watch else nullcontext()
 
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the watch ends this process."""
+        if self._watch is not None:
+            self._watch.before_leaving(rescue)
+
+    def started(self) -> None:
+        """Wait for no longer than --timeout from here on; without a watch this changes nothing."""
+        if self._watch is not None:
+            self._watch.started()
+
     def barrier(self) -> None:
         """Wait for every worker."""
         with self._lost_peers_named(), self._watched("barrier"):
@@ -265,7 +277,7 @@ class Horovod(RunningHorovod):
 
     def __init__(self, hvd: ModuleType, watch: Watch | None = None) -> None:
         device = pick_device(hvd.local_rank(), hvd.local_size())
-        if device.type == "cuda" and not _supports_gpus(hvd):
+        if accelerator.is_remote(device) and not _supports_gpus(hvd):
             raise BackendError(
                 "torch sees a GPU and Horovod was built without GPU support; install the CUDA "
                 f"toolkit (nvcc) and build it again: {_INSTALL}, or train on CPU with "
@@ -281,21 +293,25 @@ class Horovod(RunningHorovod):
             self._watch.close()
 
 
-def open_horovod(timeout: float = TIMEOUT_SECONDS, *, splits: bool = True) -> Horovod:
+def open_horovod(
+    timeout: float = TIMEOUT_SECONDS, *, starting: bool = False, splits: bool = True
+) -> Horovod:
     """Join the group this process was started in, and take this worker's GPU if there are any.
 
-    An operation that another worker has not joined after `timeout` s ends this one. `splits`: the
-    workers may be divided. Horovod then lets no operation begin while it waits for a worker, and no
-    thread of this process run, so it ends it itself, later, and does not know for whom.
+    An operation that another worker has not joined after `timeout` s ends this one; `starting`:
+    STARTING times as long until `started` is called. `splits`: the workers may be divided. Horovod
+    then lets no operation begin while it waits for a worker, and no thread of this process run, so
+    it ends it itself, later, also at the start, and does not know for whom.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(timeout) + _LATER_SECONDS))
+    limit = math.ceil(timeout * STARTING if starting and not splits else timeout)
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(limit + _LATER_SECONDS))
     try:
         hvd = require_horovod()
         watch = None
         if launched_size() > 1:
-            watch = Watch(_notes(), rank=own_rank(), timeout=timeout)
+            watch = Watch(_notes(), rank=own_rank(), timeout=timeout, starting=starting)
         with watch.during("init", range(launched_size())) if watch else nullcontext():
             hvd.init(process_sets="dynamic" if splits else None)  # none yet: `split` adds them
     except ModuleNotFoundError:  # of what Horovod needs

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend, Group
 
 SIZES = (2**12, 2**20, 2**26)
@@ -119,8 +120,7 @@ def _times(group: Group, backend: Backend, size: int) -> list[float]:
         backend.barrier()
         begun = time.perf_counter()
         group.all_reduce(tensor).wait()
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
+        accelerator.synchronize(tensor.device)  # sync: this is a measurement
         if number >= 2:
             found.append(time.perf_counter() - begun)
         tensor.fill_(1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import own_part, pick_device
+from largebatch.distributed.watch import Rescue
 
 
 class _Done:
@@ -44,6 +45,12 @@ class Serial:
         """Return the group of the only worker: this one."""
         own_part(parts, rank=self.rank, world_size=self.world_size)
         return self
+
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Do nothing: this process does not end itself."""
+
+    def started(self) -> None:
+        """Do nothing: there is nobody to wait for."""
 
     def busy(self) -> AbstractContextManager[None]:
         """Do nothing: there is no other worker."""

@@ -4,41 +4,49 @@ The workers are already there, started by `--workers`, torchrun or a scheduler, 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
-import ipaddress
-import logging
 import os
 import re
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # its stubs
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its stubs
 
-from largebatch.distributed.agreement import require_same, shape
-from largebatch.distributed.backend import own_part, pick_device
-from largebatch.distributed.environment import GRACE_SECONDS, TIMEOUT_SECONDS, use_loopback
+from largebatch.distributed.agreement import shape
+from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device
+from largebatch.distributed.environment import (
+    STARTING,
+    TIMEOUT_SECONDS,
+    use_loopback,
+)
 from largebatch.distributed.losses import Losses
+from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
-from largebatch.distributed.watch import Watch
-from largebatch.errors import BackendError, MismatchError, PeerLostError, PeerSilentError
+from largebatch.distributed.watch import Rescue, Watch
+from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 
-_LOG = logging.getLogger(__name__)
+_NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
+"""What is in NCCL's reports, which come out of whatever waits for the device."""
 
-_CONNECTION = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
-"""How Gloo words the loss of a peer, which it reports as a plain RuntimeError."""
+_CONNECTION = re.compile(
+    f"connection|closed|reset|timed? ?out|broken pipe|socket|{_NCCL.pattern}", re.IGNORECASE
+)
+"""How Gloo words the loss of a peer, which it reports as a plain RuntimeError, or NCCL."""
 
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 """How it words that a peer did nothing."""
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Into one tensor, by its name since torch 2.13 or before."""
+
+_SUCCESS = 0
+"""As torch's WorkResult has it."""
 
 _LATER = timedelta(minutes=1)
 """How much longer than the watch the libraries wait, which do not know for whom."""
@@ -47,14 +55,29 @@ _LATER = timedelta(minutes=1)
 class _Pending:
     """An operation under way."""
 
-    def __init__(self, work: dist.Work, worker: int) -> None:
-        self._work = work
-        self._worker = worker
+    def __init__(
+        self, work: dist.Work, worker: int, has_failed: Callable[[dist.Work], bool]
+    ) -> None:
+        self._work, self._worker, self._has_failed = work, worker, has_failed
 
     def wait(self) -> None:
         """Block until the result is there."""
         with lost_peers_named(self._worker):
+            if self._has_failed(self._work):  # to wait would let the device go on without it
+                raise dist.DistBackendError("NCCL reported an error in this operation")
             self._work.wait()
+
+
+def _has_failed(work: dist.Work) -> bool:
+    """Return whether NCCL reported an error in it, which then counts as completed."""
+    with suppress(RuntimeError):  # of other libraries, which have no such result
+        result = work.get_future_result()  # type: ignore[attr-defined]  # torch's stubs
+        return bool(result.done() and result.value() != _SUCCESS)
+    return False
+
+
+def _never(_: dist.Work) -> bool:
+    return False
 
 
 class TorchGroup:
@@ -73,6 +96,8 @@ class TorchGroup:
         self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        # Gloo's raise what they find when they are waited for.
+        self._has_failed = _never if dist.get_backend(group) == "gloo" else _has_failed
 
     def all_reduce(self, tensor: Tensor) -> _Pending:
         """Start to sum `tensor` over the group, in place."""
@@ -83,24 +108,30 @@ class TorchGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return world_size x tensor.shape."""
-        gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        parts, sent = list(gathered.unbind()), tensor.contiguous()
+        gathered = tensor.new_empty((self.world_size, tensor.numel()))
+        sent = tensor.reshape(1, -1).contiguous()
         self._start(
             f"all_gather {shape(tensor)}",
-            lambda: dist.all_gather(parts, sent, group=self._group, async_op=True),
+            lambda: _all_gather(gathered, sent, group=self._group, async_op=True),
         ).wait()
-        return gathered
+        return gathered.view(self.world_size, *tensor.shape)
 
     def _start(self, name: str, begin: Callable[[], dist.Work | None]) -> _Pending:
         """Begin an operation, and let the watch follow it until it is complete."""
         works: list[dist.Work] = []
+        has_failed = self._has_failed
         if self._watch is not None:  # from here on: to begin may be to wait
-            self._watch.begin(name, self._members, lambda: bool(works and works[0].is_completed()))
+            self._watch.begin(
+                name,
+                self._members,
+                lambda: bool(works) and works[0].is_completed() and not has_failed(works[0]),
+                lambda: bool(works) and has_failed(works[0]),
+            )
         with lost_peers_named(self._worker):
             work = begin()
         assert work is not None
         works.append(work)
-        return _Pending(work, self._worker)
+        return _Pending(work, self._worker, has_failed)
 
 
 class RunningTorch(TorchGroup):
@@ -111,8 +142,10 @@ class RunningTorch(TorchGroup):
     """
 
     name = "torch"
+    _timeout: timedelta | None = None
     _limit: timedelta | None = None
-    """How long the library waits; None is its own limit."""
+    """How long an operation waits, and the library, which does not know for whom; None is its own
+    limit."""
 
     def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
         super().__init__(None, watch)
@@ -133,7 +166,11 @@ class RunningTorch(TorchGroup):
         """Make process groups of the parts; return the one this worker is in."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         with lost_peers_named(self._worker):
-            group = self._new_group(own, parts)
+            if _can_split():
+                ranks = [list(part) for part in parts]
+                group: object = dist.split_group(split_ranks=ranks, timeout=self._limit)
+            else:
+                group = self._new_group(own, parts)
         assert isinstance(group, dist.ProcessGroup)
         return TorchGroup(group, self._watch)
 
@@ -150,11 +187,10 @@ class RunningTorch(TorchGroup):
         Every worker makes all of them, in this order. A pair may come twice, the other way round.
         No watch follows their operations, so they wait for no longer than it would.
         """
-        limit = None if self._limit is None else self._limit - _LATER
         made: dict[tuple[int, int], dist.ProcessGroup] = {}
-        with lost_peers_named(self._worker):
+        with lost_peers_named(self._worker), _by_members_alone():
             for pair in pairs:
-                group = dist.new_group(sorted(pair), timeout=limit, backend="gloo")
+                group = dist.new_group(sorted(pair), timeout=self._timeout, backend="gloo")
                 if self.rank in pair:
                     assert isinstance(group, dist.ProcessGroup)
                     made[pair] = group
@@ -164,9 +200,24 @@ class RunningTorch(TorchGroup):
         """Let the others wait for this worker; without a watch their library has its own limit."""
         return self._watch.busy() if self._watch else nullcontext()
 
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the watch ends this process."""
+        if self._watch is not None:
+            self._watch.before_leaving(rescue)
+
+    def started(self) -> None:
+        """Wait for no longer than --timeout from here on; without a watch this changes nothing."""
+        if self._watch is not None:
+            self._watch.started()
+
     def barrier(self) -> None:
-        """Wait for every worker."""
-        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+        """Wait for every worker; after `wait` of a sum on an accelerator the host goes on."""
+        index = self.device.index
+        devices = None if self.device.type == "cpu" or index is None else [index]
+        self._start(
+            "barrier",
+            lambda: dist.barrier(group=self._group, async_op=True, device_ids=devices),
+        ).wait()
 
     def close(self) -> None:
         """Leave the group open, for the code that opened it."""
@@ -175,10 +226,11 @@ class RunningTorch(TorchGroup):
 class TorchDistributed(RunningTorch):
     """A Backend over the default process group, which it opens and closes.
 
-    An operation that another worker has not joined after `timeout` s ends this one.
+    An operation that another worker has not joined after `timeout` s ends this one. `starting`:
+    until `started` is called it waits STARTING times as long.
     """
 
-    def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, timeout: float = TIMEOUT_SECONDS, *, starting: bool = False) -> None:
         missing = [name for name in _NEEDED if name not in os.environ]
         if missing:
             raise BackendError(
@@ -187,24 +239,34 @@ class TorchDistributed(RunningTorch):
             )
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        device = pick_device(local_rank, local_size)
+        device = pick_device(local_rank, local_size, compared=True)
         alone = local_size == int(os.environ["WORLD_SIZE"])
         if alone:
             use_loopback()
-        kind = "nccl" if device.type == "cuda" else "gloo"
-        self._limit = timedelta(seconds=timeout) + _LATER
+        library = _library_for(device)
+        # Its own thread would end this process, before or after the state is saved.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self._limit = timedelta(seconds=timeout * STARTING if starting else timeout) + _LATER
+        self._timeout = timedelta(seconds=timeout)
         with lost_peers_named(int(os.environ["RANK"])):
-            store, rank, world_size = _open_store(self._limit, alone=alone)
+            store, rank, world_size = open_store(self._limit, alone=alone)
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = StoreNotes(PrefixStore(attempt, store.clone()), rank=rank, workers=world_size)
             self._losses = Losses(store.clone(), attempt=attempt)
             store = PrefixStore(attempt, store)
-            watch = Watch(notes, rank=rank, timeout=timeout)
+            watch = Watch(notes, rank=rank, timeout=timeout, starting=starting)
             with watch.during("the group of all workers", range(world_size)):
-                _require_one_type(store, device.type, rank=rank, world_size=world_size)
+                require_one_type(
+                    store, device.type, rank=rank, world_size=world_size, unit=identify(device)
+                )
                 dist.init_process_group(
-                    kind, store=store, rank=rank, world_size=world_size, timeout=self._limit
+                    library,
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=self._limit,
+                    device_id=None if device.type == "cpu" else device,
                 )
         super().__init__(device, watch)
 
@@ -234,15 +296,16 @@ class TorchDistributed(RunningTorch):
         note no more. A worker that is itself among the lost gets them, and can do nothing more.
         The rank of a worker is then its place among those left. Worker 0 cannot be lost.
         """
-        assert self._limit is not None
+        assert self._timeout is not None
         with lost_peers_named(self._worker):
-            own, limit = self._worker, self._limit
+            own, limit = self._worker, self._timeout + _LATER
             lost = self._losses.agree(of, own=own, witnesses=witnesses, limit=limit)
             if lost and own not in lost:
                 left = [member for member in self._members if member not in lost]
                 # Its members alone connect to each other; all would meet only at this barrier.
                 os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
-                group = dist.new_group(left, timeout=limit)
+                with _by_members_alone():
+                    group = dist.new_group(left, timeout=limit)
                 assert isinstance(group, dist.ProcessGroup)
                 self._use(group)
         return lost
@@ -255,80 +318,39 @@ class TorchDistributed(RunningTorch):
             dist.destroy_process_group()
 
 
-def _open_store(limit: timedelta, *, alone: bool) -> tuple[Any, int, int]:
-    """Open the store at MASTER_ADDR and MASTER_PORT; return it with rank and number of workers.
-
-    Worker 0 serves it on that address only, unless torchrun does so already; where the address is
-    not this host's own, on all. `alone`: all workers are on this host.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    listener = None
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listener = listen_on(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), alone=alone)
-    if listener is None:
-        met: tuple[Any, int, int] = next(rendezvous("env://", timeout=limit))
-        return met
-    address, port = listener.getsockname()[:2]
-    file = listener.detach()
-    store = TCPStore(
-        address, port, world_size, is_master=True, timeout=limit, master_listen_fd=file
-    )
-    return store, rank, world_size
-
-
-def listen_on(address: str, port: int, *, alone: bool) -> socket.socket | None:
-    """Return a socket that listens on one address of this host; log a warning where none can.
-
-    An address may be another machine's that passes connections on, and the name of a host among
-    several may mean the loopback interface to that host itself (Debian's 127.0.1.1): then another
-    address of that name is taken, if it has one.
-    """
-    found = []
-    with suppress(OSError):
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found:
-        if alone or not ipaddress.ip_address(place[0]).is_loopback:
-            with suppress(OSError):
-                return socket.create_server((str(place[0]), int(place[1])), family=family)
-    if not alone:
-        places = ", ".join(dict.fromkeys(str(place[0]) for *_, place in found)) or "unknown"
-        _LOG.warning(
-            "MASTER_ADDR %s (%s) is no address at which this host can listen for others: the "
-            "workers' store is open on all of its interfaces", address, places,
-        )  # fmt: skip
-    return None
-
-
-def _require_one_type(store: Store, own: str, *, rank: int, world_size: int) -> None:
-    """Raise MismatchError on every worker unless all compute on the same type of device.
-
-    Asked before the process group is made: NCCL and Gloo would wait for each other. The worker that
-    comes last compares, so that each of the others makes a few requests, however many there are.
-    """
-    store.set(f"device/{rank}", own)
-    store.add(f"on/{own}", 1)
-    if store.add("arrived", 1) == world_size:
-        alike = store.add(f"on/{own}", 0) == world_size
-        store.set("difference", "" if alike else _difference(store, world_size))
-    difference = store.get("difference").decode()
-    if not difference:
-        return
-    if store.add("informed", 1) == world_size:
-        store.set("all informed", "")
-    if rank == 0:  # whose process may hold the store
-        with suppress(dist.DistStoreError):
-            store.wait(["all informed"], timedelta(seconds=GRACE_SECONDS))
-    raise MismatchError(difference)
-
-
-def _difference(store: Store, world_size: int) -> str:
-    """Describe which workers have which type of device."""
-    types = store.multi_get([f"device/{worker}" for worker in range(world_size)])
+def _library_for(device: torch.device) -> str:
+    """Return the name of what torch sums over such devices with; raise BackendError without one."""
     try:
-        require_same([{"device": found.decode()} for found in types])
-    except MismatchError as error:
-        return str(error)
-    raise AssertionError("the types are alike")
+        return dist.get_default_backend_for_device(device)
+    except ValueError:
+        raise BackendError(
+            f"torch {torch.__version__} has no library that sums over {device.type} devices; "
+            f"install a torch that has one, or {on_cpu()}"
+        ) from None
+
+
+def _can_split() -> bool:
+    """Return whether a call of all workers divides the group of all (NCCL, of a bound device)."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    return bound is not None and bool(world._get_backend(bound).supports_splitting)
+
+
+@contextmanager
+def _by_members_alone() -> Iterator[None]:
+    """Let groups be made by their members, and not by dividing the group of all.
+
+    Torch divides it wherever a device is bound, also for a group of another library, and NCCL then
+    waits for a call of every worker.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _current_device(kind: str) -> torch.device:
@@ -339,17 +361,21 @@ def _current_device(kind: str) -> torch.device:
 
 
 @contextmanager
-def lost_peers_named(worker: int) -> Iterator[None]:
-    """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError."""
+def lost_peers_named(worker: int, *, reads: bool = False) -> Iterator[None]:
+    """Turn the loss of a peer, which arrives as a RuntimeError, into PeerLostError.
+
+    `reads`: the block does more than send and receive, and of its errors only those are the loss of
+    a peer that name NCCL.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise _lost(worker, error) from error
+        raise _lost(worker, error, words=_NCCL if reads else _CONNECTION) from error
 
 
-def _lost(rank: int, error: RuntimeError) -> PeerLostError:
+def _lost(rank: int, error: RuntimeError, *, words: re.Pattern[str]) -> PeerLostError:
     """Return what the error means; raise it again if it has another cause than a lost peer."""
-    if not isinstance(error, dist.DistError) and not _CONNECTION.search(str(error)):
+    if not isinstance(error, dist.DistError) and not words.search(str(error)):
         raise error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = PeerSilentError if _TIMEOUT.search(reason) else PeerLostError

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from largebatch.distributed.environment import ABSENT, GRACE_SECONDS, LAUNCHER
+from largebatch.distributed.environment import ABSENT, GRACE_SECONDS, LAUNCHER, STARTING
 from largebatch.errors import shorten
 
 
@@ -46,22 +46,33 @@ class Notes(Protocol):
         """Return True on one of the workers that have looked for those absent."""
 
 
+Rescue = Callable[[Callable[[], bool]], bool]
+"""Saves what is sound while the main thread is held by an operation; takes what returns whether it
+still is. Returns False where the main thread is on its way out by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Operation:
     name: str
     members: Sequence[int]
     begun: float
     is_done: Callable[[], bool]
+    has_failed: Callable[[], bool]
 
 
 class Watch:
     """Follows the operations of one worker; `timeout` is in seconds.
 
-    `notes` is None where there is no store: who is absent is then not known.
+    `notes` is None where there is no store: who is absent is then not known. `starting`: it waits
+    STARTING times as long until `started` is called.
     """
 
-    def __init__(self, notes: Notes | None, *, rank: int, timeout: float) -> None:
-        self._notes, self._rank, self._timeout = notes, rank, timeout
+    def __init__(
+        self, notes: Notes | None, *, rank: int, timeout: float, starting: bool = False
+    ) -> None:
+        self._notes, self._rank = notes, rank
+        self._after_start = timeout
+        self._timeout = timeout * STARTING if starting else timeout
         self._period = min(1.0, timeout / 20)
         self._numbers = count()
         self._under_way: dict[int, _Operation] = {}
@@ -69,18 +80,29 @@ class Watch:
         self._waits = False
         self._busy = 0
         self._excused_until = 0.0
+        self._failed_since: float | None = None
+        self._rescue: Rescue | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread in the middle of a call would abort the process
 
     def begin(
-        self, name: str, members: Sequence[int], is_done: Callable[[], bool] = lambda: False
+        self,
+        name: str,
+        members: Sequence[int],
+        is_done: Callable[[], bool] = lambda: False,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Follow an operation until `end` is called with the number returned, or `is_done`."""
+        """Follow an operation until `end` is called with the number returned, or `is_done`.
+
+        One that `has_failed` will never be done, and the thread that began it may not notice.
+        """
         number = next(self._numbers)
         with self._lock:
-            self._under_way[number] = _Operation(name, members, time.monotonic(), is_done)
+            self._under_way[number] = _Operation(
+                name, members, time.monotonic(), is_done, has_failed
+            )
         return number
 
     def end(self, number: int) -> None:
@@ -106,6 +128,14 @@ class Watch:
         finally:
             self._busy -= 1
 
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this, in another thread, before this process ends because of another worker."""
+        self._rescue = rescue
+
+    def started(self) -> None:
+        """Wait for no longer than `timeout` from here on."""
+        self._timeout = self._after_start
+
     def close(self) -> None:
         """Follow nothing more."""
         self._closed.set()
@@ -116,8 +146,20 @@ class Watch:
             operation = self._oldest()
             waited = time.monotonic() - operation.begun if operation else 0.0
             self._leave_notes(waits=waited > self._timeout / 2)
-            if operation is not None and waited > self._timeout:
+            if operation is not None and self._is_lost(operation):
+                message = _describe_failure(operation.name, self._rank)
+                prints = self._rank in operation.members[:2]  # one of which may be lost
+                self._leave_unless_saved(operation, message, print_it=prints)
+            elif operation is not None and waited > self._timeout:
                 self._judge(operation)
+
+    def _is_lost(self, operation: _Operation) -> bool:
+        """Return whether it failed so long ago that the main thread would have raised that."""
+        if not operation.has_failed():
+            self._failed_since = None
+            return False
+        self._failed_since = self._failed_since or time.monotonic()
+        return time.monotonic() - self._failed_since > GRACE_SECONDS
 
     def _leave_notes(self, *, waits: bool) -> None:
         """Note what has changed; without the store from now on where that fails."""
@@ -163,7 +205,26 @@ class Watch:
             self._excused_until = time.monotonic() + self._timeout
         if time.monotonic() < self._excused_until or _is_done(operation):
             return
-        leave(describe(operation.name, absent, self._timeout), print_it=prints)
+        message = describe(operation.name, absent, self._timeout)
+        self._leave_unless_saved(operation, message, print_it=prints)
+
+    def _leave_unless_saved(self, operation: _Operation, message: str, *, print_it: bool) -> None:
+        """Let the run save what is sound, and end this process unless it does that by itself."""
+        rescue, leaves = self._rescue, True
+
+        def save() -> None:
+            nonlocal leaves
+            assert rescue is not None
+            leaves = rescue(lambda: not _is_done(operation))
+
+        if rescue is not None:  # whose disk may be what does not answer
+            saving = threading.Thread(target=save, daemon=True)
+            saving.start()
+            saving.join(self._after_start)
+        if leaves:
+            leave(message, print_it=print_it)
+        else:
+            self._closed.set()
 
 
 def _is_done(operation: _Operation) -> bool:
@@ -172,6 +233,10 @@ def _is_done(operation: _Operation) -> bool:
         return operation.is_done()
     except (RuntimeError, ValueError):
         return True
+
+
+def _describe_failure(operation: str, rank: int) -> str:
+    return f"worker {rank} lost contact with another worker ({operation} failed)"
 
 
 def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> str:

@@ -279,10 +279,11 @@ class Spans:
         self._work = self._backend.all_reduce(self._sums)
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, skipped: Tensor | None = None) -> None:
         """Move every running buffer once towards the mean over the step's spans.
 
-        A layer counts its own spans: used twice it has twice as many, not used it stays.
+        A layer counts its own spans: used twice it has twice as many, not used it stays. Where
+        `skipped` is true, a bool on the device, all stay, whatever the step's moments are.
         """
         if self._work is None:
             return
@@ -291,6 +292,8 @@ class Spans:
         layers = self._layers
         sums, spans = self._sums.split([len(self._moments), len(layers)])
         used = spans.clamp(max=1)  # 1, or 0 if the step's forward passes left the layer out
+        if skipped is not None:
+            used = used * ~skipped
         tracked = [layer.num_batches_tracked for layer in layers]
         torch._foreach_add_(tracked, list(used.long().unbind()))
         momentum = self._momentum
@@ -299,15 +302,11 @@ class Spans:
             momentum = torch.where(momentum.isnan(), average.to(momentum.dtype), momentum)
         weights, means = (used * momentum)[self._owners], sums / spans.clamp(min=1)[self._owners]
         buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
-        moved = torch.cat(buffers).to(means.dtype).lerp(means, weights)
+        before = torch.cat(buffers)
+        moved = before.to(means.dtype).lerp(means, weights)
+        if skipped is not None:
+            moved = torch.where(skipped, before, moved)
         torch._foreach_copy_(buffers, list(moved.split([len(buffer) for buffer in buffers])))
-
-    def discard(self) -> None:
-        """Forget the step's moments; the running buffers stay as they are."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self._forget()
 
     def _forget(self) -> None:
         self._kept.zero_()  # or a number that is not finite would stay

@@ -37,7 +37,7 @@ The arithmetic is done by `kernels`; what is here chooses one and keeps what it 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, assert_never, get_args
 
@@ -69,7 +69,9 @@ class LARS(Optimizer):
     `fujitsu` needs it, and it defaults to the `lr` given here.
 
     Gradients must be averaged and unscaled before `step`: with weight decay the ratio is not
-    scale-free, and groups that are not adapted never are.
+    scale-free, and groups that are not adapted never are. A GradScaler unscales them, and lends
+    `grad_scale` and `found_inf` while it steps, as to torch's fused optimizers: on an accelerator
+    the host does not wait to know whether a step is skipped, but with `kernels="apex"` it does.
 
     A float16 or bfloat16 weight is a rounded copy of a float32 master in the optimizer's state;
     whoever changes such a weight from outside must make a new optimizer.
@@ -161,6 +163,13 @@ class LARS(Optimizer):
             else:
                 self.state[weight].pop("master", None)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves unscaling and skipping to `step`; on a CPU nothing waits."""
+        weights = (weight for group in self.param_groups for weight in group["params"])
+        kernels = {group["kernels"] for group in self.param_groups}
+        return kernels == {"torch"} and all(weight.device.type != "cpu" for weight in weights)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's overloads
         """Update every parameter that has a gradient."""
@@ -168,13 +177,19 @@ class LARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
         work = [(group, self._gather(group)) for group in self.param_groups]
         found: list[tuple[list[Tensor], Tensor]] = []
         for group, every_kind in work:
             for (device, _), lists in every_kind.items():
                 grads = _alike(lists.grads, lists.weights)
+                if scale is not None:
+                    torch._foreach_div_(grads, scale.to(device))
+                rule = _rule(group)
+                if found_inf is not None:  # a sum over devices
+                    rule = replace(rule, found_inf=found_inf.to(device).clamp(max=1))
                 update = _kernel(device, group["kernels"])
-                ratios = update(lists.weights, grads, lists.buffers, _rule(group))
+                ratios = update(lists.weights, grads, lists.buffers, rule)
                 if ratios is not None:
                     found.append((lists.parameters, ratios))
                 if lists.rounded:
@@ -186,7 +201,8 @@ class LARS(Optimizer):
         """Return the ratio that the last step used of each parameter it adapted.
 
         As they are after eta, eps and clip_ratio, and before the rate. 0-d tensors on the devices
-        of the parameters; reading them waits for a GPU.
+        of the parameters; reading them waits for a GPU. They mean nothing after a step that a
+        GradScaler skipped.
         """
         return {
             parameter: ratio

@@ -12,6 +12,8 @@ import torch
 from pytorch_optimizer import ScalableShampoo
 from torch import Tensor
 
+from largebatch.accelerator import is_remote
+
 _MATRICES = ("statistics", "pre_conditioners")
 
 
@@ -22,8 +24,9 @@ class Shampoo(ScalableShampoo):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 -- a loss
         """Make an update; every one draws the same random vectors."""
         weight = self.param_groups[0]["params"][0]
-        on_gpu = [weight.device] if weight.is_cuda else []
-        with torch.random.fork_rng(on_gpu):
+        where = weight.device
+        own = [where] if is_remote(where) else []
+        with torch.random.fork_rng(own, device_type=where.type):
             torch.manual_seed(0)
             return super().step(closure)
 

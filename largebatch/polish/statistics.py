@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend, sum_over_workers
 from largebatch.distributed.connection import running_backend
 from largebatch.errors import DataError
@@ -216,7 +217,9 @@ def _measure(
         device = device_of(model)
         for batch in batches:
             images = images_of(batch).to(device, non_blocking=True)
-            for some in by_spans(images, model, together=images.is_cuda or not as_in_training):
+            for some in by_spans(
+                images, model, together=accelerator.is_remote(device) or not as_in_training
+            ):
                 model(some)
     finally:
         for hook in hooks:

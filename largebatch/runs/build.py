@@ -33,6 +33,7 @@ from largebatch.models import affine_parameters, build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model
 from largebatch.models.image_sizes import require_inputs
+from largebatch.optim.sgd import build_sgd
 from largebatch.recipe import optimizers
 from largebatch.recipe.plan import (
     Plan,
@@ -179,7 +180,8 @@ def _build_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
     for group in groups:
         del group["adapt"]
     nesterov = isinstance(section, optimizers.SGD) and section.nesterov
-    return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
+    scaled = recipe.precision == "fp16"
+    return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)
 
 
 def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
@@ -214,15 +216,18 @@ def _set_span(model: nn.Module, recipe: Recipe) -> None:
 
 
 @contextmanager
-def join(options: Options, facts: Facts, *, splits: bool = False) -> Iterator[Backend]:
+def join(
+    options: Options, facts: Facts, *, starting: bool = False, splits: bool = False
+) -> Iterator[Backend]:
     """Join the other workers, once in a process: the address where they meet serves one meeting.
 
-    They are left when all went well, for else they may be gone. Raises MismatchError on every
+    `starting` and `splits` are as in connect. They are left when all went well, for else they may
+    be gone. Raises MismatchError on every
     worker unless they have the same options and packages and state the same `facts`.
     """
     for name in options.imports:
         import_own(name)
-    backend = connect(options.backend, timeout=options.timeout, splits=splits)
+    backend = connect(options.backend, timeout=options.timeout, starting=starting, splits=splits)
     require_agreement({**facts, **options.shared, "versions": versions()}, backend, backend.device)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // backend.local_size)
@@ -243,7 +248,7 @@ def open_trainer(
     facts = {**facts, **recipe.model_dump(mode="json")}
     splits = recipe.reduction.parts is not None or may_share_spans(recipe, workers=world_size())
     with (
-        join(options, facts, splits=splits) as backend,
+        join(options, facts, starting=not measuring, splits=splits) as backend,
         build_trainer(recipe, options, backend, measuring=measuring) as trainer,
     ):
         yield trainer

@@ -25,6 +25,7 @@ import torch
 from scipy.optimize import nnls
 from torch import nn
 
+from largebatch import accelerator
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
@@ -184,7 +185,7 @@ def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
 
 
 def _places(device: str) -> int:
-    return torch.cuda.device_count() if device == "cuda" else available_cores()
+    return available_cores() if device == "cpu" else accelerator.count()
 
 
 def _computing(
@@ -241,8 +242,7 @@ def _take_turns(
             backend.barrier()
             begun = clock()
             rival()
-            if backend.device.type == "cuda":
-                torch.cuda.synchronize()  # sync: this is a measurement
+            accelerator.synchronize(backend.device)  # sync: this is a measurement
             times[name].append(clock() - begun)
     return {name: each[1:] for name, each in times.items()}
 

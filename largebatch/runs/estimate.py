@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
@@ -144,8 +145,7 @@ def random_batch(
 
 
 def _elapsed(begun: float, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # sync: this is a measurement
+    accelerator.synchronize(device)  # sync: this is a measurement
     return time.perf_counter() - begun
 
 

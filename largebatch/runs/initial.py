@@ -218,5 +218,5 @@ def estimate_time(recipe: Recipe, found: Survey) -> TimeEstimate:
     computing = (images + forward / 3) / trained
     decoded = len(found.train) + len(found.val) if recipe.execution.cache else images + forward
     reading = decoded / found.decoded_per_second
-    seconds = max(computing, reading) if step.device == "cuda" else computing + reading
+    seconds = max(computing, reading) if step.device != "cpu" else computing + reading
     return TimeEstimate(seconds=seconds, trained_per_second=trained, device=step.device)

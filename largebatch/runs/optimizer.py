@@ -3,12 +3,13 @@
 from typing import assert_never
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from largebatch.errors import RecipeError
 from largebatch.models import param_groups
 from largebatch.optim.lars import LARS
+from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree, require_shampoo, require_timm
 from largebatch.recipe import optimizers
 from largebatch.recipe.recipe import Recipe
@@ -16,6 +17,9 @@ from largebatch.recipe.recipe import Recipe
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Build the optimizer; biases and normalisation layers are neither decayed nor adapted.
+
+    In fp16 on an accelerator LARS and SGD skip updates there; the host waits in every update to
+    know whether to make one of the others, whose libraries count updates in Python.
 
     Raises RecipeError where `execution.kernels` cannot update this model, MissingPackageError where
     they, or the optimizer's library, are not installed.
@@ -28,7 +32,9 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
         del group["adapt"]
     match section:
         case optimizers.SGD():
-            return SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov)
+            momentum, scaled = section.momentum, recipe.precision == "fp16"
+            nesterov = section.nesterov
+            return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)
         case optimizers.Shampoo():
             return _build_shampoo(section, groups, lr=lr)
         case optimizers.ScheduleFree():

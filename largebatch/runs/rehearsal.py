@@ -18,6 +18,7 @@ from torch.optim import SGD
 from largebatch.data.batches import divide_samples, samples_at
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Work, own_part
+from largebatch.distributed.watch import Rescue
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.models.batchnorm import Spans
 from largebatch.models.image_sizes import require_inputs
@@ -86,6 +87,12 @@ class Rehearsed:
         group = Rehearsed(rank=own.index(self.rank), workers=len(own))
         group.messages = self.messages
         return group
+
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Do nothing: this process does not end itself."""
+
+    def started(self) -> None:
+        """Do nothing: there is nobody to wait for."""
 
     def busy(self) -> AbstractContextManager[None]:
         """Do nothing."""

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 
 from pydantic import TypeAdapter
@@ -24,6 +25,7 @@ from largebatch.distributed.environment import (
     worker_rank,
     world_size,
 )
+from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.errors import (
     BackendError,
     CheckpointError,
@@ -55,6 +57,7 @@ from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, TRACE, Finish, Status, Summary, Tracker, now
+from largebatch.training.checkpoint import idle_stream
 from largebatch.training.profiling import Profiler
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
@@ -286,10 +289,26 @@ def record(
         trainer.trackers.extend(trackers)
         with trainer.backend.busy():
             trainer.begin()
+        leaving = Lock()
+
+        def rescue(still: Callable[[], bool]) -> bool:
+            """Save while the main thread is held; leave it to that thread if it has begun to."""
+            if not leaving.acquire(blocking=False):
+                return False
+            with suppress(CheckpointError):
+                if trainer.step_log.is_training:
+                    _save_what_is_sound(trainer, PeerLostError(), still)
+                _finish(trainer, folder, "failed", draws=False)
+            return True
+
+        trainer.backend.before_leaving(rescue)
         try:
-            complete = work()
-            trainer.finish_saving()
+            with lost_peers_named(trainer.backend.rank, reads=True):
+                complete = work()
+                trainer.finish_saving()
+            trainer.backend.before_leaving(None)
         except BaseException as error:
+            leaving.acquire()
             status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             with suppress(CheckpointError):  # the first error is the one to fix
                 _save_what_is_sound(trainer, error)
@@ -303,16 +322,18 @@ def record(
         return _finish(trainer, folder, status, draws=draws)
 
 
-def _save_what_is_sound(trainer: Trainer, error: BaseException) -> None:
+def _save_what_is_sound(
+    trainer: Trainer, error: BaseException, still: Callable[[], bool] = lambda: True
+) -> None:
     """Save the state after an error that came between two updates; worker 0 alone can.
 
     After one of the log nothing is saved: a run that went on from there would lack a record.
     """
     sound = isinstance(error, (DataError, CheckpointError, PeerLostError))
     if sound and not isinstance(error, LogError):
-        with suppress(LargebatchError, PeerLostError):
-            trainer.step_log.flush()  # else a record would be missing before the checkpoint
-            trainer.save_own()
+        with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
+            if trainer.step_log.settle():  # else a record would be missing before the checkpoint
+                trainer.save_own(still)
     trainer.finish_saving()
 
 

@@ -192,18 +192,18 @@ def _processors(cpu: Mapping[str, str]) -> dict[str, str | None]:
 
 def _accelerators(workers: int | None) -> dict[str, str | None]:
     """Return the GPUs of this machine, and how many such nodes the workers of the run fill."""
-    import torch  # checking needs none
+    from largebatch import accelerator  # checking needs no torch
 
-    number = torch.cuda.device_count()
-    if number == 0:
+    names = accelerator.names()
+    if not names:
         return {}
+    number = len(names)
     nodes = workers // number if workers is not None and workers % number == 0 else None
-    gpu = torch.cuda.get_device_properties(0)
     return {
         "number_of_nodes": None if nodes is None else str(nodes),
         "accelerators_per_node": str(number),
-        "accelerator_model_name": gpu.name,
-        "accelerator_memory_capacity": _memory(gpu.total_memory),
+        "accelerator_model_name": names[0],
+        "accelerator_memory_capacity": _memory(accelerator.memory_bytes()),
     }
 
 

@@ -96,16 +96,17 @@ def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
 
 def _shares(processes: int) -> list[dict[str, str]]:
     """Return what differs in the environments of processes that share this machine."""
-    import torch
+    from largebatch import accelerator  # torch takes a second to import
 
     threads = str(max(1, available_cores() // processes))
     shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}] * processes
-    own = ",".join(map(str, range(torch.cuda.device_count())))
-    devices = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", own).split(",")))
+    own = ",".join(map(str, range(accelerator.count())))
+    variable = accelerator.visible_devices_variable()
+    devices = list(filter(None, os.environ.get(variable, own).split(",")))
     if not devices:
         return shares
     return [
-        {**share, "CUDA_VISIBLE_DEVICES": visible}
+        {**share, variable: visible}
         for share, visible in zip(shares, share_out(devices, processes), strict=True)
     ]
 

@@ -21,6 +21,7 @@ import torch
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
+from largebatch import accelerator
 from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError, WorkerFailedError
 from largebatch.recipe.plan import make_plan
@@ -202,8 +203,8 @@ def _circumstances(recipe: Recipe, folder: Path) -> Result:
 
 def _hardware() -> str:
     """Return the GPU that trains, or the processor and how many threads use it."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    if gpus := accelerator.names():
+        return gpus[0]
     threads = torch.get_num_threads()
     return f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from largebatch import accelerator
+
 _PACKAGES = (
     "largebatch",
     "torch",
@@ -62,8 +64,8 @@ def source_commit() -> str | None:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this worker has held so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if accelerator.is_remote(device):
+        return accelerator.peak_memory_bytes(device)
     return peak_resident_bytes()
 
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import torch
 
+from largebatch import accelerator
 from largebatch.optional import require_psutil
 from largebatch.tracking.environment import peak_resident_bytes
 
@@ -27,7 +28,7 @@ class Sampler:
         seconds = now - then
         rates = [(b - a) / seconds for a, b in zip(before, counters, strict=True)]
         memory, peak = float(self._process.memory_info().rss), float(peak_resident_bytes())
-        used = [self._process.cpu_percent(), memory, *rates, *_gpu(self._device)]
+        used = [self._process.cpu_percent(), memory, *rates, *accelerator.usage(self._device)]
         return [*used, seconds, peak]
 
     def _counters(self) -> list[float]:
@@ -42,13 +43,3 @@ class Sampler:
             received = sum(each.bytes_recv for each in wired)
             network = [float(received), float(sum(each.bytes_sent for each in wired))]
         return [*disk, *network]
-
-
-def _gpu(device: torch.device) -> list[float]:
-    """Return percent of the time in which the GPU worked, and its memory in use, by NVML."""
-    found = [float("nan")] * 2
-    if device.type == "cuda":
-        for place, read in enumerate((torch.cuda.utilization, torch.cuda.device_memory_used)):
-            with suppress(Exception):  # no nvidia-ml-py, or no such number of a part of a GPU
-                found[place] = float(read(device))
-    return found

@@ -14,8 +14,8 @@ belong to other weights.
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
 from largebatch.distributed.backend import Group
 
@@ -54,12 +54,27 @@ class EMA(_Average):
     """The exponential moving average over all updates."""
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
-        super().__init__(model, get_ema_multi_avg_fn(decay))
+        super().__init__(model, self._move)
+        self._share = 1 - decay
+        self._skipped: Tensor | None = None
 
-    def follow(self, step: int, *, skipped: bool) -> None:  # noqa: ARG002 -- SWA's needs it
-        """Take in the weights after an update, unless it changed nothing."""
-        if not skipped:
-            self.update()
+    def follow(self, step: int, skipped: Tensor | None) -> None:  # noqa: ARG002 -- SWA's needs it
+        """Take in the weights after an update, unless `skipped` is true on the device.
+
+        Whether the one before was is known: `forget` was called if it was.
+        """
+        self._skipped = skipped
+        self.update()
+
+    def forget(self) -> None:
+        """Do not count the last update: it was skipped."""
+        self._average.n_averaged -= 1
+
+    def _move(self, averages: list[Tensor], weights: list[Tensor], _: object) -> None:
+        share: float | list[Tensor] = self._share
+        if self._skipped is not None:
+            share = [averages[0].new_full((), self._share) * ~self._skipped] * len(averages)
+        torch._foreach_lerp_(averages, weights, share)
 
 
 class SWA(_Average):
@@ -69,10 +84,13 @@ class SWA(_Average):
         super().__init__(model, get_swa_multi_avg_fn())
         self._after = after
 
-    def follow(self, step: int, *, skipped: bool) -> None:  # noqa: ARG002 -- EMA's needs it
+    def follow(self, step: int, skipped: Tensor | None) -> None:  # noqa: ARG002 -- EMA's needs it
         """Take in the weights after the update of a step, if it is one of those."""
         if step + 1 in self._after:
             self.update()
+
+    def forget(self) -> None:
+        """Keep the weights that a skipped update left: they count by their step."""
 
 
 class ReplicaMean:
@@ -114,7 +132,7 @@ class ReplicaMean:
         self.num = int(state["num"])
 
 
-def averaged(model: nn.Module) -> list[torch.Tensor]:
+def averaged(model: nn.Module) -> list[Tensor]:
     """Return what is averaged of a model: its weights and running statistics."""
     buffers = (buffer for buffer in model.buffers() if buffer.is_floating_point())
     return [*model.parameters(), *buffers]

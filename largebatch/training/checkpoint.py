@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -341,6 +343,17 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
     if isinstance(value, list | tuple):
         return [copy_state(each) for each in value]
     return value
+
+
+def idle_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Let this thread use a stream with nothing in it: others may wait for a worker that is lost.
+
+    What is read there is what the device had computed when it began to wait.
+    """
+    if device.type == "cpu":
+        return nullcontext()
+    streams = (torch.Stream(device) for _ in count())  # torch's own, by turns
+    return next(stream for stream in streams if stream.query())
 
 
 def _require_finite(state: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
@@ -32,9 +33,9 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._seconds: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
 
     def __enter__(self) -> None:
         self._mark()
@@ -43,12 +44,14 @@ class Stopwatch:
         self._mark()
 
     def _mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+        if accelerator.is_remote(self._device):
+            self._events.append(accelerator.event(self._device, enable_timing=True))
         else:
             self._seconds.append(time.perf_counter())
+
+    def has_ended(self) -> bool:
+        """Return whether the device has come by the last block; nothing waits for it."""
+        return all(event.query() for event in self._events[-1:])
 
     def seconds(self) -> float:
         """Return the sum; a GPU must have come by the last block."""
@@ -65,11 +68,13 @@ class Update(NamedTuple):
     loss: Tensor
     """This worker's part of the global batch's mean loss, on the device; the parts add up."""
 
-    loss_scale: float
-    """What the loss will be multiplied by at the next step; 1 unless training in fp16."""
+    loss_scale: Tensor
+    """What the loss will be multiplied by at the next step, 0-d, on the device; 1 unless training
+    in fp16."""
 
-    skipped: bool
-    """Gradients were not finite, so that weights, momentum and statistics are as they were."""
+    skipped: Tensor | None
+    """Whether weights, momentum and statistics are as they were, for gradients were not finite: a
+    0-d bool on the device. None where no update is skipped."""
 
     finite: Tensor
     """Whether all gradients of the global batch were finite: 0-d, bool, on the device."""
@@ -81,11 +86,12 @@ class Update(NamedTuple):
     """What it waited for the sums of the gradients when it had computed its own: the network, and
     slower workers. Sums for BatchNorm that a forward pass waits for are not in it."""
 
+    scaled_by: Tensor
+    """What the loss was multiplied by, and with it what was measured of the gradients: 0-d, on the
+    device."""
+
     squares: Tensor | None = None
     """What the reducer measured, if it does: see Reducer.squares."""
-
-    scaled_by: float = 1.0
-    """What the loss was multiplied by, and with it what was measured of the gradients."""
 
     gradient_norm: Tensor | None = None
     """What `measure_norm` of train() returned, if there is one."""
@@ -113,13 +119,16 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
     `seed` gives every step its own seed for dropout and the like, so that a resumed run needs no
     generator state. `scaler` scales the loss for fp16 and is disabled otherwise. With it, or with
     `skip_nonfinite`, an update whose summed gradients are not finite is skipped: one worker's
-    infinity is in everyone's sum, so that all skip the same step. `measure_norm` is called when the
-    gradients are summed, and scaled still: before the optimizer, which may write into them.
+    infinity is in everyone's sum, so that all skip the same step. Nothing waits to know of it, but
+    the optimizers that `scaler` waits for: all but LARS and torch's fused ones. `measure_norm` is
+    called when the gradients are summed, and scaled still: before the optimizer, which may write
+    into them.
     """
-    scale = scaler.get_scale()
+    one = torch.ones((), device=reducer.device)
+    scale = scaler.scale(one)
     for step in steps:
         model.train()
-        seed_generators(seed(step), reducer.device)
+        accelerator.seed(seed(step), reducer.device)
         lr, scaled_by = schedule(step), scale
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -139,17 +148,16 @@ def train(  # noqa: PLR0913 -- these are the nouns of training; a config object 
             reducer.wait()
         finite = reducer.finite()
         norm = None if measure_norm is None else measure_norm()
-        skipped = skip_nonfinite and not finite.item()  # sync: only where the recipe skips updates
-        if not skipped:
+        skipped = ~finite if skip_nonfinite else None
+        if skipped is None or finite.item():  # sync: only where the recipe skips updates
+            scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-            scale = scaler.get_scale()  # sync: in fp16, where step() has just waited
+            scale = scaler.scale(one)
+        if scaler.is_enabled():
             skipped = scale < scaled_by
-        if skipped:
-            spans.discard()
-        else:
-            spans.update()
-        measured = data, reduction, reducer.squares, scaled_by, norm
+        spans.update(skipped)
+        measured = data, reduction, scaled_by, reducer.squares, norm
         yield Update(step, lr, loss, scale, skipped, finite, *measured)
 
 
@@ -161,13 +169,3 @@ def _pairs(marks: list[T]) -> Iterator[tuple[T, T]]:
 def step_seeds(seed: int, rank: int) -> Callable[[int], int]:
     """Return the seed of each step on one worker: counter-based, different on every worker."""
     return lambda step: int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what this worker draws from; torch.manual_seed costs half a millisecond without a GPU.
-
-    For every kind of device that is not there it notes the call with the whole stack.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)

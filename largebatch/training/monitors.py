@@ -54,16 +54,20 @@ class Monitors:
         if self._norm:
             assert update.gradient_norm is not None
             parts.append(update.gradient_norm.unsqueeze(0) / update.scaled_by)
-        adapted = () if update.skipped else self._adapted().values()
+        adapted = self._adapted().values()
         if adapted:
             found: dict[Tensor, Tensor] = self._state.updater.optimizer.trust_ratios()  # type: ignore[attr-defined]  # LARS's
             absent = torch.full((), torch.nan, device=device)  # torch.tensor would wait for a GPU
             parts.append(torch.stack([found.get(weight, absent) for weight in adapted]))
         return torch.cat(parts)
 
-    def fields(self, values: list[float]) -> dict[str, Any]:
-        """Return the fields of a step's record for what `measure` returned."""
-        ratios = tuple(float(f"{ratio:.5g}") for ratio in values[self._norm :])
+    def fields(self, values: list[float], *, skipped: bool) -> dict[str, Any]:
+        """Return the fields of a step's record for what `measure` returned.
+
+        An update that was skipped used no ratio.
+        """
+        used = () if skipped else values[self._norm :]
+        ratios = tuple(float(f"{ratio:.5g}") for ratio in used)
         norm = {"gradient_norm": values[0]} if self._norm else {}
         return {**norm, "trust_ratios": ratios} if ratios else norm
 

@@ -86,12 +86,17 @@ class Progress:
         """Optimizer updates made."""
         return self.step - self.discarded
 
-    def count(self, step: int, *, images: int, seconds: float, skipped: bool) -> None:
+    def count(self, step: int, *, images: int, seconds: float) -> None:
         """Count the update of a step."""
         self.step = step + 1
         self.images += images
         self.train_seconds += seconds
-        self.skipped += skipped
+
+    def take_back(self, step: int, *, images: int, seconds: float) -> None:
+        """Undo the count of a step."""
+        self.step = step
+        self.images -= images
+        self.train_seconds -= seconds
 
     def note(self, found: Metrics) -> None:
         """Take in an evaluation of the state as it is."""
@@ -151,17 +156,35 @@ class TrainState:
         """The stage that left the model as it is."""
         return next((stage for stage in reversed(self.stages) if stage.kept), None)
 
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether the optimizer or the average counts updates where an accelerator is behind."""
+        return self.average is not None or any(
+            _counts(group) for group in self.updater.optimizer.param_groups
+        )
+
     def use(self, updater: Updater) -> None:
         """Make the updates that follow by another updater."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
         self.protocol = {}
 
-    def count(self, step: int, *, images: int, seconds: float, skipped: bool) -> None:
-        """Count the update of a step, and let the average follow it."""
-        self.progress.count(step, images=images, seconds=seconds, skipped=skipped)
+    def count(
+        self, step: int, *, images: int, seconds: float, skipped: Tensor | None = None
+    ) -> None:
+        """Count the update of a step, and let the average follow it.
+
+        Where `skipped` is true on the device, `count_skipped` has to be called before the next.
+        """
+        self.progress.count(step, images=images, seconds=seconds)
         if self.average is not None:
-            self.average.follow(step, skipped=skipped)
+            self.average.follow(step, skipped)
+
+    def count_skipped(self) -> None:
+        """Note that the last update changed nothing."""
+        self.progress.skipped += 1
+        if self.average is not None:
+            self.average.forget()
 
     def take_snapshot(self) -> None:
         """Note the state as it is, for a stage that may be rolled back; once a stage."""

@@ -1,6 +1,7 @@
 """The record of every update, made without waiting for it."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from largebatch.distributed.backend import Backend, Work
-from largebatch.errors import DivergedError, shorten
+from largebatch import accelerator
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.environment import GRACE_SECONDS
+from largebatch.errors import DivergedError, PeerLostError, shorten
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
@@ -18,6 +21,15 @@ from largebatch.training.loop import Update
 from largebatch.training.monitors import Monitors
 from largebatch.training.noise import RunningNoise
 from largebatch.training.state import TrainState
+
+
+class _Own(NamedTuple):
+    """What an update has found that needs no sum, for every worker has the same."""
+
+    monitored: list[float]
+    skipped: bool = False
+    loss_scale: float = 1.0
+    scaled_by: float = 1.0
 
 
 class _Pending(NamedTuple):
@@ -29,8 +41,11 @@ class _Pending(NamedTuple):
     arrive: Callable[[], None]
     """Waits for them."""
 
-    own: Tensor
-    """What is monitored and needs no sum, for every worker has the same."""
+    made: torch.Event | None
+    """When the device has made it; None on a CPU, which has."""
+
+    own: _Own | None = None
+    """None until it is read."""
 
 
 class _Sums(NamedTuple):
@@ -82,8 +97,19 @@ class StepLog:
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
         self._pending: _Pending | None = None
-        on_gpu = backend.device.type == "cuda"
-        self._stream = torch.cuda.Stream(backend.device) if on_gpu else None
+        self._unread: tuple[Update, Tensor, torch.Event | None] | None = None
+        """The update counted last, what it will have found, and when the device has made it."""
+
+        self._unrecorded: list[tuple[Update, int, float]] = []
+        """The updates that are counted and have no record yet, with their images and seconds."""
+
+        self._stream = accelerator.stream(backend.device)
+        self._recorded: torch.Event | None = None
+        """When the device has made the last update that has a record."""
+
+        self.is_training = False
+        """Whether updates are made, so that the weights are never any but those of the last one."""
+
         self._begun = time.perf_counter()
         self.stopped = False
         """Whether any worker was asked to stop."""
@@ -109,19 +135,26 @@ class StepLog:
     def resume_clock(self) -> None:
         """Leave out the time since the last update, which went to something else."""
         self._begun = time.perf_counter()
+        self.is_training = True
 
     def add(self, stage: StageName, update: Update) -> None:
         """Count an update; emit the record of the one before. Raises what flush does."""
         seconds = time.perf_counter() - self._begun
         self._begun += seconds
         images = self._plan.batch_at(update.step)
+        self._read_own()
         self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
+        self._unrecorded.append((update, images, seconds))
         sums = self.requests(update)
+        own, made = self._measure(update), self._mark()
+        self._unread = update, own, made
         work = self._backend.all_reduce(sums)
         try:
-            self.flush()
+            self._emit_pending()
         except DivergedError:
+            self._unrecorded.clear()
             work.wait()  # nothing may be under way, for the run may go on without this stage
+            self._read_own()
             raise
         step = Step(
             stage=stage,
@@ -129,16 +162,12 @@ class StepLog:
             epoch=self._plan.epoch(update.step + 1),
             loss=math.nan,
             lr=update.lr,
-            loss_scale=update.loss_scale,
-            skipped=update.skipped,
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        own = self._monitors.measure(update)
-        arrive = self._arrival(work)  # after all that is read then
-        self._pending = _Pending(step, update, sums, arrive, own)
+        self._pending = _Pending(step, update, sums, work.wait, made)
         if self._stream is None:
-            self.flush()
+            self._record()
 
     @property
     def asks(self) -> bool:
@@ -164,8 +193,9 @@ class StepLog:
 
         Raises DivergedError where its loss is not finite.
         """
+        self._backend.started()
         images = self._plan.batch_at(step.step)
-        self._state.count(step.step, images=images, seconds=step.step_seconds, skipped=False)
+        self._state.count(step.step, images=images, seconds=step.step_seconds)
         self._emit(step)
         self._judge(step, _Sums(step.loss, bad=0, ranks=0, infinite=0, stop=0, save=0))
 
@@ -192,33 +222,62 @@ class StepLog:
         loss = torch.stack([update.loss, bad, bad * self._backend.rank, infinite])
         return torch.cat([loss, requests, measured, system])
 
-    def _arrival(self, work: Work) -> Callable[[], None]:
-        """Return what makes the stream of the log wait for the sums, and for nothing later."""
-        if self._stream is None:
-            return work.wait
-        stream, made = self._stream, torch.cuda.Event()
-        made.record()
+    def _measure(self, update: Update) -> Tensor:
+        """Return what is monitored and, where updates may be skipped, what is learned of that."""
+        monitored = self._monitors.measure(update)
+        if update.skipped is None:
+            return monitored
+        scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
+        return torch.cat([scales, monitored])
 
-        def arrive() -> None:
-            stream.wait_event(made)
-            work.wait()
+    def _mark(self) -> torch.Event | None:
+        """Return when the device has done what it was asked so far; None on a CPU, which has."""
+        return None if self._stream is None else accelerator.event(self._backend.device)
 
-        return arrive
+    def _read_own(self) -> None:
+        """Learn what the update counted last has found, and count it as skipped if it was."""
+        if self._unread is None:
+            return
+        (update, found, made), self._unread = self._unread, None
+        with accelerator.on(self._stream):  # not behind the update that was queued since
+            if self._stream is not None and made is not None:
+                self._stream.wait_event(made)
+            values = found.tolist()  # sync: with the update before; on a CPU with this one
+        own = _Own(values)
+        if update.skipped is not None:
+            own = _Own(values[3:], bool(values[0]), *values[1:3])
+        if own.skipped:
+            self._state.count_skipped()
+        if self._pending is not None and self._pending.update is update:
+            self._pending = self._pending._replace(own=own)
 
     def flush(self) -> None:
-        """Emit the record that is still open.
+        """Learn whether the last update was skipped, and emit the record that is still open.
 
-        Raises DivergedError if the loss or a gradient is not finite and the update was made, if
-        too many updates in a row were skipped, or if fp16 fails without loss scaling too.
+        For when something else is done than updates. Raises DivergedError if the loss or a gradient
+        is not finite and the update was made, if too many updates in a row were skipped, or if fp16
+        fails without loss scaling too.
         """
+        try:
+            self._record()
+        finally:
+            self.is_training = False
+
+    def _record(self) -> None:
+        self._read_own()
+        self._emit_pending()
+
+    def _emit_pending(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        step = pending.step
-        with torch.cuda.stream(self._stream):  # not behind the update that was queued since
+        own = pending.own
+        assert own is not None
+        step = replace(pending.step, skipped=own.skipped, loss_scale=own.loss_scale)
+        with accelerator.on(self._stream):
             pending.arrive()
-            sums = pending.sums.tolist()  # sync: with the update before; on a CPU with this one
-            own = pending.own.tolist()  # sync: with the same
+            sums = pending.sums.tolist()  # sync: with the same
+        self._backend.started()
         loss, bad, ranks, infinite, stop, save, *rest = sums
         squares = 0 if pending.update.squares is None else len(pending.update.squares)
         measured = tuple(rest[:squares]), tuple(rest[squares:])
@@ -229,12 +288,44 @@ class StepLog:
         data, reduction = update.data.seconds(), update.reduction.seconds()
         step = replace(step, loss=found.loss, data_seconds=data, reduction_seconds=reduction)
         if found.squares:
-            noise = self._noise.add(step.step, *found.squares, loss_scale=update.scaled_by)
+            noise = self._noise.add(step.step, *found.squares, loss_scale=own.scaled_by)
             step = replace(step, **noise._asdict())
-        self._emit(replace(step, **self._monitors.fields(own)))
+        self._emit(replace(step, **self._monitors.fields(own.monitored, skipped=own.skipped)))
+        del self._unrecorded[0]
+        self._recorded = pending.made
         if found.system:
             self._emit(_system(step, found.system))
         self._judge(step, found)
+
+    def settle(self) -> bool:
+        """When a worker is lost, go back to the last update that has a record.
+
+        The device may have come no further: it waits for what the lost one should have sent for the
+        next update. Return False where the weights are those of an update without a record, or what
+        is counted on the host cannot be taken back. Raises as flush does.
+        """
+        errors: list[Exception] = []
+
+        def flush() -> None:
+            try:
+                self._record()
+            except Exception as error:
+                errors.append(error)
+
+        flushing = threading.Thread(target=flush, daemon=True)
+        flushing.start()
+        flushing.join(GRACE_SECONDS)  # it may wait for ever for a sum that does not come
+        if errors and not isinstance(errors[0], (PeerLostError, RuntimeError)):
+            raise errors[0]
+        while self._unrecorded:
+            update, images, seconds = self._unrecorded.pop()
+            if update.reduction.has_ended() or self._state.counts_on_host:
+                return False
+            self._unread = None
+            self._state.progress.take_back(update.step, images=images, seconds=seconds)
+        if self._recorded is not None:
+            self._recorded.synchronize()  # sync: its gradients were summed before its loss
+        return True
 
     def _judge(self, step: Step, found: "_Sums") -> None:
         """Raise DivergedError where the run cannot go on after this update."""
@@ -274,8 +365,7 @@ class StepLog:
 
 def _copied(values: Sequence[float], *, to: Tensor) -> Tensor:
     """Return numbers on the device of a tensor, in its type; a GPU is not waited for."""
-    on_gpu = to.device.type == "cuda"
-    there = torch.tensor(values, dtype=to.dtype, pin_memory=on_gpu)
+    there = torch.tensor(values, dtype=to.dtype, pin_memory=accelerator.is_remote(to.device))
     return there.to(to.device, non_blocking=True)
 
 

@@ -57,18 +57,19 @@ def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
     Raises DivergedError on every worker where one of them diverged.
     """
     steps = range(replica_plan(trainer.recipe, trainer.plan).steps)
-    skipped = 0
+    skipped = torch.zeros((), device=trainer.backend.device)
     with closing(_updates(trainer, replica)) as updates:
         for first in steps[::EXCHANGE_EVERY]:
             bad = torch.zeros((), device=trainer.backend.device)
             few = steps[first : first + EXCHANGE_EVERY]
             for _ in few if takes_part else ():
                 update = next(updates)
-                skipped = skipped + 1 if update.skipped else 0
-                if skipped > trainer.recipe.nonfinite.most:
-                    bad += 1
-                elif not skipped:
-                    bad += ~(update.loss.isfinite() & update.finite)
+                lost = ~(update.loss.isfinite() & update.finite)
+                if update.skipped is not None:
+                    skipped = (skipped + 1) * update.skipped
+                    too_many = skipped > trainer.recipe.nonfinite.most
+                    lost = torch.where(update.skipped, too_many, lost)
+                bad += lost
             if trainer.step_log.exchange(bad):
                 raise DivergedError(
                     f"the training loss or a gradient of a replica stopped being a number in its "

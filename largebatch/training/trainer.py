@@ -290,8 +290,11 @@ class Trainer:
             self.compare_weights()
         self.save_own()
 
-    def save_own(self) -> None:
-        """Do the same without a comparison, when other workers may be gone."""
+    def save_own(self, still: Callable[[], bool] = lambda: True) -> None:
+        """Do the same without a comparison, when other workers may be gone.
+
+        Nothing is written unless `still` is true of the state when it is copied.
+        """
         self.step_log.note_saved()
         if self.backend.rank == 0:
             checkpoint = Checkpoint.of(
@@ -303,8 +306,9 @@ class Trainer:
                 versions=versions(),
                 trackers=read_ids(self.checkpoints.parent),
             )
-            with self.backend.busy():
-                self._on_disk(lambda: self.writer.write(checkpoint))
+            if still():
+                with self.backend.busy():
+                    self._on_disk(lambda: self.writer.write(checkpoint))
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on the disk; raises as `save` does."""

@@ -22,6 +22,7 @@ from decoding import (
 )
 from torch import Tensor
 
+from largebatch import accelerator
 from largebatch.data.augment import clean_request
 from largebatch.data.decoders import cached, synthetic, torchvision
 from largebatch.data.index.index import Index
@@ -144,9 +145,9 @@ def test_a_copy_to_a_gpu_is_made_on_a_stream_of_its_own(monkeypatch: pytest.Monk
         calls.append("end")
 
     current = Recorded("the model's stream", calls)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorded("the stream of copies", calls))
-    monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch, "Stream", lambda _: Recorded("the stream of copies", calls))
+    monkeypatch.setattr(accelerator, "on", inside)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current)
     images: object = Recorded("images", calls)
     Transfer(torch.device("cuda", 0)).send(images)  # type: ignore[arg-type]
     assert calls == [

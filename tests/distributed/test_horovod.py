@@ -11,6 +11,7 @@ import torch
 from fake_horovod import FakeHorovod
 from torch import Tensor, nn
 
+from largebatch import accelerator
 from largebatch.distributed.backend import Backend, pick_device
 from largebatch.distributed.horovod import Horovod, open_horovod
 from largebatch.distributed.links import open_links
@@ -239,9 +240,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, hvd: FakeHorovod) -> list[torch.device]
     monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     taken: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+
+    def choose(number: int) -> torch.device:
+        taken.append(torch.device("cuda", number))
+        return taken[-1]
+
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
+    monkeypatch.setattr(accelerator, "choose", choose)
     return taken
 
 

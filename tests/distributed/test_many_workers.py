@@ -22,8 +22,8 @@ from largebatch import load_recipe, run
 from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.connection import connect
 from largebatch.distributed.losses import Losses
+from largebatch.distributed.meeting import require_one_type
 from largebatch.distributed.notes import StoreNotes
-from largebatch.distributed.torch_distributed import _require_one_type
 from largebatch.errors import SHOWN, MismatchError
 
 WORKERS = (8, 64, 512, 2048, 16_384)
@@ -138,7 +138,7 @@ def test_whether_all_have_one_type_of_device_takes_a_few_requests_of_each(worker
     for rank in range(workers):
         before = store.keys
         with suppress(Waits):
-            _require_one_type(store, "cpu", rank=rank, world_size=workers)
+            require_one_type(store, "cpu", rank=rank, world_size=workers)
         most = max(most, store.keys - before)
     assert most <= 6
     assert store.content["difference"] == b""
@@ -151,19 +151,19 @@ def test_one_worker_reads_which_type_each_has_and_all_say_the_same(workers: int)
     types[5] = "cpu"
     for rank in range(workers):
         with suppress(Waits):
-            _require_one_type(store, types[rank], rank=rank, world_size=workers)
+            require_one_type(store, types[rank], rank=rank, world_size=workers)
             pytest.fail("others have not come")
         if rank == workers - 2:
             break
     store.set("informed", "0")
     last = workers - 1
     with pytest.raises(MismatchError, match='device: "cuda" on .* and "cpu" on worker 5;') as error:
-        _require_one_type(store, types[last], rank=last, world_size=workers)
+        require_one_type(store, types[last], rank=last, world_size=workers)
     messages.append(str(error.value))
     before = store.keys
     store.content["arrived"] = b"0"  # as it was when another one came
     with pytest.raises(MismatchError) as error:
-        _require_one_type(store, "cuda", rank=3, world_size=workers)
+        require_one_type(store, "cuda", rank=3, world_size=workers)
     assert str(error.value) == messages[0]
     assert store.keys - before <= 6
 

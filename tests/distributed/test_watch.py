@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -100,6 +100,59 @@ def test_a_busy_worker_that_is_suspended_is_absent(
         workers[0].close()  # as if it were: it says nothing more
         wait_for(ended, number=1)
     assert ended == [("worker 0 has not joined broadcast uint8 [9] for 0.4 s", True)]
+
+
+def test_until_the_first_update_a_worker_waits_six_times_as_long(
+    ended: list[tuple[str, bool]],
+) -> None:
+    alone = Watch(None, rank=0, timeout=LIMIT, starting=True)
+    alone.begin("barrier", range(2))
+    time.sleep(3 * LIMIT)
+    assert not ended
+    alone.started()
+    wait_for(ended, number=1)
+    alone.close()
+    assert ended[0][0].startswith("a worker has not joined barrier for 0.4 s, and no store")
+
+
+def answering(asked: list[bool], *, leaves: bool) -> watch.Rescue:
+    """Return what notes whether the main thread is held."""
+
+    def rescue(still: Callable[[], bool]) -> bool:
+        asked.append(still())
+        return leaves
+
+    return rescue
+
+
+def test_a_failed_operation_ends_the_worker_whose_main_thread_does_not_notice(
+    ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's are completed then, and the device, and what waits for it, stays where it is."""
+    monkeypatch.setattr(watch, "GRACE_SECONDS", LIMIT)
+    alone, asked = Watch(None, rank=1, timeout=100 * LIMIT), list[bool]()
+    alone._period = LIMIT / 20
+    alone.before_leaving(answering(asked, leaves=True))
+    alone.begin("all_reduce float32 [8]", range(3), has_failed=lambda: True)
+    wait_for(ended, number=1)
+    alone.close()
+    lost = "worker 1 lost contact with another worker (all_reduce float32 [8] failed)"
+    assert ended == [(lost, True)]
+    assert asked[0]
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_worker_that_saves_by_itself_is_not_ended(
+    failed: bool, ended: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "GRACE_SECONDS", LIMIT)
+    alone, asked = Watch(None, rank=0, timeout=LIMIT), list[bool]()
+    alone.before_leaving(answering(asked, leaves=False))
+    alone.begin("barrier", range(2), has_failed=lambda: failed)
+    time.sleep(6 * LIMIT)
+    alone.close()
+    assert asked == [True]
+    assert not ended
 
 
 def forgotten() -> bool:

@@ -142,7 +142,7 @@ def test_a_second_backward_through_one_forward_counts_nothing() -> None:
 
 @pytest.mark.parametrize("forward", [plainly, recomputed])
 def test_a_forward_pass_that_is_thrown_away_counts_as_in_pytorch(forward: Forward) -> None:
-    """Once, for it was seen in training mode; discard() forgets it."""
+    """Once, for it was seen in training mode; a skipped update forgets it."""
     ours, expected = net(), net()
     used, unused = images(8), images(8, seed=1)
     for model, how in ((ours, forward), (expected, plainly)):
@@ -156,7 +156,8 @@ def test_a_forward_pass_that_is_thrown_away_counts_as_in_pytorch(forward: Forwar
     before = copy.deepcopy(buffers(ours))
     spans = Spans(ours, CPU)
     forward(ours, unused)
-    spans.discard()
+    spans.reduce()
+    spans.update(skipped=torch.tensor(True))
     spans.reduce()
     spans.update()
     torch.testing.assert_close(buffers(ours), before, rtol=0, atol=0)

@@ -291,6 +291,25 @@ def test_moments_that_are_no_numbers_are_gone_after_attaching_again() -> None:
     assert bool(model.state_dict()["0.running_mean"].isfinite().all())
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_skipped_step_leaves_no_trace_even_of_moments_that_are_no_numbers(
+    momentum: float | None,
+) -> None:
+    model = with_span(nn.Sequential(nn.BatchNorm1d(3, momentum=momentum)), 4)
+    without = copy.deepcopy(model)
+    spans, expected = Spans(model, CPU), Spans(without, CPU)
+    for seed, skipped in enumerate([True, False, True, False]):
+        batch = images(4, 3, seed=seed).float()
+        model(torch.full_like(batch, torch.nan) if skipped else batch)
+        spans.reduce()
+        spans.update(skipped=torch.tensor(skipped))
+        if not skipped:
+            without(batch)
+            expected.reduce()
+            expected.update()
+        torch.testing.assert_close(model.state_dict(), without.state_dict(), rtol=0, atol=0)
+
+
 def test_names_values_and_evaluation_stay_as_they_were() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).double().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

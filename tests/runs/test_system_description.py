@@ -4,13 +4,12 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from mlperf_logging.system_desc_checker.system_desc_checker import check_system_desc
 from mlperf_logs import finish, recipe, run_folders
 
+from largebatch import accelerator
 from largebatch.cli.main import DONE, FAILED, USER, main
 from largebatch.runs.system_description import MARK, describe
 from largebatch.tracking.events import Finish
@@ -81,12 +80,12 @@ def test_a_draft_holds_what_the_run_and_the_machine_know(folder: Path) -> None:
 def test_gpus_of_the_machine_are_described_and_their_nodes_counted(
     gpus: int, nodes: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    name = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(accelerator, "names", lambda: [name] * gpus)
+    monkeypatch.setattr(accelerator, "memory_bytes", lambda: 80 * 2**30)
     draft = describe(folder)
     assert draft["accelerators_per_node"] == str(gpus)
-    assert draft["accelerator_model_name"] == gpu.name
+    assert draft["accelerator_model_name"] == name
     assert draft["accelerator_memory_capacity"] == "80 GiB"
     assert draft["number_of_nodes"] == nodes
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import SimpleNamespace
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -118,6 +119,18 @@ class SimTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's contents are its own
         return f"SimTensor({self.raw})"
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history; what it is set to replaces values and strides."""
+        without: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]  # a descriptor
+        return without
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        assert isinstance(new, SimTensor)
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]  # as above
+        self.raw = new.raw
+
     def data_ptr(self) -> int:
         """Return the address, which the device's memory has too."""
         return self.raw.data_ptr()
@@ -125,6 +138,9 @@ class SimTensor(Tensor):
     def tolist(self) -> Value:
         """Return the values; the host waits for them."""
         return self.cpu().tolist()
+
+    def record_stream(self, stream: Value) -> None:
+        """Do nothing: memory is not used again while a tensor of it is there."""
 
     def new_tensor(self, data: Value, **settings: Value) -> Tensor:  # type: ignore[override]  # settings are torch's
         """Copy numbers of the host, from memory that is not pinned."""
@@ -170,7 +186,7 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
     host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, SimTensor) and x.dim()]
     if name not in _FREE:
         for tensor in ours:
-            _require_idle(tensor, name)
+            require_idle(tensor, name)
     stays = _count(name, args, kwargs, ours, host)
     target = kwargs.get("device")
     if target is not None and torch.device(target).type == NAME:
@@ -259,7 +275,7 @@ def _address(tensor: SimTensor) -> int:
     return tensor.raw.untyped_storage().data_ptr()
 
 
-def _require_idle(tensor: SimTensor, name: str) -> None:
+def require_idle(tensor: SimTensor, name: str) -> None:
     """Complete what the device waits for; raise RuntimeError where it does not wait."""
     busy = _BUSY.get(_address(tensor))
     if busy is None:
@@ -301,6 +317,10 @@ class Event:
         """Hold the host until the event."""
         synchronize()
 
+    def query(self) -> bool:
+        """Return that the device has come by."""
+        return True
+
     def elapsed_time(self, _: "Event") -> float:
         """Return milliseconds to another event."""
         return 0.0
@@ -311,6 +331,10 @@ class Stream:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device(NAME, 0)
+
+    def query(self) -> bool:
+        """Return that the device has done all that it was asked here."""
+        return True
 
     def wait_event(self, _: Event) -> None:
         """Do nothing: all before is complete."""
@@ -325,10 +349,30 @@ class Stream:
         pass
 
 
-class _Module:
-    """What torch asks of torch.sim, the module of the device."""
+SEEDS: Counter[int] = Counter()
+"""How often the device was given each seed."""
 
-    manual_seeds: ClassVar[Counter[int]] = Counter()
+MEMORY = 2**34
+"""Bytes of the device."""
+
+NUM_DEVICES = 8
+"""How many are said to be there, for as many workers; each sees its own as the first."""
+
+
+class _Module:
+    """What is asked of torch.sim, the module of the device."""
+
+    uuid: str | None = None
+    """Which of all devices it is."""
+
+    def get_device_name(self, _: object = None) -> str:
+        return "simulated"
+
+    def get_device_properties(self, _: object = None) -> SimpleNamespace:
+        return SimpleNamespace(name="simulated", total_memory=MEMORY, uuid=self.uuid)
+
+    def max_memory_allocated(self, _: object = None) -> int:
+        return 0
 
     def is_initialized(self) -> bool:
         return True
@@ -342,13 +386,13 @@ class _Module:
     def set_device(self, _: object) -> None: ...
 
     def device_count(self) -> int:
-        return 1
+        return NUM_DEVICES
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def manual_seed(self, seed: int) -> None:
-        self.manual_seeds[seed] += 1
+        SEEDS[seed] += 1
 
     manual_seed_all = manual_seed
 
@@ -365,10 +409,13 @@ class _Module:
         torch.set_rng_state(state)
 
 
+MODULE = _Module()
+
+
 @functools.cache
 def simulate() -> torch.device:
     """Register the device for the rest of this process and return it."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=MODULE)
     torch.__future__.set_swap_module_params_on_conversion(False)
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")

@@ -4,20 +4,30 @@ A collective begins when it is called and ends when the device comes to it: its 
 the first operation after `wait()` touches the memory, in the order of the group's queue. `wait()`
 orders the device and lets the host go on; only a barrier holds the host. Memory that is touched
 before `wait()` raises RuntimeError, and so does everything after `lose()`, in the words of NCCL.
+
+As NCCL's it is connected at once to a bound device, and divided by a call of all its members; a
+call of those alone that are outside a new group, for which NCCL waits for ever, raises
+RuntimeError. `BEGUN` holds what this worker has begun in all its groups.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Self
 
+import torch
 import torch.distributed as dist
-from accelerator import NAME, Busy, SimTensor, Value, mark_busy, mark_idle
+from accelerator import NAME, Busy, SimTensor, Value, mark_busy, mark_idle, require_idle
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 BACKEND = "late"
+
+BEGUN: list[tuple[str, str, tuple[int, ...]]] = []
+"""The collectives of this worker in the order in which they began: "world" or "part", what it
+does, and the shape of its first tensor."""
 
 
 class LateWork(Work, Busy):
@@ -40,8 +50,15 @@ class LateWork(Work, Busy):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if all workers have joined it."""
-        return self.inner is not None and self.inner.is_completed()
+        """Return True if all workers have joined it, or an error was found in it, as NCCL does."""
+        return self.inner is None or self.inner.is_completed()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Return a future that is done when it is completed: 0, or 2 for an error of a peer."""
+        result: torch.futures.Future[int] = torch.futures.Future()
+        if self.is_completed():
+            result.set_result(2 if self.inner is None else 0)
+        return result
 
     def complete(self) -> None:
         """Carry out all of the queue up to this."""
@@ -74,11 +91,52 @@ class LateGroup(ProcessGroup):
     """Carries out collectives over Gloo, on copies of the CPU."""
 
     lost = False
+    supports_splitting = True
+    options = None
 
-    def __init__(self, inner: Value, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # an overload
-        self.inner = inner
+        self.store, self.timeout = store, timeout
+        prefix = PrefixStore(BACKEND, store)
+        self.inner: Value = ProcessGroupGloo(prefix, rank, size, timeout)
         self.queue: deque[LateWork] = deque()
+        self.connected: torch.device | None = None
+        """The device that it was connected to before anything was sent."""
+
+    def _get_backend(self, _: object) -> Self:  # type: ignore[override]  # no Backend of torch's
+        """Return itself: it is the process group and what torch puts into one."""
+        return self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Note the device, as torch does in a group whose backend is another object."""
+        self.connected = self.bound_device_id = device
+
+    def perform_nocolor_split(self, _: object) -> None:
+        """Stand for the call of a worker outside a new group, which the members do not all make."""
+        raise RuntimeError("a split of the group of all that not all of its members call")
+
+    def split_group(  # type: ignore[override]  # what is used of it
+        self, ranks: Sequence[int], *, timeout: timedelta, group_name: str, **_: object
+    ) -> "LateGroup":
+        """Return the part of this worker."""
+        store = PrefixStore(f"split {group_name}", self.store)
+        part = LateGroup(store, list(ranks).index(self.rank()), len(ranks), timeout)
+        part._set_group_name(group_name)
+        return part
+
+    def get_group_store(self) -> Store:
+        """Return the store of its members."""
+        return self.store
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # a str of torch's own type
+        """Return the name that torch knows it by."""
+        return self._name
+
+    def _set_sequence_number_for_group(self) -> None: ...
 
     def getBackendName(self) -> str:  # noqa: N802 -- torch's
         """Return the name of the backend."""
@@ -92,13 +150,13 @@ class LateGroup(ProcessGroup):
         """Begin to reduce tensors in place."""
         copies = [copy_of(tensor) for tensor in tensors]
         pairs = list(zip(tensors, copies, strict=True))
-        return self._start(lambda: self.inner.allreduce(copies, opts), pairs)
+        return self._start("all_reduce", lambda: self.inner.allreduce(copies, opts), pairs)
 
     def broadcast(self, tensors: list[Tensor], opts: Value = None) -> LateWork:  # type: ignore[override]  # an overload
         """Begin to replace tensors by another worker's."""
         copies = [copy_of(tensor) for tensor in tensors]
         pairs = list(zip(tensors, copies, strict=True))
-        return self._start(lambda: self.inner.broadcast(copies, opts), pairs)
+        return self._start("broadcast", lambda: self.inner.broadcast(copies, opts), pairs)
 
     def allgather(  # type: ignore[override]  # an overload
         self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Value = None
@@ -111,22 +169,30 @@ class LateGroup(ProcessGroup):
             for row, results in zip(outs, copies, strict=True)
             for pair in zip(row, results, strict=True)
         ]
-        return self._start(lambda: self.inner.allgather(copies, sent, opts), pairs)
+        return self._start("all_gather", lambda: self.inner.allgather(copies, sent, opts), pairs)
 
     def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Value = None) -> LateWork:
+        """Begin to gather a tensor of every worker into one."""
         result, sent = copy_of(out), copy_of(tensor)
-        return self._start(lambda: self.inner._allgather_base(result, sent, opts), [(out, result)])
+        return self._start(
+            "all_gather", lambda: self.inner._allgather_base(result, sent, opts), [(out, result)]
+        )
+
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # names of arguments; its name since torch 2.13
 
     def barrier(self, opts: Value = None) -> LateWork:
         """Begin to wait for every worker."""
-        return self._start(self.inner.barrier, [], kind=Barrier)
+        return self._start("barrier", self.inner.barrier, [], kind=Barrier)
 
     def _start(
         self,
+        name: str,
         begin: Callable[[], Work],
         results: Sequence[tuple[Tensor, Tensor]],
         kind: type[LateWork] = LateWork,
     ) -> LateWork:
+        shape = tuple(results[0][0].shape) if results else ()
+        BEGUN.append(("world" if self is dist.group.WORLD else "part", name, shape))
         return kind(self.queue, None if self.lost else begin(), results)
 
 
@@ -134,6 +200,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     """Return the values of a tensor of the device, in memory of their own."""
     if not isinstance(tensor, SimTensor):
         raise TypeError(f"the group of {NAME} takes its own tensors, got one on {tensor.device}")
+    require_idle(tensor, "a collective")
     return tensor.raw.clone()
 
 
@@ -141,7 +208,6 @@ def register() -> None:
     """Make it the backend of the simulated accelerator's tensors."""
 
     def create(store: Store, rank: int, size: int, timeout: timedelta) -> LateGroup:
-        inner = ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout)
-        return LateGroup(inner, rank, size)
+        return LateGroup(store, rank, size, timeout)
 
     dist.Backend.register_backend(BACKEND, create, devices=[NAME])

@@ -71,6 +71,12 @@ class CountingStore(Store):
         self._note(*keys, *found, keys=len(keys))
         return found
 
+    def compare_set(self, key: str, _: str, value: str) -> bytes:
+        """Write a value where there is none; return the one that is there."""
+        self.content.setdefault(key, value.encode())
+        self._note(key, value)
+        return self.content[key]
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all are there."""
         self._note(*keys, keys=len(keys))
@@ -130,14 +136,14 @@ def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
     init, new_group = dist.init_process_group, dist.new_group
 
     def counted(name: str, grows: Callable[[Any], int]) -> Callable[..., Any]:
-        real = getattr(dist, name)
+        real = getattr(torch_distributed, name, None) or getattr(dist, name)
 
-        def operation(first: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401 -- torch's
-            counts.collectives.append(name)
-            counts.received += grows(first)
-            work = real(first, *args, **options)
+        def operation(*args: Any, **options: Any) -> Any:  # noqa: ANN401 -- torch's
+            counts.collectives.append(name.lstrip("_"))
+            counts.received += sum(map(grows, args[:1]))
+            work = real(*args, **options)
             if name == "all_reduce":
-                first.mul_(dist.get_world_size(options.get("group")))
+                args[0].mul_(dist.get_world_size(options.get("group")))
             return work
 
         return operation
@@ -157,15 +163,14 @@ def one_of_many(rank: int, workers: int) -> Iterator[Counts]:
             patch.setenv(key, value)
         patch.setattr(connection, "leave_with", lambda _: None)
         patch.setattr(
-            torch_distributed, "_open_store", lambda *_, **__: (counts.store, rank, workers)
+            torch_distributed, "open_store", lambda *_, **__: (counts.store, rank, workers)
         )
         patch.setattr(dist, "init_process_group", lambda _, **options: init("fake", **options))
         patch.setattr(dist, "new_group", grouped)
         patch.setattr(dist, "all_reduce", counted("all_reduce", nbytes))
         patch.setattr(dist, "broadcast", counted("broadcast", nbytes))
-        patch.setattr(
-            dist, "all_gather", counted("all_gather", lambda parts: sum(map(nbytes, parts)))
-        )
+        patch.setattr(torch_distributed, "_all_gather", counted("_all_gather", nbytes))
+        patch.setattr(dist, "barrier", counted("barrier", nbytes))
         _OPENED.append(counts.files)
         try:
             yield counts

@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "the running statistics of a skipped step count",
         "training/loop.py",
-        "spans.discard()",
+        "spans.update(skipped)",
         "spans.update()",
         "training/test_precision.py::test_a_skipped_step_changes_no_weight_momentum_or_statistic",
     ),
@@ -174,15 +174,15 @@ MUTANTS = (
     Mutant(
         "the average takes from the model what it should keep",
         "training/averages.py",
-        "get_ema_multi_avg_fn(decay)",
-        "get_ema_multi_avg_fn(1 - decay)",
+        "self._share = 1 - decay",
+        "self._share = decay",
         "training/test_averages.py::test_the_average_is_the_recursion_in_float64",
     ),
     Mutant(
         "a skipped update is averaged",
         "training/averages.py",
-        "if not skipped:",
-        "if True:",
+        "if self._skipped is not None:",
+        "if False:",
         "training/test_averages.py::test_a_skipped_update_is_not_averaged",
     ),
     Mutant(

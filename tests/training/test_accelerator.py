@@ -1,8 +1,12 @@
 """Updates on a simulated accelerator: the numbers of the CPU, and what they ask of the device."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import accelerator
 import late_group
@@ -14,7 +18,9 @@ from accelerator import COUNTS
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
+from largebatch import load_recipe
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
@@ -23,11 +29,19 @@ from largebatch.distributed.torch_distributed import RunningTorch
 from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
-from largebatch.training.loop import step_seeds, train
+from largebatch.optim.sgd import build_sgd
+from largebatch.optional import require_schedulefree
+from largebatch.recipe.plan import make_plan
+from largebatch.tracking.events import Step
+from largebatch.training.averages import EMA
+from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.loss import cross_entropy
+from largebatch.training.state import TrainState, Updater
+from largebatch.training.step_log import StepLog
 
 CPU = torch.device("cpu")
-SAMPLES, STEPS = 8, 3
+DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
+SAMPLES = 8
 
 
 def small() -> nn.Module:
@@ -46,6 +60,24 @@ def data() -> tuple[Tensor, Tensor]:
     return images, torch.randint(10, (2 * SAMPLES,), generator=generator)
 
 
+def lars(network: nn.Module) -> Optimizer:
+    return LARS(param_groups(network, weight_decay=1e-4), lr=0.1)
+
+
+def lars_outside(network: nn.Module) -> Optimizer:
+    return LARS(param_groups(network, weight_decay=1e-4), lr=0.1, convention="outside")
+
+
+def sgd(network: nn.Module) -> Optimizer:
+    """Return the SGD of a run in fp16."""
+    groups = [{"params": list(network.parameters()), "weight_decay": 1e-4}]
+    return build_sgd(groups, lr=0.1, momentum=0.9, nesterov=True, scaled=True)
+
+
+OVERFLOWS = 2.0**18
+"""A loss scale of which half does not overflow, so that every other update is skipped."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What an update is made with."""
@@ -53,40 +85,64 @@ class Case:
     span: int = SAMPLES
     accumulation: int = 1
     precision: torch.dtype = torch.float32
+    optimizer: Callable[[nn.Module], Optimizer] = lars
+    init_scale: float = 2.0**10
+    steps: int = 3
+
+
+HALF = Case(precision=torch.float16)
+
+
+@contextmanager
+def training(
+    backend: Backend, case: Case, network: nn.Module | None = None
+) -> Iterator[tuple[TrainState, Iterator[Update]]]:
+    """Provide a state, and the updates that change it."""
+    network = with_span((network or small()).to(backend.device), case.span)
+    if case.precision is not torch.float32:
+        lower = torch.autocast(backend.device.type, case.precision)
+        network.forward = lower(network.forward)
+    parts = list(zip(*(part.to(backend.device).chunk(2) for part in data()), strict=True))
+    batches = itertools.cycle(Batch(*part) for part in parts[backend.rank :: backend.world_size])
+    scaler = GradScaler(
+        backend.device.type,
+        enabled=case.precision is torch.float16,
+        init_scale=case.init_scale,
+        growth_interval=1,
+    )
+    with Reducer(network.named_parameters(), backend) as reducer:
+        updater = Updater(case.optimizer(network), lambda _: 0.1, reducer)
+        made = train(
+            network,
+            updater.optimizer,
+            batches,
+            updater.schedule,
+            cross_entropy(smoothing=0.0, off_target="all"),
+            reducer,
+            Spans(network, backend),
+            scaler,
+            steps=range(case.steps),
+            accumulation=case.accumulation,
+            global_batch=SAMPLES * case.accumulation * backend.world_size,
+            seed=step_seeds(0, 0),
+        )
+        yield TrainState(model=network, updater=updater, scaler=scaler, average=None), made
 
 
 def updates(
     backend: Backend, case: Case, network: nn.Module | None = None
 ) -> tuple[nn.Module, list[float], dict[str, int]]:
     """Train; return the model, the losses, and what the last update asked of the device."""
-    network = with_span((network or small()).to(backend.device), case.span)
-    optimizer = LARS(param_groups(network, weight_decay=1e-4), lr=0.1)
-    if case.precision is not torch.float32:
-        lower = torch.autocast(backend.device.type, case.precision)
-        network.forward = lower(network.forward)
-    parts = list(zip(*(part.to(backend.device).chunk(2) for part in data()), strict=True))
-    batches = itertools.cycle(Batch(*part) for part in parts[backend.rank :: backend.world_size])
-    losses = []
-    with Reducer(network.named_parameters(), backend) as reducer:
-        made = train(
-            network,
-            optimizer,
-            batches,
-            lambda _: 0.1,
-            cross_entropy(smoothing=0.0, off_target="all"),
-            reducer,
-            Spans(network, backend),
-            GradScaler(backend.device.type, enabled=case.precision is torch.float16),
-            steps=range(STEPS),
-            accumulation=case.accumulation,
-            global_batch=SAMPLES * case.accumulation * backend.world_size,
-            seed=step_seeds(0, 0),
-        )
-        for _ in range(STEPS):
+    losses, skipped = [], []
+    with training(backend, case, network) as (state, made):
+        for _ in range(case.steps):
             COUNTS.clear()
-            losses.append(next(made).loss)
+            update = next(made)
             counts = COUNTS.totals()
-    return network, [loss.item() for loss in losses], counts
+            losses.append(update.loss)
+            skipped.append(update.skipped)
+    counts["skipped"] = sum(each is not None and bool(each) for each in skipped)
+    return state.model, [loss.item() for loss in losses], counts
 
 
 def plain_counts(device: torch.device) -> dict[str, int]:
@@ -113,9 +169,10 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
 def on_both(case: Case) -> dict[str, float]:
     """Return how far apart the CPU and the device are, and the counts of an update."""
     device = accelerator.simulate()  # first, for autograd notes the devices in its first pass
-    expected, losses, _ = updates(Serial(CPU), case)
+    expected, losses, cpu = updates(Serial(CPU), case)
     network, ours, counts = updates(Serial(device), case)
     apart = float((torch.tensor(ours) - torch.tensor(losses)).abs().max())
+    assert counts["skipped"] == cpu["skipped"]
     return {**counts, "weights": difference(network, expected), "losses": apart}
 
 
@@ -126,15 +183,97 @@ def on_both(case: Case) -> dict[str, float]:
         pytest.param(Case(span=4), id="two spans"),
         pytest.param(Case(span=4, accumulation=2), id="accumulated"),
         pytest.param(Case(precision=torch.bfloat16), id="bf16"),
-        pytest.param(Case(precision=torch.float16), id="fp16"),
+        pytest.param(HALF, id="fp16"),
+        pytest.param(replace(HALF, optimizer=sgd), id="fp16, SGD"),
+        pytest.param(replace(HALF, init_scale=OVERFLOWS), id="skipped"),
+        pytest.param(
+            replace(HALF, init_scale=OVERFLOWS, optimizer=lars_outside), id="skipped, outside"
+        ),
+        pytest.param(replace(HALF, init_scale=OVERFLOWS, optimizer=sgd), id="skipped, SGD"),
     ],
 )
 def test_an_update_has_the_numbers_of_the_cpu(case: Case) -> None:
+    """Those that are skipped too: the first of all, and one after the loss scale has grown."""
     found = on_forked_workers(on_both, case, workers=1)
     assert found["losses"] < 1e-6
     assert found["weights"] < 1e-6
-    if case.precision is not torch.float16:
-        assert found["syncs"] == found["transfers"] == found["pageable"] == 0
+    assert found["skipped"] == (2 if case.init_scale == OVERFLOWS else 0)
+    assert found["syncs"] == found["transfers"] == found["pageable"] == 0
+
+
+def waiting_sgd(network: nn.Module) -> Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+
+def schedule_free(network: nn.Module) -> Optimizer:
+    optimizer: Optimizer = require_schedulefree().SGDScheduleFree(network.parameters(), lr=0.1)
+    optimizer.train()  # type: ignore[attr-defined]  # schedulefree's have it
+    return optimizer
+
+
+def lamb(network: nn.Module) -> Optimizer:
+    from timm.optim.lamb import Lamb
+
+    optimizer: Optimizer = Lamb(network.parameters(), lr=0.1, max_grad_norm=None)
+    return optimizer
+
+
+@pytest.mark.parametrize("optimizer", [waiting_sgd, schedule_free, lamb])
+def test_an_optimizer_that_cannot_skip_is_waited_for_once(
+    optimizer: Callable[[nn.Module], Optimizer],
+) -> None:
+    case = replace(HALF, optimizer=optimizer, init_scale=OVERFLOWS, steps=4)
+    found = on_forked_workers(on_both, case, workers=1)
+    assert (found["syncs"], found["skipped"]) == (1, 2)
+    assert found["weights"] < 1e-6
+
+
+def logged(device: torch.device) -> tuple[list[Step], TrainState]:
+    """Log updates of which every other is skipped; return their records, and the state."""
+    backend = Serial(device)
+    recipe = load_recipe(DIGITS, ["precision=fp16", "monitor=[trust_ratios]"])
+    events: list[Any] = []
+    with training(backend, replace(HALF, init_scale=OVERFLOWS, steps=6)) as (state, made):
+        state.average = EMA(state.model, decay=0.5)
+        plan = make_plan(recipe, workers=1)
+        log = StepLog(recipe, plan, backend, state, emit=events.append, wants_stop=lambda: False)
+        if device != CPU:
+            log._stream = accelerator.Stream()  # type: ignore[assignment]  # as CUDA has one
+        for update in made:
+            log.add("train", update)
+        assert (len(events), state.progress.skipped) == ((6, 3) if device == CPU else (5, 3))
+        log.flush()
+    return events, state
+
+
+def late_records() -> None:
+    device = accelerator.simulate()
+    expected, whole = logged(CPU)
+    with (
+        mock.patch.object(torch.cuda, "Event", accelerator.Event),
+        mock.patch.object(torch.cuda, "stream", nullcontext),
+    ):
+        found, state = logged(device)
+    scales = [OVERFLOWS / 2, OVERFLOWS] * 3
+    for records in (expected, found):
+        assert [record.skipped for record in records] == [True, False] * 3
+        assert [record.loss_scale for record in records] == scales
+        assert [bool(record.trust_ratios) for record in records] == [False, True] * 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, abs=1e-6)
+        assert one.trust_ratios == pytest.approx(other.trust_ratios, rel=1e-3)
+    assert state.progress.skipped == whole.progress.skipped == 3
+    assert state.average is not None
+    assert whole.average is not None
+    assert state.average.num_models == whole.average.num_models == 3
+    state.store_average()
+    whole.store_average()
+    assert difference(state.model, whole.model) < 1e-6
+
+
+def test_a_skipped_update_is_learned_one_update_late() -> None:
+    """Records, counts and the average are those of a CPU, which learns it at once."""
+    on_forked_workers(late_records, workers=1)
 
 
 def budgets() -> dict[str, dict[str, int]]:
@@ -156,30 +295,38 @@ def test_an_update_launches_little_more_than_a_plain_loop() -> None:
         assert found[span]["operations"] <= operations * plain["operations"]
 
 
-def late(work: Callable[[RunningTorch], dict[str, float]]) -> dict[str, float]:
+def late(work: Callable[[RunningTorch, Case], dict[str, float]], case: Case) -> dict[str, float]:
     """Work on workers whose collectives complete late."""
     device = accelerator.simulate()
     late_group.register()
     dist.init_process_group(late_group.BACKEND)
     try:
-        return work(RunningTorch(device))
+        return work(RunningTorch(device), case)
     finally:
         dist.destroy_process_group()
 
 
-def beside_one_process(backend: RunningTorch) -> dict[str, float]:
+def beside_one_process(backend: RunningTorch, case: Case) -> dict[str, float]:
     """Return how far apart two workers are from one process, and the counts of an update."""
-    network, own, counts = updates(backend, Case())
+    network, own, counts = updates(backend, case)
     losses = torch.tensor(own).to(backend.device)
     backend.all_reduce(losses).wait()
-    expected, whole, _ = updates(Serial(CPU), Case(accumulation=2))
+    expected, whole, _ = updates(Serial(CPU), replace(case, accumulation=2))
     apart = (losses.cpu() - torch.tensor(whole)).abs().max().item()
     return {**counts, "weights": difference(network, expected), "losses": apart}
 
 
-def test_two_workers_whose_sums_come_late_train_as_one_process() -> None:
+@pytest.mark.parametrize(
+    ("case", "skipped"),
+    [
+        pytest.param(Case(), 0, id="fp32"),
+        pytest.param(replace(HALF, init_scale=2 * OVERFLOWS), 2, id="skipped"),
+    ],
+)
+def test_two_workers_whose_sums_come_late_train_as_one_process(case: Case, skipped: int) -> None:
     """No buffer is touched while it is being summed, and the host waits for nothing."""
-    found = on_forked_workers(late, beside_one_process, workers=2)
+    found = on_forked_workers(late, beside_one_process, case, workers=2)
+    assert found["skipped"] == skipped
     assert found["losses"] < 1e-6
     assert found["weights"] < 1e-6
     assert found["syncs"] == found["transfers"] == found["pageable"] == 0

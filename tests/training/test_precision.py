@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ from largebatch.distributed.connection import connect
 from largebatch.distributed.environment import BackendName
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import DivergedError
+from largebatch.errors import DivergedError, PeerLostError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.runs.build import build_model
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.loop import Stopwatch, Update, train
-from largebatch.training.state import Progress
+from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
@@ -84,7 +84,8 @@ def solve(backend: Backend, poison: Poison, *, scaled: bool = True) -> list[dict
             steps=range(STEPS), accumulation=1, global_batch=4 * backend.world_size,
             seed=lambda step: step,
         ):  # fmt: skip
-            seen.append({"skipped": update.skipped, "scale": update.loss_scale,
+            skipped = update.skipped is not None and bool(update.skipped)
+            seen.append({"skipped": skipped, "scale": update.loss_scale.item(),
                          "loss": update.loss.item(), **state_of(model, optimizer)})  # fmt: skip
             step += 1
     return seen
@@ -181,22 +182,38 @@ def test_a_run_in_fp16_reports_the_updates_it_skipped_and_resumes_with_its_scale
     assert ours.state["scaler"]["scale"] == scales[-1]
 
 
-def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
+def a_log(backend: Backend) -> tuple[StepLog, TrainState, list[Step | System | Note]]:
+    """Return a log, the state in which it counts, and where it puts its records."""
     events: list[Step | System | Note] = []
-    progress = Progress()
-    scaler = GradScaler("cpu")
-    state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
+    scaler, updater = GradScaler("cpu"), cast("Any", None)
+    state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
     plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
-    log = StepLog(
-        load_recipe(DIGITS, ["precision=fp16"]),
-        plan,
-        CPU,
-        state,
-        emit=events.append,
-        wants_stop=lambda: False,
-    )
+    recipe = load_recipe(DIGITS, ["precision=fp16"])
+    log = StepLog(recipe, plan, backend, state, emit=events.append, wants_stop=lambda: False)
+    return log, state, events
+
+
+def skipped_update(step: int, *, loss_scale: float) -> Update:
     nan, finite, waited = torch.tensor(float("nan")), torch.tensor(False), Stopwatch(CPU.device)
-    log.add("train", Update(0, 0.1, nan, 1.0, True, finite, waited, waited))
+    scale = torch.tensor(loss_scale)
+    return Update(step, 0.1, nan, scale, ~finite, finite, waited, waited, 2 * scale)
+
+
+def test_gradients_that_overflow_without_scaling_end_the_run() -> None:
+    log, state, events = a_log(CPU)
+    log.add("train", skipped_update(0, loss_scale=1.0))
     with pytest.raises(DivergedError, match="step 1 overflow in fp16 even without loss scaling"):
-        log.add("train", Update(1, 0.1, nan, 0.5, True, finite, waited, waited))
+        log.add("train", skipped_update(1, loss_scale=0.5))
     assert (state.progress.skipped, len(events)) == (2, 2)
+
+
+def test_what_is_saved_after_a_worker_was_lost_has_learned_of_the_last_skip() -> None:
+    class Lost(Serial):
+        def all_reduce(self, tensor: Tensor) -> NoReturn:
+            raise PeerLostError("worker 1 is gone")
+
+    log, state, events = a_log(Lost(CPU.device))
+    with pytest.raises(PeerLostError):
+        log.add("train", skipped_update(0, loss_scale=8.0))
+    log.flush()
+    assert (state.progress.step, state.progress.skipped, events) == (1, 1, [])

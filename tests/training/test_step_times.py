@@ -1,8 +1,8 @@
 """What an update waited for, by clocks that only move where these tests let them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from largebatch.models.batchnorm import Spans
 from largebatch.tracking.events import Note, Step, System
 from largebatch.training import loop
 from largebatch.training.loop import Stopwatch, Update, train
-from largebatch.training.state import Progress
+from largebatch.training.state import TrainState
 from largebatch.training.step_log import StepLog
 
 CPU = Serial(torch.device("cpu"))
@@ -61,6 +61,17 @@ def updates_that_wait(clock: Clock, *, accumulation: int) -> Iterator[Update]:
         )  # fmt: skip
 
 
+def a_log(
+    backend: Serial, emit: Callable[[Step | System | Note], None] = lambda _: None
+) -> tuple[StepLog, TrainState]:
+    """Return a log and the state it counts in."""
+    scaler, updater = GradScaler("cpu", enabled=False), cast("Any", None)
+    state = TrainState(model=nn.Linear(1, 1), updater=updater, scaler=scaler, average=None)
+    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
+    log = StepLog(load_recipe(DIGITS), plan, backend, state, emit=emit, wants_stop=lambda: False)
+    return log, state
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_an_update_knows_what_it_waited_for_images_and_for_gradients(
     accumulation: int, monkeypatch: pytest.MonkeyPatch
@@ -72,17 +83,64 @@ def test_an_update_knows_what_it_waited_for_images_and_for_gradients(
 
 def test_the_record_of_a_step_holds_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Step | System | Note] = []
-    progress = Progress()
-    scaler = GradScaler("cpu", enabled=False)
-    state: Any = SimpleNamespace(progress=progress, count=progress.count, scaler=scaler)
-    plan: Any = SimpleNamespace(batch_at=lambda _: 8, epoch=lambda step: step / 10, updates=99)
-    recipe = load_recipe(DIGITS)
-    log = StepLog(recipe, plan, CPU, state, emit=events.append, wants_stop=lambda: False)
+    log, _ = a_log(CPU, emit=events.append)
     for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
         log.add("train", update)
     assert [
         (event.data_seconds, event.reduction_seconds) for event in events if isinstance(event, Step)
     ] == [(3.0, 7.0), (5.0, 7.0)]
+
+
+def test_the_long_wait_at_the_start_ends_with_the_first_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records: list[int] = []
+    backend = Serial(torch.device("cpu"))
+    log, state = a_log(backend)
+    monkeypatch.setattr(backend, "started", lambda: records.append(state.progress.step))
+    assert not records
+    for update in updates_that_wait(Clock(monkeypatch), accumulation=1):
+        log.add("train", update)
+    assert records == [1, 2]
+
+
+class Lost(Serial):
+    """A worker whose second sum is never there."""
+
+    sums = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 -- a stub of Work
+        self.sums += 1
+        if self.sums == 1:
+            return super().all_reduce(tensor)
+
+        def wait() -> None:
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("ended", "counted", "goes_on", "step"),
+    [(False, False, True, 1), (True, False, False, 2), (False, True, False, 2)],
+    ids=["the device waits before the update", "it has made it", "counted on the host"],
+)
+def test_an_update_without_a_record_is_taken_back_where_the_device_has_not_made_it(
+    ended: bool, counted: bool, goes_on: bool, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainState, "counts_on_host", counted)
+    log, state = a_log(Lost(CPU.device))
+    first, second = updates_that_wait(Clock(monkeypatch), accumulation=1)
+    log.resume_clock()
+    log.add("train", first)
+    with pytest.raises(RuntimeError, match="NCCL"):
+        log.add("train", second)
+    assert log.is_training
+    monkeypatch.setattr(Stopwatch, "has_ended", lambda _: ended)
+    assert log.settle() == goes_on
+    assert (state.progress.step, state.progress.images) == (step, 8 * step)
+    log.flush()  # as before an evaluation, which may change the weights
+    assert not log.is_training
 
 
 class Stream:
@@ -113,11 +171,11 @@ def test_a_gpu_is_timed_by_events_in_its_stream_and_not_waited_for(
     """It stood still from 20 to 50 ms; in the second block the host waited for an idle moment."""
     stream = Stream()
 
-    def event(*, enable_timing: bool) -> Stream.Event:
+    def event(_: torch.device, *, enable_timing: bool) -> Stream.Event:
         assert enable_timing
         return Stream.Event(stream)
 
-    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch, "Event", event)
     stopwatch = Stopwatch(torch.device("cuda"))
     for _ in range(2):
         with stopwatch:

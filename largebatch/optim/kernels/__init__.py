@@ -44,24 +44,52 @@ class Rule:
 
     clip_ratio: float | None = None
     clip_gradient: float | None = None
+    found_inf: Tensor | None = None
+    """1 where weights and buffers are to stay as they are, whatever the gradients are, else 0: 0-d,
+    float32, on their device. `batched` alone knows it."""
 
 
 Update = Callable[[Tensors, Tensors, Tensors, Rule], Tensor | None]
 
 
 def momentum_step(
-    weights: Tensors,
-    directions: Tensors,
-    buffers: Tensors,
-    *,
-    momentum: float,
-    into: float,
-    out: float,
+    weights: Tensors, directions: Tensors, buffers: Tensors, rule: Rule, *, into: float, out: float
 ) -> None:
     """Set b = momentum b + into d, then w = w - out b, on any device."""
+    move_buffers(buffers, directions, rule, into=into)
+    add(weights, buffers, rule, alpha=-out)
+
+
+def move_buffers(buffers: Tensors, directions: Tensors, rule: Rule, *, into: float) -> None:
+    """Set b = momentum b + into d, unless found_inf is 1."""
+    momentum: float | Tensor = rule.momentum
+    if rule.found_inf is not None:
+        momentum = torch.where(rule.found_inf > 0, buffers[0].new_ones(()), rule.momentum)
     torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, directions, alpha=into)
-    torch._foreach_add_(weights, buffers, alpha=-out)
+    add(buffers, directions, rule, alpha=into)
+
+
+def add(tensors: Tensors, others: Tensors, rule: Rule, *, alpha: float) -> None:
+    """Add alpha times the others, unless found_inf is 1: then each bit stays as it is.
+
+    torch's fused SGD without momentum is a sum that a number on the device can call off.
+    """
+    if rule.found_inf is None:
+        torch._foreach_add_(tensors, others, alpha=alpha)
+        return
+    torch._fused_sgd_(
+        tensors,
+        others,
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=-alpha,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=rule.found_inf,
+    )
 
 
 def directions(grads: Tensors, weights: Tensors, rule: Rule) -> Tensors:

@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from largebatch.optim.kernels import Rule, Tensors, directions, momentum_step
+from largebatch.optim.kernels import Rule, Tensors, add, directions, momentum_step, move_buffers
 
 ROW = 1024
 """Elements in a row of the scratch buffer; a row belongs to one tensor."""
@@ -25,7 +25,7 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
     """Update tensors of any device together; return their trust ratios."""
     if rule.ratio == "none":
         steps = directions(grads, weights, rule)
-        momentum_step(weights, steps, buffers, momentum=rule.momentum, into=rule.into, out=rule.out)
+        momentum_step(weights, steps, buffers, rule, into=rule.into, out=rule.out)
         return None
     inside = rule.ratio == "inside"
     ratios = trust_ratios(weights, grads, rule)
@@ -40,11 +40,10 @@ def update(weights: Tensors, grads: Tensors, buffers: Tensors, rule: Rule) -> Te
         _scale(scratch, factors, weights)
         _add_momentum(weights, views, buffers, rule)
     else:
-        torch._foreach_mul_(buffers, rule.momentum)
-        torch._foreach_add_(buffers, views, alpha=rule.into)
+        move_buffers(buffers, views, rule, into=rule.into)
         torch._foreach_copy_(views, buffers)
         _scale(scratch, factors, weights)
-        torch._foreach_sub_(weights, views)
+        add(weights, views, rule, alpha=-1.0)
     return ratios
 
 
@@ -75,7 +74,7 @@ def norms(tensors: Tensors) -> Tensor:
 def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule) -> None:
     """Set b = momentum b + step, then w = w - out b, in one pass over memory."""
     if rule.momentum == 0:  # torch's kernel would refuse the buffers
-        momentum_step(weights, steps, buffers, momentum=0.0, into=1.0, out=rule.out)
+        momentum_step(weights, steps, buffers, rule, into=1.0, out=rule.out)
         return
     torch._fused_sgd_(
         weights,
@@ -88,6 +87,7 @@ def _add_momentum(weights: Tensors, steps: Tensors, buffers: Tensors, rule: Rule
         nesterov=False,
         maximize=False,
         is_first_step=False,
+        found_inf=rule.found_inf,
     )
 
 

@@ -76,7 +76,7 @@ def _step(
     exact = abs(1 - dampening - into) <= torch.finfo(weights[0].dtype).eps * into
     if not exact or rule.momentum == 0 or rule.clip_gradient is not None:
         steps = directions(grads, weights, rule)
-        momentum_step(weights, steps, buffers, momentum=rule.momentum, into=into, out=out)
+        momentum_step(weights, steps, buffers, rule, into=into, out=out)
         return
     torch._fused_sgd_(
         weights,

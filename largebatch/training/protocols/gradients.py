@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from largebatch import accelerator
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.models.batchnorm import Spans
 from largebatch.schedules.functions import Schedule
-from largebatch.training.loop import seed_generators, step_seeds
+from largebatch.training.loop import step_seeds
 from largebatch.training.loss import Criterion
 
 
@@ -65,7 +66,7 @@ class Gradients:
     def _compute(self, mini_batch: int) -> float:
         self.model.train()
         update, learner = divmod(mini_batch, self.learners)
-        seed_generators(step_seeds(self.seed, learner)(update), self.reducer.device)
+        accelerator.seed(step_seeds(self.seed, learner)(update), self.reducer.device)
         images, labels = self.batch(mini_batch)
         self.reducer.zero()
         loss = self.criterion(self.model(images), labels) / len(labels)

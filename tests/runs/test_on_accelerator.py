@@ -1,0 +1,252 @@
+"""Whole recipes on a simulated accelerator, whose collectives are late: the numbers of the CPU."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import accelerator
+import late_group
+import pytest
+import torch
+import torch.distributed as dist
+from on_forked_workers import on_forked_workers
+from short_runs import AFFINE, BEFORE, CLEAN, HALF, STATISTICS, a_recipe, content, log
+from torch import Tensor, nn
+
+from largebatch import run
+from largebatch.accelerator import CPU
+from largebatch.distributed.backend import Backend
+from largebatch.distributed.connection import running_backend
+from largebatch.distributed.serial import Serial
+from largebatch.polish import polish
+from largebatch.recipe.recipe import Recipe
+from largebatch.training.evaluation import evaluate
+
+EMA, SWA = "ema: 0.5", "swa: {over: {steps: 4}, every: {steps: 2}}"
+SWAP = "swap: {steps: 2, replicas: 2, batch: 48, lr: 0.05}"
+JUDGED = "keep: better, held_out: 200"
+FEW = ("duration={steps: 4}", "schedule.warmup={steps: 1}")
+CHANNELS_LAST = "execution.memory_format=channels_last"
+"""The accelerator's default, of which the kernels of a CPU add in another order."""
+
+SAME = 1e-5
+"""Of the largest number in a tensor: roundings of float32 after some updates, in small variances
+and in deviations of confidences; of a loss a tenth of it."""
+
+ROUNDED = {"ghost spans and measurements": 1e-3}
+"""Where a difference of nearly equal numbers is measured."""
+
+EXACT = {"SGD", "bf16, accumulated", "fp16"}
+"""Those whose every kernel is the same; in 16 bits a rounding of another would be 1e-3."""
+
+
+def an_optimizer(words: str) -> tuple[str, ...]:
+    return (*FEW, f"optimizer={{{words}}}", "schedule.peak_lr=0.01")
+
+
+SGD = an_optimizer("kind: sgd, momentum: 0.9, nesterov: true")
+MICRO = ("execution.device_batch=48",)
+
+
+def lars(convention: str) -> tuple[str, ...]:
+    return (*FEW, f"optimizer.convention={convention}")
+
+
+CASES = {
+    "every stage but averages": ((CLEAN, AFFINE, STATISTICS, JUDGED), ()),
+    "the average of an EMA": ((EMA, STATISTICS), FEW),
+    "SWA": ((SWA, STATISTICS), ()),
+    "SWAP": ((SWAP, STATISTICS), FEW),
+    "sequential statistics": (("statistics: {samples: 96, sequential: true}",), FEW),
+    "bf16, accumulated": (
+        (CLEAN,),
+        (*SGD, "precision=bf16", *MICRO, "data.image_size=32", "model.arguments.drop_rate=0"),
+    ),
+    "fp16": ((CLEAN,), (*SGD, *HALF, "model.arguments.drop_rate=0")),
+    "ghost spans and measurements": (
+        (STATISTICS,),
+        (
+            *FEW,
+            "batch.bn_span=24",
+            *MICRO,
+            "monitor=[noise_scale, gradient_norm, trust_ratios, generalization_gap, system]",
+        ),
+    ),
+    "a cache on the device": ((STATISTICS,), (*FEW, "execution.cache=device")),
+    "decoding beside it": ((STATISTICS,), (*FEW, "execution.cache=null")),
+    "scaled-momentum": ((STATISTICS,), lars("scaled-momentum")),
+    "outside": ((STATISTICS,), lars("outside")),
+    "fujitsu": ((STATISTICS,), lars("fujitsu")),
+    "SGD": ((CLEAN,), SGD),
+    "LAMB": ((STATISTICS,), an_optimizer("kind: lamb")),
+    "Shampoo": ((STATISTICS,), an_optimizer("kind: shampoo, start_step: 2, block_size: 16")),
+    "Schedule-Free": (
+        (STATISTICS,),
+        (
+            *an_optimizer("kind: schedule-free, statistics_samples: 96"),
+            "schedule.decay={kind: constant}",
+        ),
+    ),
+}
+
+
+TIMES = re.compile("second|gpu|cpu|bytes|time")
+"""What is measured of the machine."""
+
+
+def on_cpu(recipe: Recipe, folder: Path) -> None:
+    """Train on the CPU of a worker, which the accelerator of another test does not reach."""
+    run(recipe, out=folder)
+
+
+def on_accelerator(
+    recipe: Recipe, folder: Path, stops: tuple[int | None, ...] = (None,)
+) -> dict[str, dict[str, int]]:
+    """Train there, resuming after each stop; return the lines at which the host waited."""
+    accelerator.simulate()
+    late_group.register()
+    for number, stop in enumerate(stops):
+        run(recipe, out=folder, max_steps=stop, resume=number > 0)
+    waits = accelerator.COUNTS.syncs, accelerator.COUNTS.pageable
+    return {
+        name: {line: number for line, number in counter.items() if number}
+        for name, counter in zip(("syncs", "pageable"), waits, strict=True)
+    }
+
+
+def leaves(value: object, name: str = "") -> dict[str, Any]:
+    """Return every tensor and number of a checkpoint by its path, but for seconds."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)  # type: ignore[assignment]  # pairs, too
+    else:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, part in items:
+        if not TIMES.search(str(key)):
+            found |= leaves(part, f"{name}/{key}")
+    return found
+
+
+def apart(one: Path, other: Path, most: float) -> dict[str, float]:
+    """Return by how much more than this part two runs differ, in anything they saved or logged."""
+    ours, theirs = leaves(content(one)), leaves(content(other))
+    for event in ("step", "evaluation"):
+        ours |= leaves(log(one, event), event)
+        theirs |= leaves(log(other, event), event)
+    assert ours.keys() == theirs.keys()
+    found = {
+        name: distance(value, theirs[name])
+        for name, value in ours.items()
+        if not isinstance(value, str | None)
+    }
+    parts = {name: most / 10 if name.endswith("/loss") else most for name in found}
+    return {name: value for name, value in found.items() if not value <= parts[name]}
+
+
+def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
+    """Return how far apart two values are, as a part of the largest."""
+    one, other = (torch.as_tensor(value).double() for value in (ours, theirs))
+    scale = one.abs().max().clamp(min=1e-3) if one.numel() else 1
+    return float((one - other).abs().max() / scale) if one.numel() else 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
+    stages, changes = CASES[case]
+    recipe = a_recipe(*stages, changes=(CHANNELS_LAST, *changes))
+    on_forked_workers(on_cpu, recipe, tmp_path / "cpu", workers=1)
+    on_forked_workers(on_accelerator, recipe, tmp_path / "device", workers=1)
+    most = 0.0 if case in EXACT else ROUNDED.get(case, SAME)
+    assert apart(tmp_path / "cpu", tmp_path / "device", most) == {}
+
+
+@pytest.mark.parametrize("stop", [2, BEFORE + 2])
+def test_a_resumed_run_ends_with_identical_bits(stop: int, tmp_path: Path) -> None:
+    """In the middle of the schedule, and of the affine stage."""
+    recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA)
+    on_forked_workers(on_accelerator, recipe, tmp_path / "whole", workers=1)
+    on_forked_workers(on_accelerator, recipe, tmp_path / "parts", (stop, None), workers=1)
+    assert apart(tmp_path / "whole", tmp_path / "parts", 0.0) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(("batch.bn_span=24", "monitor=[noise_scale]"), id="spans of their own"),
+        pytest.param(("batch.bn_span=96",), id="spans shared by two"),
+    ],
+)
+def test_two_workers_have_the_numbers_of_two_on_cpus(
+    changes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A collective's result that was read too early would not be among them."""
+    recipe = a_recipe(CLEAN, AFFINE, STATISTICS, changes=(*FEW, CHANNELS_LAST, *changes))
+    on_forked_workers(on_cpu, recipe, tmp_path / "cpu", workers=2)
+    on_forked_workers(on_accelerator, recipe, tmp_path / "device", workers=2)
+    assert apart(tmp_path / "cpu", tmp_path / "device", 1e-3) == {}
+
+
+def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:
+    """Of an update for its record when the next one is under way; else where something is saved."""
+    recipe = a_recipe(CLEAN, changes=("execution.compare_every=null", "execution.cache=device"))
+    waits = on_forked_workers(on_accelerator, recipe, tmp_path / "run", workers=1)
+    by_file: Counter[str] = Counter()
+    for line, number in waits["syncs"].items():
+        by_file[line.partition(":")[0]] += number
+    assert by_file["training/step_log.py"] == 2 * BEFORE
+    assert by_file["training/evaluation.py"] == 2 * 3  # two evaluations
+    assert set(by_file) == {
+        "training/step_log.py",
+        "training/evaluation.py",
+        "training/checkpoint.py",
+        "report/contact_sheet.py",
+        "distributed/connection.py",  # before the first update
+        "data/index/sharing.py",
+    }
+    often = {line: number for line, number in waits["pageable"].items() if number >= BEFORE}
+    assert list(often) == [next(iter(often))]
+    assert next(iter(often)).startswith("runs/build.py")  # the model, once
+
+
+def polished(device: torch.device, backend: Backend | None) -> tuple[nn.Module, float, int]:
+    """Polish and evaluate a model in a loop that is not ours; return it, its loss and samples."""
+    torch.manual_seed(1)
+    features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    model.to(device)
+    images = torch.rand(4, 6, 3, 8, 8, generator=torch.Generator().manual_seed(2)) + 2
+    labels = torch.arange(24).view(4, 6) % 10
+    workers = backend or running_backend(device)
+    batches = [
+        (x.to(device), y.to(device))
+        for x, y in list(zip(images, labels, strict=True))[workers.rank :: workers.world_size]
+    ]
+    polish(model, batches, backend)
+    polish(model, [x for x, _ in batches], backend, sequential=True)
+    found = evaluate(model, batches, workers)
+    return model, found.loss, found.samples
+
+
+def in_a_loop_of_theirs() -> tuple[float, float, int]:
+    device = accelerator.simulate()
+    late_group.register()
+    expected, loss, _ = polished(CPU, Serial(CPU))
+    dist.init_process_group(late_group.BACKEND)
+    try:
+        model, own, samples = polished(device, None)
+    finally:
+        dist.destroy_process_group()
+    pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+    return max(distance(ours.cpu(), theirs) for ours, theirs in pairs), own - loss, samples
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_model_of_another_loop_is_polished_and_evaluated_there(workers: int) -> None:
+    """Two workers with half of the images each have the statistics of one."""
+    apart, loss, samples = on_forked_workers(in_a_loop_of_theirs, workers=workers)
+    assert apart < 1e-6
+    assert abs(loss) < 1e-6
+    assert samples == 24
