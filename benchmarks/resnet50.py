@@ -23,7 +23,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,10 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
 from largebatch.models import build, param_groups
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.models.compiled import compile_model
 from largebatch.optim.lars import LARS
 from largebatch.optional import require_timm
+from largebatch.recipe.choices import Compile
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
 
@@ -194,7 +196,8 @@ def ours(name: str, data: Data, mode: str | None = None) -> Step:
     model = with_span(network(name, images.device), len(images))
     model.forward = torch.autocast(images.device.type, torch.bfloat16)(model.forward)
     if mode is not None:
-        model.compile(mode=mode)
+        chosen = cast("Compile", True if mode == "default" else mode)
+        compile_model(model, chosen, images.device, shares_spans=False)
     groups = param_groups(model, weight_decay=DECAY)
     updates = train(
         model,

@@ -1,6 +1,7 @@
 """What tests share: where real data lies, one thread, since problems are small, an end to hangs."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +60,11 @@ def no_report() -> Iterator[None]:
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask for the report of each run."""
     monkeypatch.setattr("largebatch.runs.run.write_report", write_report)
+
+
+@pytest.fixture
+def compiler() -> None:
+    """A C++ compiler, as torch.compile needs on a CPU; tests are skipped where there is none."""
+    names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
+    if not any(name and shutil.which(name) for name in names):
+        pytest.skip("no C++ compiler was found, which torch.compile needs on a CPU")

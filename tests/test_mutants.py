@@ -35,6 +35,16 @@ def test_the_modules_of_the_core_and_of_polishing_are_mutated() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
 
 
+def test_what_they_replace_is_there_once() -> None:
+    package = ROOT / "largebatch"
+    gone = [
+        mutant.name
+        for mutant in MUTANTS
+        if (package / mutant.module).read_text(encoding="utf-8").count(mutant.find) != 1
+    ]
+    assert not gone
+
+
 @pytest.fixture(scope="module")
 def report() -> str:
     """What is said of all of them; in one process, since starting one takes longer than a test."""

@@ -80,6 +80,20 @@ def seconds(text: str) -> float:
     return found
 
 
+def updates(text: str) -> tuple[int, int]:
+    """Read the numbers of the first and the last of some updates.
+
+    >>> updates("100:110")
+    (100, 110)
+    """
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(
+            f"expected the first and the last update, such as 100:110, got {text!r}"
+        )
+    return int(first), int(last)
+
+
 def add_set(parser: argparse.ArgumentParser) -> None:
     """Let the command override what the recipe says."""
     parser.add_argument(

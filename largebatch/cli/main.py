@@ -47,6 +47,7 @@ from largebatch.cli.arguments import (
     options_of,
     out_folder,
     seconds,
+    updates,
 )
 from largebatch.cli.parser import Parser, cut, print_overview
 from largebatch.distributed.environment import (
@@ -192,6 +193,7 @@ def _train(args: argparse.Namespace) -> int:
             resume="auto" if args.resume == "auto" else args.resume is not None,
             max_steps=args.max_steps,
             time_limit=args.time_limit,
+            profile=args.profile,
             allow=args.allow,
             restarts=args.restarts,
             min_workers=args.min_workers,
@@ -353,6 +355,12 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in all")
     train.add_argument(
         "--time-limit", type=seconds, metavar="T", help="stop before: 90m, 8h or seconds"
+    )
+    train.add_argument(
+        "--profile",
+        type=updates,
+        metavar="FROM:TO",
+        help="write trace.json of these updates, and a table of it into the report",
     )
     train.add_argument(
         "--allow",

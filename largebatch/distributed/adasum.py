@@ -35,6 +35,7 @@ class Adasum(Reducer):
         parts: int,
         accumulation: int,
         grouping: Grouping = cubic,
+        copies: bool = False,
     ) -> None:
         workers = backend.world_size
         together, own = max(1, workers // parts), max(1, parts // workers)
@@ -44,7 +45,11 @@ class Adasum(Reducer):
                 f"{accumulation} passes each"
             )
         super().__init__(
-            model.named_parameters(), _team(backend, together), grouping=grouping, divisor=1.0
+            model.named_parameters(),
+            _team(backend, together),
+            grouping=grouping,
+            divisor=1.0,
+            copies=copies,
         )
         self._parts, self._passes_each = parts, accumulation // own
         self._accumulation, self._passes = accumulation, 0

@@ -148,7 +148,8 @@ class Reducer:
     twice would lose small gradients. One worker rounds too, so that a recipe means the same there.
     The gradients of `exact` keep their type and go last, together. `measure` keeps the squared
     lengths of gradients before and after the sum, for the gradient noise scale: one more reading of
-    the gradients of the first micro-batch and of the sum.
+    the gradients of the first micro-batch and of the sum. With `copies`, memory that the backward
+    pass returns a gradient in may be overwritten by the next one (CUDA graphs).
 
     Gradients are numbers: backward(create_graph=True) is refused, on one worker too. A loss may
     hold gradients of its own, from torch.autograd.grad(..., create_graph=True).
@@ -164,9 +165,10 @@ class Reducer:
         divisor: float | None = None,
         exact: Collection[nn.Parameter] = (),
         measure: bool = False,
+        copies: bool = False,
     ) -> None:
         self._workers = workers
-        self._measure = measure
+        self._measure, self._copies = measure, copies
         self._divisor = divisor or workers.world_size
         self._alone = workers.world_size == 1 and dtype is None
         apart = set(exact)
@@ -245,11 +247,11 @@ class Reducer:
         All workers find the same, for all have the same sums. Gradients are real.
         """
         held = [tensor for group in self._groups for tensor in group.tensors() if tensor.numel()]
-        if self.device.type == "cpu":  # where the infinity norm takes ten times as long
-            ends = [end for tensor in held for end in torch.aminmax(tensor)]
-        else:  # one launch for many tensors
-            ends = list(torch._foreach_norm(held, ord=math.inf))
-        finite: Tensor = torch.linalg.vector_norm(torch.stack(ends), math.inf) < math.inf
+        if self.device.type != "cpu":  # one launch for many tensors
+            return _all_finite(torch._foreach_norm(held, ord=math.inf))
+        finite = _all_finite(torch._foreach_norm(held))  # 20 times as fast there
+        if not finite:  # or a square is too large
+            finite = _all_finite([end for tensor in held for end in torch.aminmax(tensor)])
         return finite
 
     def close(self) -> None:
@@ -270,14 +272,15 @@ class Reducer:
 
     def _on_gradient(self, group: _Group, name: str) -> Callable[[Tensor], None]:
         view = group.views.get(name)
+        keep = view.copy_ if view is not None else Tensor.clone if self._copies else None
 
         def note(weight: Tensor) -> None:
             gradient, held = weight.grad, group.held.get(name)
             assert gradient is not None
             self._require_summable(group, name)
             if held is None:
-                if view is not None:
-                    weight.grad = gradient = view.copy_(gradient)
+                if keep is not None:
+                    weight.grad = gradient = keep(gradient)
                 group.held[name] = gradient
                 if self._measure and len(group.held) == len(group.parameters):
                     group.first = group.square()  # before more is added, and before it is sent
@@ -359,6 +362,11 @@ def _with_buffer(parameters: dict[str, nn.Parameter], *, dtype: torch.dtype | No
     }
     sent = buffer if dtype in {None, own_dtype} else torch.zeros_like(buffer, dtype=dtype)
     return _Group(parameters, buffer, views, sent)
+
+
+def _all_finite(numbers: Sequence[Tensor]) -> Tensor:
+    finite: Tensor = torch.linalg.vector_norm(torch.stack(tuple(numbers)), math.inf) < math.inf
+    return finite
 
 
 def _not_ours(name: str) -> ValueError:

@@ -13,6 +13,9 @@ own.
 Every forward pass in training mode counts once, as in PyTorch. What a backward pass computes again
 (activation checkpointing: torch.utils.checkpoint, a network's `memory_efficient`) does not.
 
+In a graph of torch.compile the spans are counted on the device: a Python number that changes with
+every micro-batch would be compiled again each time.
+
 Only training communicates. Where a layer normalises by its batch without keeping statistics, as
 Final Polishing makes it do, workers may hold different numbers of samples or none, and each
 normalises the spans it holds by itself.
@@ -28,7 +31,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from largebatch.distributed.backend import Backend, Group, Work
-from largebatch.models.batchnorm_functional import Moments, exact_type, normalise
+from largebatch.models.batchnorm_functional import (
+    Moments,
+    exact_type,
+    normalise,
+    normalise_in_graph,
+)
+from largebatch.models.wrappers import keep_in_place
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,11 +77,21 @@ class SpanBatchNorm(_BatchNorm):
         """Mean over the spans of a step so far, where `Spans` moves the buffers."""
 
         self.num_spans = 0
-        """How many spans that is."""
+        """How many spans that is, without those of compiled graphs."""
+
+        self.num_in_graphs: Tensor | None = None
+        """How many spans that is in compiled graphs: 0-d, on the device, where `Spans` moves the
+        buffers."""
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy has: not the process group, which belongs to this process."""
-        return {**self.__dict__, "group": None, "moments": None, "num_spans": 0}
+        state = {**self.__dict__, "group": None, "moments": None, "num_spans": 0}
+        state.pop("_normalise", None)  # see leave_graphs
+        return {**state, "num_in_graphs": None}
+
+    def leave_graphs(self) -> None:
+        """Keep the statistics out of compiled graphs: workers exchange them."""
+        self._normalise = torch.compiler.disable(self._normalise)  # type: ignore[method-assign]
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise N x C x ...; in training, N is this worker's part of a span or whole spans."""
@@ -84,6 +103,8 @@ class SpanBatchNorm(_BatchNorm):
     def _normalise(self, images: Tensor) -> Tensor:
         self._check_input_dim(images)
         group = self.group if self.track_running_stats else None
+        if group is None and torch.compiler.is_compiling():
+            return self._normalise_in_graph(images)
         normalised = partial(
             normalise, images, self.weight, self.bias, eps=self.eps, span=self.span, group=group
         )
@@ -100,6 +121,21 @@ class SpanBatchNorm(_BatchNorm):
         out = normalised(moments=moments)
         if self.moments is None and not again:
             self._move_buffers(moments)
+        return out
+
+    def _normalise_in_graph(self, images: Tensor) -> Tensor:
+        """Normalise by operations that torch.compile can trace, without a group of workers."""
+        affine = self.weight, self.bias
+        out, sums, num = normalise_in_graph(images, *affine, eps=self.eps, span=self.span)
+        if not self.track_running_stats:
+            return out
+        with torch.no_grad():
+            if self.moments is None or self.num_in_graphs is None:
+                self._move_buffers(Moments(*(part / num for part in sums)))
+                return out
+            self.num_in_graphs += num
+            for mean, part in zip(self.moments, sums, strict=True):
+                mean.add_((part - num * mean) / self.num_in_graphs)
         return out
 
     @torch.no_grad()
@@ -185,7 +221,8 @@ class Spans:
         dtypes = {layer.running_mean.dtype for layer in self._layers}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         sizes = [2 * layer.num_features for layer in self._layers]
-        self._moments = torch.zeros(sum(sizes), dtype=dtype, device=backend.device)
+        self._kept = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=backend.device)
+        self._moments, self._in_graphs = self._kept.split([sum(sizes), len(sizes)])
         self._sums = self._moments.new_zeros(sum(sizes) + len(sizes))
         """What has been sent while more is added: moments times spans, and each layer's spans."""
 
@@ -212,8 +249,12 @@ class Spans:
         # Autograd saves what batch_norm is given, and would miss it when the buffer is zeroed:
         # tensors of `.data` have versions of their own.
         parts = [part.data for part in self._moments.split(sizes)]
-        for layer, mean, variance in zip(self._layers, parts[::2], parts[1::2], strict=True):
+        numbers = [number.data for number in self._in_graphs.unbind()]
+        each = zip(self._layers, parts[::2], parts[1::2], numbers, strict=True)
+        for layer, mean, variance, number in each:
             layer.moments, layer.group = Moments(mean, variance), self._group
+            layer.num_in_graphs = number
+        keep_in_place([*parts, *numbers])
         self._forget()
 
     def reduce(self) -> None:
@@ -228,8 +269,12 @@ class Spans:
             self._counts = counts
             self._spans = torch.tensor(counts, dtype=self._sums.dtype).to(self._sums.device)
             self._weights = self._spans[self._owners]
-        torch.mul(self._moments, self._weights, out=self._sums[: len(self._moments)])
-        self._sums[len(self._moments) :].copy_(self._spans)
+        spans, weights = self._spans, self._weights
+        if not all(counts):  # layers in compiled graphs, and those that were not used
+            spans = spans + self._in_graphs
+            weights = spans[self._owners]
+        torch.mul(self._moments, weights, out=self._sums[: len(self._moments)])
+        self._sums[len(self._moments) :].copy_(spans)
         self._forget()
         self._work = self._backend.all_reduce(self._sums)
 
@@ -264,7 +309,7 @@ class Spans:
         torch._foreach_copy_(buffers, list(moved.split([len(buffer) for buffer in buffers])))
 
     def _forget(self) -> None:
-        self._moments.zero_()  # or a number that is not finite would stay
+        self._kept.zero_()  # or a number that is not finite would stay
         for layer in self._layers:
             layer.num_spans = 0
 

@@ -85,6 +85,39 @@ def normalise(  # noqa: PLR0913 -- what batch_norm takes, and the groups
     return out
 
 
+def normalise_in_graph(
+    images: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, span: int
+) -> tuple[Tensor, Moments, int]:
+    """Normalise as `normalise` without `group`, by operations that torch.compile can trace.
+
+    Returns N x C x ... images, the sums of the groups' moments (C each), and the number of groups.
+    Groups are laid side by side as channels.
+    """
+    _check(images, span=span, group=None)
+    exact = exact_type(images)
+    weight, bias = (None if each is None else each.to(exact) for each in (weight, bias))
+    num = -(-len(images) // span)
+    outs, sums = [], torch.zeros(2, images.shape[1], dtype=exact, device=images.device)
+    for part in images.tensor_split([len(images) // span * span]):  # whole groups, and the rest
+        groups = -(-len(part) // span)
+        if not groups:
+            continue
+        mean, variance = sums.new_zeros(2, groups * len(sums[0]))
+        out = F.batch_norm(
+            part.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2),
+            mean,
+            variance,
+            weight=None if weight is None else weight.repeat(groups),
+            bias=None if bias is None else bias.repeat(groups),
+            training=True,
+            momentum=1.0,  # the moments of these groups, and nothing of the zeros
+            eps=eps,
+        )
+        outs.append(out.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1))
+        sums = sums + torch.stack([mean, variance]).unflatten(1, (groups, -1)).sum(1)
+    return torch.cat(outs), Moments(*sums), num
+
+
 def _check(images: Tensor, *, span: int, group: Group | None) -> None:
     samples = len(images) % span or span
     if group is not None:
@@ -241,7 +274,7 @@ def _over_workers(
     zeros = torch.zeros(images.shape[1], dtype=exact_type(images), device=images.device)
     # The buffers only tell PyTorch's kernel the type to compute in.
     local = _aten.batch_norm_update_stats(images, zeros, zeros.clone(), 0.0)
-    count = zeros.new_tensor([images.numel() // len(zeros)])
+    count = zeros.new_full((1,), images.numel() // len(zeros))  # no copy from the host
     gathered = group.all_gather(torch.cat([*local, count]))  # world_size x (C + C + 1)
     means, variances, counts = gathered.split([len(zeros), len(zeros), 1], dim=1)
     num = counts.sum()

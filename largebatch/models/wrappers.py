@@ -6,11 +6,11 @@ module inside, which every worker has whole under DistributedDataParallel.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _PARALLEL = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """Classes whose forward pass is no matter of one worker and device: torch's, and apex's."""
@@ -76,6 +76,16 @@ def uncompiled() -> AbstractContextManager[object]:
         return nullcontext()
     eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return eager
+
+
+def keep_in_place(tensors: Iterable[Tensor]) -> None:
+    """Declare that tensors stay where they are, so that CUDA graphs may write to them.
+
+    As `uncompiled`, it does nothing where nothing has imported the compiler.
+    """
+    if "torch._dynamo" in sys.modules:
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def _kinds(module: nn.Module) -> set[str]:

@@ -6,6 +6,7 @@ Each list stands here once; it is read by the recipe and by the module that impl
 from typing import Literal
 
 Convention = Literal["reference", "scaled-momentum", "outside", "fujitsu"]
+Compile = Literal[False, True, "reduce-overhead", "max-autotune"]
 Kernels = Literal["torch", "apex"]
 Monitor = Literal["noise_scale", "gradient_norm", "trust_ratios", "system", "generalization_gap"]
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "mlperf"]

@@ -148,7 +148,8 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_in_words(part) for part in schema["anyOf"])
     if "enum" in schema or "const" in schema:
-        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
+        values = schema.get("enum") or [schema["const"]]
+        return " | ".join(each if isinstance(each, str) else json.dumps(each) for each in values)
     if schema.get("type") in {"array", "object"}:
         return _collection(schema)
     bounds = [

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from largebatch.recipe.choices import Kernels
+from largebatch.recipe.choices import Compile, Kernels
 
 MAX_UPDATES = 2_000_000
 """Of a run: four times those of ResNet-50's 90 epochs in batches of 256. Every rate of a run is
@@ -395,6 +395,12 @@ class Execution(Section):
 
     kernels: Kernels = "torch"
     """Compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA only."""
+
+    compile: Compile = False
+    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead`
+    adds CUDA graphs, which save launches and take memory. `max-autotune` adds a search for the
+    fastest kernels, which takes minutes. The first update of each image size takes seconds to
+    minutes longer. Evaluation and polishing run uncompiled."""
 
     def channels_last(self, device: str) -> bool:
         """Return True if `memory_format` is channels_last on this type of device."""

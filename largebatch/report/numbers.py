@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from largebatch.recipe.plan import Plan
 from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second
+from largebatch.tracking.events import Profile
 
 UNKNOWN = "–"
 
@@ -297,3 +298,37 @@ def _percent(part: float) -> str:
     if part < 0.001:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.1f} %"
+
+
+class Share(NamedTuple):
+    """A row of the table of a profile: shares of the time, 0 .. 1."""
+
+    name: str
+    calls: float | None
+    """Calls an update; None for what is no operation."""
+
+    host: float
+    device: float
+
+
+def profile_shares(found: Profile) -> list[Share]:
+    """Return what the time of the profiled updates went to, the largest first.
+
+    What operations do not explain of the host's time is Python, and waiting for the device.
+    """
+    updates, named = found.step - found.first + 1, found.operations
+    rows = [
+        Share(
+            each.name,
+            each.calls / updates,
+            each.host_seconds / found.seconds,
+            each.device_seconds / found.seconds,
+        )
+        for each in named
+    ]
+    host = found.host_seconds - sum(each.host_seconds for each in named)
+    device = found.device_seconds - sum(each.device_seconds for each in named)
+    rest = max(0.0, found.seconds - found.host_seconds)
+    rows.append(Share("all other operations", None, host / found.seconds, device / found.seconds))
+    rows.append(Share("Python, and waiting", None, rest / found.seconds, 0.0))
+    return sorted(rows, key=lambda row: max(row.host, row.device), reverse=True)

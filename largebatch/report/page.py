@@ -39,6 +39,7 @@ from largebatch.report.numbers import (
     headlines,
     percent,
     points,
+    profile_shares,
     short_commit,
     subtitle,
 )
@@ -92,6 +93,7 @@ def make_page(run: Run) -> str:
         gap=describe_gap(run),
         waits=describe_waits(run) if run.timed else None,
         noise=describe_noise(run) if has_course(run) else None,
+        profile_shares=profile_shares,
         compare=compare,
         pairs=pairs,
         weakest=weakest,

@@ -29,6 +29,7 @@ from largebatch.tracking.events import (
     GeneralizationGap,
     Mistakes,
     Note,
+    Profile,
     StageName,
     StageResult,
     Start,
@@ -95,6 +96,7 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     drift: Drift | None
+    profile: Profile | None = None
     decisions: tuple[Decision, ...] = ()
     mistakes: tuple[Mistakes, ...] = ()
     gaps: tuple[GeneralizationGap, ...] = ()
@@ -261,6 +263,7 @@ def read_run(folder: Path) -> Run:
         steps=tuple(step for _, step in sorted(log.steps.items())),
         evaluations=tuple(log.evaluations.values()),
         drift=log.drift,
+        profile=log.profile,
         decisions=tuple(log.decisions.values()),
         mistakes=tuple(log.mistakes.values()),
         gaps=tuple(log.gaps.values()),
@@ -286,6 +289,7 @@ class _Log:
 
     system: dict[int, System] = field(default_factory=dict)
     drift: Drift | None = None
+    profile: Profile | None = None
 
     def add(self, event: Event) -> None:  # noqa: C901 -- a line for each kind of event
         match event:
@@ -308,6 +312,8 @@ class _Log:
                 self.notes[event.stage, event.text.partition(" ")[0]] = event
             case Drift():
                 self.drift = event
+            case Profile():
+                self.profile = event
 
     def _drop_from(self, resume_step: int) -> None:
         """Forget updates from `resume_step` on, and evaluations of more updates than that."""

@@ -31,6 +31,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, build, param_groups
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
+from largebatch.models.compiled import compile_model
 from largebatch.models.image_sizes import require_inputs
 from largebatch.optim.sgd import build_sgd
 from largebatch.recipe import optimizers
@@ -281,6 +282,8 @@ def build_trainer(
         require_trainable(model, recipe)
         require_tensors(model, recipe)
         require_inputs(recipe, {piece.image_size for piece in plan.sizes})
+        shares = plan.sync_workers > 1
+        compile_model(model, recipe.execution.compile, backend.device, shares_spans=shares)
     state = build_state(here, plan, model, backend)
     trackers: list[Tracker] = []
     emit = partial(record, trackers)

@@ -40,6 +40,10 @@ class Options:
     time_limit: float | None = None
     """Stop, resumable, before so many seconds have passed."""
 
+    profile: tuple[int, int] | None = None
+    """Write a trace of the updates from the first number to the second into `out`, of worker 0;
+    both are included, and counted from 1."""
+
     allow: tuple[str, ...] = ()
     """What may differ from the run that is resumed: keys of the recipe, and `data.index`."""
 

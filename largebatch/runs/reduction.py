@@ -18,6 +18,7 @@ from largebatch.distributed.reducer import (
 )
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, norm_parameters
+from largebatch.models.compiled import reuses_memory
 from largebatch.recipe import sections
 from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
@@ -38,9 +39,14 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     """Build what sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
     backend = summing(recipe, backend)
+    # Gradients are needed after the next forward pass has begun.
+    kept = plan.accumulation > 1 or recipe.protocol is not None
+    copies = kept and reuses_memory(recipe.execution.compile, backend.device)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
-        return Adasum(model, backend, parts=parts, accumulation=passes, grouping=grouping)
+        return Adasum(
+            model, backend, parts=parts, accumulation=passes, grouping=grouping, copies=copies
+        )
     return Reducer(
         model.named_parameters(),
         backend,
@@ -49,6 +55,7 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
         divisor=1.0,  # train() divides the loss by the global batch, so that sums are means
         exact=kept_exact(recipe, model),
         measure="noise_scale" in recipe.monitor,
+        copies=copies,
     )
 
 

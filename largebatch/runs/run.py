@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
@@ -55,8 +56,9 @@ from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, Resume
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
-from largebatch.tracking.events import SUMMARY, Finish, Status, Summary, Tracker, now
+from largebatch.tracking.events import SUMMARY, TRACE, Finish, Status, Summary, Tracker, now
 from largebatch.training.checkpoint import idle_stream
+from largebatch.training.profiling import Profiler
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
 
@@ -84,6 +86,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
     resume: Resume = False,
     max_steps: int | None = None,
     time_limit: float | None = None,
+    profile: tuple[int, int] | None = None,
     allow: Sequence[str] = (),
     restarts: int = 0,
     min_workers: int | None = None,
@@ -117,6 +120,7 @@ def run(  # noqa: PLR0913 -- the command line's options, one to one
         resume=resume,
         max_steps=max_steps,
         time_limit=time_limit,
+        profile=profile,
         allow=tuple(allow),
         report=report,
     )
@@ -219,6 +223,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         elif recipe.model.weights is not None:
             begin_with(Path(recipe.model.weights), trainer)
         until = trainer.plan.updates if options.max_steps is None else options.max_steps
+        stages = partial(run_stages, _profiled(trainer, options, until=until), until=until)
 
         def train() -> bool:
             for remark in trainer.pipeline.remarks if checkpoint is None else ():
@@ -229,11 +234,38 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
                 trainer.note(
                     "train", f"nothing to go on from in {options.out}; the run begins afresh"
                 )
-            return run_stages(trainer, until=until)
+            return stages()
 
         ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
         resume, draws = bool(options.resume), options.report
         return record(trainer, folder, train, resume=resume, ids=ids, draws=draws)
+
+
+def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
+    """Return the trainer with what profiles the updates that the options name.
+
+    Raises PlanError unless this part of the run makes them.
+    """
+    if options.profile is None:
+        return trainer
+    first, last = options.profile
+    made, end = trainer.state.progress.step, min(until, trainer.plan.updates)
+    if options.resume == "auto":  # the same command starts the run and every restart
+        first = max(first, made + 1)
+        if first > last:
+            return trainer
+    if not made < first <= last <= end:
+        raise PlanError(
+            f"--profile {first}:{last}: expected the first and the last of updates {made + 1} to "
+            f"{end}, which are to be made"
+        )
+    if trainer.exchange is not None:
+        raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
+    if trainer.backend.rank:
+        return trainer
+    resume_clock = trainer.step_log.resume_clock
+    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock)
+    return replace(trainer, profiler=profiler)
 
 
 def record(

@@ -21,7 +21,7 @@ from largebatch.recipe.plan import Plan
 from largebatch.storage import write_whole
 
 RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"
-REPORT, OVERVIEW = "report.html", "report.png"
+REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
 ARRIVALS = "arrivals.jsonl"
 """What the files of a run folder are called; the last one only of a run with a protocol."""
 
@@ -272,6 +272,44 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One kind of operation in a profile, without the operations that it called."""
+
+    name: str
+    """PyTorch's."""
+
+    calls: int
+    host_seconds: float
+    """Seconds of the processor in all calls."""
+
+    device_seconds: float
+    """Seconds of the kernels that it launched; 0 where the processor computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What updates of worker 0 took."""
+
+    event: Literal["profile"] = "profile"
+    stage: StageName
+    step: int
+    """Number of the last update, counted from 1."""
+
+    first: int
+    """Number of the first one."""
+
+    seconds: float
+    """Seconds from the start of the first to the end of the last."""
+
+    host_seconds: float
+    device_seconds: float
+    """Sums over all operations; Python and waiting are the rest of the host's."""
+
+    operations: tuple[Operation, ...]
+    """Those that took longest on the host or the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
     """What an evaluation found; accuracies are parts of 1."""
 
@@ -398,6 +436,7 @@ Event = (
     | Decision
     | Note
     | Drift
+    | Profile
     | Finish
 )
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])

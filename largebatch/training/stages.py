@@ -19,6 +19,7 @@ from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
 from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.process import collected_by_hand, fastest_convolutions
 from largebatch.training.protocols import stage as by_protocol
 from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
@@ -41,6 +42,11 @@ def run_stages(trainer: Trainer, *, until: int) -> bool:
     Stops early when `until` updates have been made in all, or when any worker is asked to; what was
     done is saved.
     """
+    with collected_by_hand(), fastest_convolutions(trainer.plan):
+        return _run_stages(trainer, until=until)
+
+
+def _run_stages(trainer: Trainer, *, until: int) -> bool:
     state, begin = trainer.state, 0
     ended = {result.name for result in state.stages}
     for stage in STAGES:
@@ -248,6 +254,8 @@ def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int)
         measure_norm=step_log.measure_norm,
     )
     updates = train_pieces(plan, steps, train_piece)
+    if trainer.profiler is not None:
+        updates = trainer.profiler.follow(updates, stage=name, made=steps.start)
     step_log.resume_clock()
     with closing(batches), closing(updates):
         for update in updates:

@@ -4,6 +4,7 @@ A stage ends with an evaluation. Where the recipe says `keep: better`, training 
 held out decide whether what it did is kept, or the state before it comes back.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.errors import CheckpointError, printable
 from largebatch.models.batchnorm import Spans
+from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift, polish
 from largebatch.recipe.optimizers import ScheduleFree
@@ -52,6 +54,7 @@ from largebatch.training.checkpoint import (
 from largebatch.training.evaluation import Answers, Metrics, evaluate
 from largebatch.training.loss import Criterion
 from largebatch.training.mistakes import find_mistakes
+from largebatch.training.profiling import Profiler
 from largebatch.training.protocols.exchange import Exchange
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
@@ -90,6 +93,10 @@ class Trainer:
 
     exchange: Exchange | None = None
     """With a protocol: learners and parameter servers."""
+
+    profiler: Profiler | None = None
+    """Profiles some updates, on worker 0 alone."""
+
     began: float = field(default_factory=time.time)
     """When this worker began to build them, in seconds since 1970."""
 
@@ -153,7 +160,7 @@ class Trainer:
 
         Where the optimizer averages weights, that is their average, with statistics of its own.
         """
-        with self._at_average():
+        with self._measurable():
             return evaluate(
                 self.state.model,
                 self.pipeline.validation(),
@@ -166,12 +173,12 @@ class Trainer:
         """Evaluate the model as it is on all images trained on, without augmentation."""
         samples = CleanSamples(self.pipeline, self.recipe.train_samples)
         expected = samples.samples * labels_per_sample(self.recipe.data)
-        with self._at_average():
+        with self._measurable():
             return evaluate(self.state.model, samples, self.backend, expected=expected)
 
     def measure_test(self) -> Metrics:
         """Evaluate the model as it is on the test data; DataError where there is none."""
-        with self._at_average():
+        with self._measurable():
             return evaluate(self.state.model, self.pipeline.test(), self.backend)
 
     def measure_statistics(self, samples: int, *, sequential: bool = False) -> Drift:
@@ -180,14 +187,16 @@ class Trainer:
         return polish(self.state.model, images, self.backend, sequential=sequential)
 
     @contextmanager
-    def _at_average(self) -> Iterator[None]:
+    def _measurable(self) -> Iterator[None]:
+        """Run the model uncompiled, and at the average of its weights if the optimizer has one."""
         optimizer = self.state.updater.optimizer
-        if not is_averaging(optimizer.param_groups):
-            yield
-            return
-        with at_average(self.state.model, optimizer):
-            self._measure_average()
-            yield
+        with uncompiled():
+            if not is_averaging(optimizer.param_groups):
+                yield
+                return
+            with at_average(self.state.model, optimizer):
+                self._measure_average()
+                yield
 
     def store_average(self) -> None:
         """Let the model become the average of its weights, where the optimizer keeps one."""
@@ -206,6 +215,7 @@ class Trainer:
     ) -> Metrics:
         """Measure the model as it is and emit the event; `each` is as in evaluate."""
         begun = time.perf_counter()
+        gc.collect()  # here, because it never does so by itself: see process.py
         metrics = self.measure(each)
         progress = self.state.progress
         step = progress.step

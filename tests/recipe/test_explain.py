@@ -54,6 +54,11 @@ def test_lists_hold_whole_first_sentences(key: str) -> None:
                 assert " ".join(field.description.split()).split(". ")[0] in shown
 
 
+def test_truth_values_are_those_of_yaml() -> None:
+    shown = explain("execution.compile")
+    assert "false | true | reduce-overhead | max-autotune, default false" in shown
+
+
 def test_every_key_of_the_schedule_has_a_description() -> None:
     for key in keys_of(Recipe):
         below = any(other.startswith(f"{key}.") for other in keys_of(Recipe))

@@ -185,8 +185,9 @@ def test_two_workers_have_the_numbers_of_two_on_cpus(
     """A collective's result that was read too early would not be among them."""
     recipe = a_recipe(CLEAN, AFFINE, STATISTICS, changes=(*FEW, CHANNELS_LAST, *changes))
     on_forked_workers(on_cpu, recipe, tmp_path / "cpu", workers=2)
-    on_forked_workers(on_accelerator, recipe, tmp_path / "device", workers=2)
+    waits = on_forked_workers(on_accelerator, recipe, tmp_path / "device", workers=2)
     assert apart(tmp_path / "cpu", tmp_path / "device", 1e-3) == {}
+    assert not any(line.startswith("models/batchnorm_functional") for line in waits["pageable"])
 
 
 def test_the_host_waits_for_reports_alone(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "backward divides a shared span's sums by one worker's samples",
         "models/batchnorm_functional.py",
-        "num = images[part].numel() // len(mean) if shared is None else shared",
-        "num = images[part].numel() // len(mean)",
+        "shift, slope = -gain * sums / num",
+        "shift, slope = -gain * sums / (images.numel() // len(mean))",
         "models/test_spans.py::test_workers_that_share_a_span_normalise_it_as_batchnorm_does_the_whole",
     ),
     Mutant(
@@ -235,10 +235,10 @@ MUTANTS = (
         "runs/test_faults.py::test_a_bad_number_that_comes_back_stops_the_run",
     ),
     Mutant(
-        "what a worker's share is padded with counts as images",
+        "a worker's answers are those of the first samples",
         "training/evaluation.py",
-        "part[:length] for part, length in parts",
-        "part for part, _ in parts",
+        "np.searchsorted(everyone, samples)",
+        "np.arange(len(samples))",
         "training/test_mistakes.py::test_shares_of_any_length_are_gathered_in_the_order_of_the_index",
     ),
     Mutant(

@@ -1,0 +1,84 @@
+"""Compile a model's forward pass by torch.compile, and with it its backward pass.
+
+Random numbers are those of the model as it is written, so that dropout draws the same masks. Every
+shape of a batch gets a graph of its own. All gradients of a graph come at its end: their sums over
+workers no longer overlap with the backward pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from largebatch.errors import RecipeError
+from largebatch.models.batchnorm import SpanBatchNorm
+from largebatch.recipe.choices import Compile
+
+_MOST_GRAPHS = 256
+"""Limit for one model, above the 100 image sizes that a recipe may have; PyTorch's is 8, and after
+that it runs uncompiled."""
+
+
+def compile_model(
+    model: nn.Module, mode: Compile, device: torch.device, *, shares_spans: bool
+) -> None:
+    """Compile the forward pass of the model in place; parameters and buffers keep their names.
+
+    With `shares_spans` several workers share a BatchNorm span: these layers exchange their moments,
+    stay outside, and divide the model into several graphs.
+
+    Raises RecipeError where there is no compiler for the device. The model raises it, in its first
+    forward pass, where it cannot be compiled.
+    """
+    if not mode:
+        return
+    _require_compiler(device)
+    torch._dynamo.config.recompile_limit = max(_MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+    if shares_spans:
+        for layer in model.modules():
+            if isinstance(layer, SpanBatchNorm):
+                layer.leave_graphs()
+    options = torch._inductor.list_mode_options("default" if mode is True else mode)
+    # Module.compile does not trace an nn.Sequential at the root.
+    compiled = torch.compile(
+        model.forward, dynamic=False, options={**options, "fallback_random": True}
+    )
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- the model's own
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
+            raise RecipeError(
+                f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
+                f"{reason}; leave it out, or set it to false"
+            ) from error
+
+    model.forward = forward
+
+
+def reuses_memory(mode: Compile, device: torch.device) -> bool:
+    """Return True if a compiled pass overwrites the gradients of the one before, by CUDA graphs."""
+    return mode in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
+
+
+def _require_compiler(device: torch.device) -> None:
+    import torch._dynamo
+    import torch._inductor.cpp_builder
+    import torch._inductor.exc
+    from torch.utils._triton import has_triton
+
+    if device.type == "cpu":
+        try:
+            torch._inductor.cpp_builder.get_cpp_compiler()
+        except torch._inductor.exc.InvalidCxxCompiler:
+            raise RecipeError(
+                "execution.compile: a CPU needs a C++ compiler, and none was found; install g++ "
+                "or name one by the variable CXX, or set it to false"
+            ) from None
+    elif not has_triton():
+        raise RecipeError(
+            "execution.compile: a GPU needs Triton, which is not installed or does not know this "
+            "one; install it, or set it to false"
+        )
