@@ -264,13 +264,16 @@ def _make_update(
             yield Batch(*random_batch(recipe, samples, side, _CPU))
 
     log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
+    reducer = state.updater.reducer
+    # On a CPU it looks at numbers that fake gradients do not have.
+    reducer.finite = lambda: torch.ones((), dtype=torch.bool)  # type: ignore[method-assign]
     updates = train(
         state.model,
         SGD(state.model.parameters(), lr=0.0),
         batches(),
         lambda _: 0.0,
         _criterion(recipe),
-        state.updater.reducer,
+        reducer,
         Spans(state.model, backend, sync_workers=plan.sync_workers),
         GradScaler(_CPU.type, enabled=False),
         steps=range(1),

@@ -309,13 +309,16 @@ class Event:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device(NAME, 0)
+        self._before: list[Busy] = []
 
     def record(self, *_: object) -> None:
-        """Do nothing: all before is complete."""
+        """Note what the device has to wait for before it comes by."""
+        self._before = [busy for busy in _BUSY.values() if busy.ordered]
 
     def synchronize(self) -> None:
         """Hold the host until the event."""
-        synchronize()
+        for busy in self._before:
+            busy.complete()
 
     def query(self) -> bool:
         """Return that the device has come by."""

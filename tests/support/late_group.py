@@ -63,7 +63,8 @@ class LateWork(Work, Busy):
     def complete(self) -> None:
         """Carry out all of the queue up to this."""
         while self in self.queue:
-            self.queue.popleft().finish()
+            self.queue[0].finish()  # stays in front if it fails
+            self.queue.popleft()
 
     def finish(self) -> None:
         """Wait for the other workers and put the results where they belong."""
