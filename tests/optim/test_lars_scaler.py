@@ -103,7 +103,9 @@ def apart(convention: Convention, dtype: torch.dtype) -> float:
     return worst
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_a_step_is_that_of_a_twin_that_waits_and_a_skipped_one_changes_no_bit(
     convention: Convention, dtype: torch.dtype

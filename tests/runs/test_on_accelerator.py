@@ -55,10 +55,13 @@ def lars(convention: str) -> tuple[str, ...]:
 
 CASES = {
     "every stage but averages": ((CLEAN, AFFINE, STATISTICS, JUDGED), ()),
-    "the average of an EMA": ((EMA, STATISTICS), FEW),
-    "SWA": ((SWA, STATISTICS), ()),
-    "SWAP": ((SWAP, STATISTICS), FEW),
-    "sequential statistics": (("statistics: {samples: 96, sequential: true}",), FEW),
+    "the average of an EMA, fujitsu": ((EMA, STATISTICS), lars("fujitsu")),
+    "SWA, outside": ((SWA, STATISTICS), ("optimizer.convention=outside",)),
+    "SWAP, a cache on the device": ((SWAP, STATISTICS), (*FEW, "execution.cache=device")),
+    "sequential statistics, scaled-momentum, decoding": (
+        ("statistics: {samples: 96, sequential: true}",),
+        (*lars("scaled-momentum"), "execution.cache=null"),
+    ),
     "bf16, accumulated": (
         (CLEAN,),
         (*SGD, "precision=bf16", *MICRO, "data.image_size=32", "model.arguments.drop_rate=0"),
@@ -73,11 +76,6 @@ CASES = {
             "monitor=[noise_scale, gradient_norm, trust_ratios, generalization_gap, system]",
         ),
     ),
-    "a cache on the device": ((STATISTICS,), (*FEW, "execution.cache=device")),
-    "decoding beside it": ((STATISTICS,), (*FEW, "execution.cache=null")),
-    "scaled-momentum": ((STATISTICS,), lars("scaled-momentum")),
-    "outside": ((STATISTICS,), lars("outside")),
-    "fujitsu": ((STATISTICS,), lars("fujitsu")),
     "SGD": ((CLEAN,), SGD),
     "LAMB": ((STATISTICS,), an_optimizer("kind: lamb")),
     "Shampoo": ((STATISTICS,), an_optimizer("kind: shampoo, start_step: 2, block_size: 16")),
@@ -163,7 +161,7 @@ def test_a_recipe_has_the_numbers_of_the_cpu(case: str, tmp_path: Path) -> None:
     assert apart(tmp_path / "cpu", tmp_path / "device", most) == {}
 
 
-@pytest.mark.parametrize("stop", [2, BEFORE + 2])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.long), BEFORE + 2])
 def test_a_resumed_run_ends_with_identical_bits(stop: int, tmp_path: Path) -> None:
     """In the middle of the schedule, and of the affine stage."""
     recipe = a_recipe(CLEAN, AFFINE, STATISTICS, EMA)
