@@ -91,7 +91,7 @@ class _Running:
 
     def __init__(self, stage: StageName, before: int) -> None:
         self.stage, self.before, self.made = stage, before, before
-        self.profile = profile()
+        self.profile = profile(acc_events=True)
         self.profile.start()
         self._begun = time.perf_counter()
         self.seconds = 0.0
