@@ -31,13 +31,17 @@ from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 _NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
 """What is in NCCL's reports, which come out of whatever waits for the device."""
 
-_CONNECTION = re.compile(
-    f"connection|closed|reset|timed? ?out|broken pipe|socket|{_NCCL.pattern}", re.IGNORECASE
-)
-"""How Gloo words the loss of a peer, which it reports as a plain RuntimeError, or NCCL."""
+_GONE = re.compile("connection|closed|reset|timed? ?out|broken pipe|socket", re.IGNORECASE)
+"""How a library words that a peer is gone."""
+
+_CONNECTION = re.compile(f"{_GONE.pattern}|{_NCCL.pattern}", re.IGNORECASE)
+"""The same, or NCCL's words: Gloo reports the loss of a peer as a plain RuntimeError."""
 
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 """How it words that a peer did nothing."""
+
+_LOCAL = re.compile("nccl(SystemError|UnhandledCudaError|InvalidUsage|InvalidArgument)")
+"""How NCCL words a fault of this worker; a lost connection is a system error too."""
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -373,10 +377,20 @@ def lost_peers_named(worker: int, *, reads: bool = False) -> Iterator[None]:
         raise _lost(worker, error, words=_NCCL if reads else _CONNECTION) from error
 
 
-def _lost(rank: int, error: RuntimeError, *, words: re.Pattern[str]) -> PeerLostError:
-    """Return what the error means; raise it again if it has another cause than a lost peer."""
-    if not isinstance(error, dist.DistError) and not words.search(str(error)):
+def _lost(
+    rank: int, error: RuntimeError, *, words: re.Pattern[str]
+) -> PeerLostError | BackendError:
+    """Return what the error means; raise it again if it is none of the library."""
+    text = str(error).strip()
+    if not isinstance(error, dist.DistError) and not words.search(text):
         raise error
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first, _, rest = text.partition("\n")
+    last = rest.partition("Last error:")[2].strip()  # where NCCL names the cause
+    reason = " ".join((last or first).split()) or type(error).__name__
+    if _LOCAL.search(text) and last and not _GONE.search(last):
+        return BackendError(
+            f"worker {rank}: the communication library failed here ({reason}); with "
+            "NCCL_DEBUG=INFO in the environment NCCL prints more"
+        )
     kind = PeerSilentError if _TIMEOUT.search(reason) else PeerLostError
     return kind(f"worker {rank} lost contact with another worker ({reason})")

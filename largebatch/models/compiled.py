@@ -5,7 +5,9 @@ shape of a batch gets a graph of its own. All gradients of a graph come at its e
 workers no longer overlap with the backward pass.
 """
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -27,8 +29,7 @@ def compile_model(
     With `shares_spans` several workers share a BatchNorm span: these layers exchange their moments,
     stay outside, and divide the model into several graphs.
 
-    Raises RecipeError where there is no compiler for the device. The model raises it, in its first
-    forward pass, where it cannot be compiled.
+    Raises RecipeError where there is no compiler for the device.
     """
     if not mode:
         return
@@ -40,22 +41,29 @@ def compile_model(
                 layer.leave_graphs()
     options = torch._inductor.list_mode_options("default" if mode is True else mode)
     # Module.compile does not trace an nn.Sequential at the root.
-    compiled = torch.compile(
+    model.forward = torch.compile(
         model.forward, dynamic=False, options={**options, "fallback_random": True}
     )
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- the model's own
-        try:
-            return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)
-            reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
-            raise RecipeError(
-                f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
-                f"{reason}; leave it out, or set it to false"
-            ) from error
 
-    model.forward = forward
+@contextmanager
+def failures_named() -> Iterator[None]:
+    """Raise RecipeError where a model, or its backward pass, cannot be compiled.
+
+    That is found when a pass is made for the first time with a shape.
+    """
+    try:
+        yield
+    except Exception as error:
+        dynamo = sys.modules.get("torch._dynamo.exc")  # loaded where something was compiled
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        cause = getattr(error, "inner_exception", error)
+        reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
+        raise RecipeError(
+            f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
+            f"{reason}; leave it out, or set it to false"
+        ) from error
 
 
 def reuses_memory(mode: Compile, device: torch.device) -> bool:

@@ -46,7 +46,7 @@ from largebatch.recipe.recipe import Recipe, anywhere, require_backend
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.runs.options import Options
-from largebatch.runs.reduction import build_reducer, summing
+from largebatch.runs.reduction import build_reducer, copies_gradients, summing
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.schedules.plateau import with_plateau
@@ -363,7 +363,9 @@ def _build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
     assert recipe.polish is not None
     assert recipe.polish.swap is not None
     lr = recipe.polish.swap.lr
-    fall = cosine(peak=lr, steps=replica_plan(recipe, plan).steps)
+    own = replica_plan(recipe, plan)
+    fall = cosine(peak=lr, steps=own.steps)
     alone = Serial(next(model.parameters()).device)
-    reducer = Reducer(model.named_parameters(), alone, divisor=1.0)
+    copies = copies_gradients(recipe, own, alone.device)
+    reducer = Reducer(model.named_parameters(), alone, divisor=1.0, copies=copies)
     return Updater(_build_sgd(recipe, model, lr=lr), fall, reducer)

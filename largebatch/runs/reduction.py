@@ -39,9 +39,7 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     """Build what sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
     backend = summing(recipe, backend)
-    # Gradients are needed after the next forward pass has begun.
-    kept = plan.accumulation > 1 or recipe.protocol is not None
-    copies = kept and reuses_memory(recipe.execution.compile, backend.device)
+    copies = copies_gradients(recipe, plan, backend.device)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(
@@ -57,6 +55,13 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
         measure="noise_scale" in recipe.monitor,
         copies=copies,
     )
+
+
+def copies_gradients(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
+    """Return whether a compiled pass may overwrite gradients that are needed when it begins."""
+    accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
+    needed = accumulates or recipe.protocol is not None
+    return needed and reuses_memory(recipe.execution.compile, device)
 
 
 def describe_groups(recipe: Recipe) -> str:

@@ -37,6 +37,7 @@ from largebatch.errors import (
     PlanError,
     WorkerFailedError,
 )
+from largebatch.models.compiled import failures_named
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan, require_workers
 from largebatch.recipe.recipe import Recipe, require_backend
@@ -264,7 +265,8 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
     if trainer.backend.rank:
         return trainer
     resume_clock = trainer.step_log.resume_clock
-    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock)
+    busy = trainer.backend.busy
+    profiler = Profiler(first, last, options.out / TRACE, trainer.emit, resume_clock, busy)
     return replace(trainer, profiler=profiler)
 
 
@@ -303,7 +305,7 @@ def record(
 
         trainer.backend.before_leaving(rescue)
         try:
-            with lost_peers_named(trainer.backend.rank, reads=True):
+            with lost_peers_named(trainer.backend.rank, reads=True), failures_named():
                 complete = work()
                 trainer.finish_saving()
             trainer.backend.before_leaving(None)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ class Profiler:
     emit: Callable[[Event], None]
     resume_clock: Callable[[], None]
     """Called after something that is no part of an update: the profiler's own work."""
+
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Lets other workers wait in its block: a trace may have gigabytes."""
 
     done: bool = False
 
@@ -70,7 +73,8 @@ class Profiler:
         running.stop()
         if running.made == running.before:
             return
-        running.profile.export_chrome_trace(str(self.trace))
+        with self.busy():
+            running.profile.export_chrome_trace(str(self.trace))
         operations = sorted(_operations(running.profile), key=_time, reverse=True)
         self.emit(
             Profile(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from on_forked_workers import on_forked_workers
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models import affine_parameters, param_groups
 from largebatch.models.batchnorm import Spans, with_span
-from largebatch.models.compiled import compile_model
+from largebatch.models.compiled import compile_model, failures_named
 from largebatch.optim.lars import LARS
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
@@ -197,15 +198,26 @@ def test_without_a_compiler_the_recipe_is_refused() -> None:
         compile_model(net(nn.Sequential), True, CPU, shares_spans=False)
 
 
-def test_a_model_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(model: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
-        def backend(graph: object, inputs: object) -> Callable[..., Tensor]:
-            raise NotImplementedError("no kernel for this layer")
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_a_model_that_cannot_be_compiled_is_refused(
+    passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(graph: object, inputs: object) -> Callable[..., Tensor]:
+        cause = NotImplementedError("no kernel for this layer")
+        raise torch._inductor.exc.InductorError(cause, None)
 
+    def take(graph: Callable[..., Tensor], inputs: object) -> Callable[..., Tensor]:
+        return graph
+
+    compilers = {"fw_compiler": take, "bw_compiler": take, f"{passes[0]}w_compiler": refuse}
+    backend = aot_autograd(**compilers)
+
+    def fails(model: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
         return compiles(model, backend=backend)
 
     monkeypatch.setattr(torch, "compile", fails)
     model = with_span(net(nn.Sequential), SAMPLES)
     compile_model(model, True, CPU, shares_spans=False)
-    with pytest.raises(RecipeError, match=r"execution\.compile: .*no kernel for this layer; leave"):
-        model(batches(Serial(CPU))[0].images)
+    said = r"execution\.compile: .*no kernel for this layer; leave"
+    with pytest.raises(RecipeError, match=said), failures_named():
+        model(batches(Serial(CPU))[0].images).sum().backward()
