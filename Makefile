@@ -118,7 +118,7 @@ measure: $(VENV)/.installed-for-tests
 soak: $(VENV)/.horovod
 	$(BENCH_PYTHON) benchmarks/soak.py
 
-bench-gpu:
+bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),$(VENV)/.installed-for-tests)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(BENCH_PYTHON) benchmarks/gpu.py $(BENCH_PARTS)
 
 $(VENV)/bin/python:

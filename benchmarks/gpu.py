@@ -105,7 +105,11 @@ def main() -> None:
     )
     names = [part.name for part in PARTS]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
-    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="at tiny sizes, also without a GPU; no result is kept",
+    )
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(names)):
         parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(names)}")

@@ -76,7 +76,9 @@ def seconds(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a time, such as 90s or 5m, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected seconds, or a number with s, m or h behind it, such as 5m, got {text!r}"
+        )
     return found
 
 
@@ -89,7 +91,8 @@ def updates(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
         raise argparse.ArgumentTypeError(
-            f"expected the first and the last update, such as 100:110, got {text!r}"
+            "expected the first and the last update, counted from 1 and in this order, such as "
+            f"100:110, got {text!r}"
         )
     return int(first), int(last)
 

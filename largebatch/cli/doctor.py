@@ -19,6 +19,7 @@ from largebatch.distributed import horovod
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.network import bandwidth, measure_network
 from largebatch.errors import LargebatchError
+from largebatch.models.compiled import require_compiler
 from largebatch.optional import (
     require_mlflow,
     require_mlperf,
@@ -40,6 +41,7 @@ def examine() -> Iterator[str]:
     checks: dict[str, tuple[str, Callable[[], object]]] = {
         "torchvision": ("torchvision", lambda: _decode_one(torchvision.open_decoder)),
         "timm": ("timm", lambda: models.build("resnet18", num_classes=2)),
+        "compiler": ("torch", lambda: require_compiler(accelerator.current())),
         "DALI": ("nvidia-dali-cuda120", lambda: _decode_one(dali.open_decoder)),
         "Horovod": ("horovod", lambda: horovod.open_horovod().close()),
         "W&B": ("wandb", require_wandb),

@@ -30,6 +30,9 @@ _ELSEWHERE = {
 }
 """Words that are tried as commands, and what does that here."""
 
+_OF_TRAIN = {"--data", "--out", "--profile", "--resume"}
+"""What of a `train` line is copied to another command."""
+
 _REQUIRED = "the following arguments are required: "
 """The start of argparse's message."""
 
@@ -114,6 +117,8 @@ class Parser(argparse.ArgumentParser):
 
         A recipe's keys are for commands that read a recipe: a checkpoint has been trained already.
         """
+        if name in _OF_TRAIN:
+            return f"; it is one of `{self.prog.partition(' ')[0]} train`, and of no use here"
         key = meant_key(name.lstrip("-"), Recipe)
         trains = any(action.dest in {"recipe", "recipes"} for action in self._actions)
         if key is not None and trains and "--set" in self._option_string_actions:

@@ -239,11 +239,14 @@ def _describe_failure(operation: str, rank: int) -> str:
     return f"worker {rank} lost contact with another worker ({operation} failed)"
 
 
+_LONGER = "or give a longer --timeout"
+
+
 def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> str:
     """Say who has not joined an operation; None: this cannot be known.
 
-    >>> describe("all_reduce float32 [8]", [2], 300)
-    'worker 2 has not joined all_reduce float32 [8] for 300 s'
+    >>> print(describe("barrier", [2], 300))
+    worker 2 has not joined barrier for 300 s; look at its host, or give a longer --timeout
     """
     what = f"{operation} for {seconds:g} s"
     if absent is None:
@@ -251,8 +254,9 @@ def describe(operation: str, absent: Sequence[int] | None, seconds: float) -> st
     if not absent:
         return f"every worker waits in {what}; look at the network between them"
     if len(absent) == 1:
-        return f"worker {absent[0]} has not joined {what}"
-    return f"workers {shorten([str(worker) for worker in absent])} have not joined {what}"
+        return f"worker {absent[0]} has not joined {what}; look at its host, {_LONGER}"
+    names = shorten([str(worker) for worker in absent])
+    return f"workers {names} have not joined {what}; look at their hosts, {_LONGER}"
 
 
 def leave(message: str, *, print_it: bool) -> NoReturn:

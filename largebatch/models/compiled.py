@@ -5,6 +5,7 @@ shape of a batch gets a graph of its own. All gradients of a graph come at its e
 workers no longer overlap with the backward pass.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def compile_model(
     """
     if not mode:
         return
-    _require_compiler(device)
+    require_compiler(device)
     torch._dynamo.config.recompile_limit = max(_MOST_GRAPHS, torch._dynamo.config.recompile_limit)
     if shares_spans:
         for layer in model.modules():
@@ -62,7 +63,7 @@ def failures_named() -> Iterator[None]:
         reason = next(filter(None, str(cause).splitlines()), "no reason given").strip()
         raise RecipeError(
             f"execution.compile: the model cannot be compiled: {type(cause).__name__}: "
-            f"{reason}; leave it out, or set it to false"
+            f"{reason}; leave compile out"
         ) from error
 
 
@@ -71,7 +72,8 @@ def reuses_memory(mode: Compile, device: torch.device) -> bool:
     return mode in {"reduce-overhead", "max-autotune"} and device.type != "cpu"
 
 
-def _require_compiler(device: torch.device) -> None:
+def require_compiler(device: torch.device) -> None:
+    """Raise RecipeError where nothing can compile for the device."""
     import torch._dynamo
     import torch._inductor.cpp_builder
     import torch._inductor.exc
@@ -81,12 +83,14 @@ def _require_compiler(device: torch.device) -> None:
         try:
             torch._inductor.cpp_builder.get_cpp_compiler()
         except torch._inductor.exc.InvalidCxxCompiler:
+            named = os.environ.get("CXX")
+            found = f"CXX={named} is none that works" if named else "none was found"
             raise RecipeError(
-                "execution.compile: a CPU needs a C++ compiler, and none was found; install g++ "
-                "or name one by the variable CXX, or set it to false"
+                f"execution.compile: a CPU needs a C++ compiler, and {found}; install g++, or name "
+                "one by the variable CXX, or leave compile out"
             ) from None
     elif not has_triton():
         raise RecipeError(
             "execution.compile: a GPU needs Triton, which is not installed or does not know this "
-            "one; install it, or set it to false"
+            "one; install it, or leave compile out"
         )

@@ -114,6 +114,8 @@ def polish(
     workers are not connected; ValueError if the model is sharded (FSDP) or has no such layer with
     running statistics, if a batch has no images, or if `batches` can be used only once.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"polish takes a model first, then batches; got a {type(model).__name__}")
     model = local_model(model)
     if backend is None:
         backend = running_backend(device_of(model))

@@ -160,6 +160,7 @@ def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str
             return "; ".join(filter(None, [wrong, meant]))
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
+            message = message.replace("False, True", "false, true")  # as YAML has them
             if "le" in context:  # with all of its digits in pydantic's words
                 message = f"input should be less than or equal to {context['le']:.10g}"
             found = clip(json.dumps(problem["input"]), LONGEST_NAME)

@@ -355,7 +355,8 @@ class Checkpoints(Section):
 
 
 class Execution(Section):
-    """The machine: what changes no number of a run. A resumed run may change it.
+    """The machine: what changes the numbers of a run by rounding at most. A resumed run may change
+    it.
 
     With the protocols softsync and asynchronous `checkpoints` does change something: gradients are
     less late after each.

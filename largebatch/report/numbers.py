@@ -312,9 +312,10 @@ class Share(NamedTuple):
 
 
 def profile_shares(found: Profile) -> list[Share]:
-    """Return what the time of the profiled updates went to, the largest first.
+    """Return what the time of the profiled updates went to: the largest operations first.
 
-    What operations do not explain of the host's time is Python, and waiting for the device.
+    What operations do not explain of the host's time is Python, and waiting for the device; it is
+    last.
     """
     updates, named = found.step - found.first + 1, found.operations
     rows = [
@@ -329,6 +330,8 @@ def profile_shares(found: Profile) -> list[Share]:
     host = found.host_seconds - sum(each.host_seconds for each in named)
     device = found.device_seconds - sum(each.device_seconds for each in named)
     rest = max(0.0, found.seconds - found.host_seconds)
-    rows.append(Share("all other operations", None, host / found.seconds, device / found.seconds))
-    rows.append(Share("Python, and waiting", None, rest / found.seconds, 0.0))
-    return sorted(rows, key=lambda row: max(row.host, row.device), reverse=True)
+    return [
+        *sorted(rows, key=lambda row: max(row.host, row.device), reverse=True),
+        Share("all other operations", None, host / found.seconds, device / found.seconds),
+        Share("Python, and waiting", None, rest / found.seconds, 0.0),
+    ]

@@ -189,13 +189,14 @@ def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
 
     The loss is a mean over the global batch, so the first scale is 2^16 for 64 samples, as usual,
     and grows with the batch: each sample's gradients then are as far from vanishing. A scale that
-    was halved must be able to come back in 1,000 steps, where PyTorch waits for 2,000.
+    was halved must be able to come back in 1,000 steps, where PyTorch waits for 2,000; in a short
+    run each doubling would soon overflow.
     """
     return GradScaler(
         backend.device.type,
         enabled=recipe.precision == "fp16",
         init_scale=2.0 ** (16 + max(0, round(math.log2(plan.global_batch / 64)))),
-        growth_interval=max(1, min(2000, plan.steps // 20)),
+        growth_interval=max(50, min(2000, plan.steps // 20)),
     )
 
 

@@ -6,7 +6,7 @@ charts and checkpoints/. It is made when everything that the user can get wrong 
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -66,9 +66,10 @@ from largebatch.training.trainer import Trainer
 _LOG = logging.getLogger(__name__)
 
 _SLOW = (
-    "fp16 on a CPU is several times slower than fp32; to try a recipe here: "
+    "{} on a CPU is often ten times slower than fp32, or more; to try a recipe here: "
     "--set precision=fp32 --set reduction.dtype=fp32"
 )
+_COMPILING = "the model is compiled in the first update of each image size: it takes up to minutes"
 
 JOB = TypeAdapter(tuple[Recipe, Options])
 """The arguments of local workers, as JSON."""
@@ -227,19 +228,25 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         stages = partial(run_stages, _profiled(trainer, options, until=until), until=until)
 
         def train() -> bool:
-            for remark in trainer.pipeline.remarks if checkpoint is None else ():
+            for remark in _remarks(trainer, options, resumed=checkpoint is not None):
                 trainer.note("train", remark)
-            if trainer.state.scaler.is_enabled() and trainer.backend.device.type == "cpu":
-                trainer.note("train", _SLOW)
-            if options.resume == "auto" and checkpoint is None:
-                trainer.note(
-                    "train", f"nothing to go on from in {options.out}; the run begins afresh"
-                )
             return stages()
 
         ids = checkpoint.origin.get("trackers", {}) if checkpoint else {}
         resume, draws = bool(options.resume), options.report
         return record(trainer, folder, train, resume=resume, ids=ids, draws=draws)
+
+
+def _remarks(trainer: Trainer, options: Options, *, resumed: bool) -> Iterator[str]:
+    """Yield what is worth saying before the first update."""
+    recipe = trainer.recipe
+    yield from () if resumed else trainer.pipeline.remarks
+    if recipe.precision != "fp32" and trainer.backend.device.type == "cpu":
+        yield _SLOW.format(recipe.precision)
+    if recipe.execution.compile:
+        yield _COMPILING
+    if options.resume == "auto" and not resumed:
+        yield f"nothing to go on from in {options.out}; the run begins afresh"
 
 
 def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:

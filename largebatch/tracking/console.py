@@ -122,7 +122,7 @@ class Console:
         end = "paused at --max-steps" if summary.status == "paused" else summary.status
         self._console.print(
             f"{end} after {summary.seconds:.1f} s"
-            + self._since_start()
+            + self._since_start(summary.seconds)
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
             + "".join(
                 f"; learner {lost.learner} was lost after {lost.update} updates"
@@ -130,10 +130,12 @@ class Console:
             )
         )
 
-    def _since_start(self) -> str:
+    def _since_start(self, all_seconds: float) -> str:
         if self._started is None:
             return ""
-        return f" ({time.time() - self._started:.1f} s since the command was started)"
+        seconds = time.time() - self._started
+        of_them = " of them" * (seconds < all_seconds)  # the rest was before a resume
+        return f" ({seconds:.1f} s{of_them} since the command was started)"
 
     def _show_step(self, event: Step) -> None:
         done = event.step + 1

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("ends")
 LIMIT = 0.4
 """Seconds, of workers that are threads."""
 
+REMEDY = "; look at its host, or give a longer --timeout"
+
 
 class Unreachable(Store):
     """A store whose machine does not answer."""
@@ -66,7 +68,7 @@ def test_those_that_wait_name_the_worker_that_is_absent(
     for worker in (1, 2):
         workers[worker].begin("all_reduce float32 [8]", range(3))
     wait_for(ended, number=2)
-    message = "worker 0 has not joined all_reduce float32 [8] for 0.4 s"
+    message = f"worker 0 has not joined all_reduce float32 [8] for 0.4 s{REMEDY}"
     assert sorted(ended) == [(message, False), (message, True)]
 
 
@@ -99,7 +101,12 @@ def test_a_busy_worker_that_is_suspended_is_absent(
         time.sleep(2 * LIMIT)
         workers[0].close()  # as if it were: it says nothing more
         wait_for(ended, number=1)
-    assert ended == [("worker 0 has not joined broadcast uint8 [9] for 0.4 s", True)]
+    assert ended == [
+        (
+            f"worker 0 has not joined broadcast uint8 [9] for 0.4 s{REMEDY}",
+            True,
+        )
+    ]
 
 
 def test_until_the_first_update_a_worker_waits_six_times_as_long(
@@ -200,6 +207,6 @@ def suspend_one(library: str, how: str) -> None:
 def test_a_worker_that_does_nothing_ends_the_run_with_its_number(library: str, how: str) -> None:
     if library == "horovod":
         pytest.importorskip("horovod.torch", reason="horovod is not installed")
-    message = re.escape("worker 1 has not joined all_reduce float32 [7] for 10 s")
+    message = re.escape(f"worker 1 has not joined all_reduce float32 [7] for 10 s{REMEDY}")
     with pytest.raises(WorkerFailedError, match=f"^{message}$"):
         on_workers(suspend_one, library, how, workers=3, horovod=library == "horovod")

@@ -235,9 +235,10 @@ def test_a_resumed_run_keeps_one_run_in_wandb(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows rise over the parts, for W&B drops one whose number it has; no step is there twice."""
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # it reads the environment once in a process
     follow(folder, in_two_parts()[1:], lambda: Wandb(folder, CONFIG, note=print))
     (only,) = folder.glob("wandb/offline-run-*")
     (folder / "log.jsonl").unlink()
