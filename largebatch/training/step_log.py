@@ -38,9 +38,7 @@ class _Pending(NamedTuple):
 
     step: Step
     update: Update
-    found: Tensor
-    """What is read of it as `own`."""
-
+    found: Tensor  # what `own` is read from
     sums: Tensor
     """What is summed; `arrive` waits for it."""
 
