@@ -29,6 +29,7 @@ DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CHANGES = ("duration={steps: 6}", "schedule.warmup={steps: 2}", "evaluation={}", NARROW, *SMALL)
 PLAIN = ("polish=null",)
 AVERAGED = ("precision=fp16", "polish={ema: 0.5}", "monitor=[gradient_norm]")
+LOGS: list[StepLog] = []
 LOST_AT = 3
 """The update after which, or in whose record, another worker is lost."""
 
@@ -45,6 +46,7 @@ def losing(when: str) -> Callable[..., None]:
     def then(log: StepLog, stage: Any, update: Any) -> None:  # noqa: ANN401 -- passed on
         if update.step == LOST_AT and when == "in its record":
             lose()
+        LOGS.append(log)
         add(log, stage, update)
         if update.step == LOST_AT:
             lose()
@@ -100,8 +102,16 @@ def held(folder: Path, changes: Sequence[str]) -> None:
     monitor.setattr(torch_distributed, "_has_failed", notice_beside(torch_distributed._has_failed))
     for module in (watch, step_log):
         monitor.setattr(module, "GRACE_SECONDS", 0.5)
-    if os.environ["RANK"] == "1":  # or worker 0 would be ended with it
-        monitor.setattr(watch, "leave", lambda *_, **__: time.sleep(60))
+    leave = watch.leave
+
+    def leaving(message: str, *, print_it: bool) -> None:
+        if os.environ["RANK"] == "1":  # or worker 0 would be ended with it
+            time.sleep(60)
+        if not LOGS[-1].lock.acquire(blocking=False):
+            (folder / "the main thread is stopped").touch()
+        leave(message, print_it=print_it)
+
+    monitor.setattr(watch, "leave", leaving)
     train(folder, changes, when="between two updates")
 
 
@@ -135,6 +145,7 @@ def test_what_was_done_is_saved_while_the_main_thread_waits_for_ever(
     (found,) = (folder / "checkpoints").iterdir()
     assert load_checkpoint(found).progress.step == LOST_AT + 1
     summary = json.loads((folder / "summary.json").read_text())
+    assert (folder / "the main thread is stopped").exists()
     assert (summary["status"], summary["steps"]) == ("failed", LOST_AT + 1)
     assert on_forked_workers(resumed, folder, changes, workers=2) == "finished"
     assert on_forked_workers(whole_run, whole, changes, workers=2) == "finished"
