@@ -328,6 +328,7 @@ def test_nothing_waits_for_a_gpu_whose_update_is_logged() -> None:
     state: Any = SimpleNamespace(
         progress=progress,
         count=progress.count,
+        follow=lambda *_: None,
         scaler=GradScaler("cuda", enabled=False),
         model=model,
         updater=SimpleNamespace(optimizer=optimizer),

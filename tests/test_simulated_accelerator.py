@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ ASKED: dict[str, Callable[[Tensor], Any]] = {
     "pageable": lambda x: torch.ones(3).to(x.device, non_blocking=True),
     "pinned": lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True),
     "made pinned": lambda x: torch.tensor([1.0], pin_memory=True).to(x.device, non_blocking=True),
+    "pageable number": lambda x: torch.tensor(1.0).to(x.device, non_blocking=True),
+    "number as an argument": lambda x: x * torch.tensor(2.0) + 1.0,
     "zero": lambda x: torch.zeros((), device=x.device),
 }
 NOTHING = {"launches": 0, "syncs": 0, "transfers": 0, "pageable": 0}
@@ -48,6 +51,8 @@ EXPECTED = {
     "pageable": {"transfers": 1, "pageable": 1},
     "pinned": {"transfers": 1},
     "made pinned": {"transfers": 1},
+    "pageable number": {"transfers": 1, "pageable": 1},
+    "number as an argument": {"launches": 2},
     "zero": {"launches": 1},
 }
 
@@ -163,3 +168,27 @@ def losing(device: torch.device) -> None:
 
 def test_a_lost_member_is_noticed_when_the_host_reads_a_sum() -> None:
     on_forked_workers(on_late_group, losing, workers=1)
+
+
+def hung() -> None:
+    """Ask a device for more after it hung, and read it through another stream."""
+    device = accelerator.simulate()
+    x = torch.ones(3, device=device)
+    before = torch.Event(device)
+    before.record()
+    accelerator.hang()
+    after = torch.Event(device)
+    after.record()
+    x.add_(1)
+    assert (before.query(), after.query()) == (True, False)
+    for read in (x.tolist, after.synchronize, lambda: torch.ones(()).to(device)):
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    with torch.Stream(device):
+        assert x.tolist() == [1.0] * 3
+
+
+def test_a_device_that_hangs_holds_whoever_reads_it_and_keeps_what_it_had() -> None:
+    on_forked_workers(hung, workers=1)

@@ -304,6 +304,7 @@ def record(
             """Save while the main thread is held; leave it to that thread if it has begun to."""
             if not leaving.acquire(blocking=False):
                 return False
+            trainer.step_log.lock.acquire()  # for good: the main thread stops if it comes back
             with suppress(CheckpointError):
                 if trainer.step_log.is_training:
                     _save_what_is_sound(trainer, PeerLostError(), still)

@@ -5,17 +5,17 @@ model, so that nothing of the weights at the start is in it (arXiv:1512.00567, s
 such an average). SWA is the plain mean of the weights at a regular interval over the last part of
 the schedule (arXiv:1803.05407, algorithm 1).
 
-PyTorch's AveragedModel computes these two. It is given the weights and the running statistics
-alone and not the model: it copies what it is given, and a model here holds groups of workers, which
-cannot be copied. Statistics are averaged like weights, as timm does: those of the last update
-belong to other weights.
+PyTorch's AveragedModel holds and loads them. It does not update them: that would wait for a GPU at
+every update. It is given the weights and the running statistics alone and not the model: it copies
+what it is given, and a model here holds groups of workers, which cannot be copied. Statistics are
+averaged like weights, as timm does: those of the last update belong to other weights.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from largebatch.distributed.backend import Group
 
@@ -23,23 +23,41 @@ from largebatch.distributed.backend import Group
 class _Average:
     """Weights and running statistics, averaged over some of the updates so far."""
 
-    def __init__(self, model: nn.Module, average: Any) -> None:  # noqa: ANN401 -- torch names none
-        self._live = nn.ParameterList(averaged(model))
-        self._average = AveragedModel(self._live, multi_avg_fn=average)
+    def __init__(self, model: nn.Module) -> None:
+        self._live = averaged(model)
+        self._average = AveragedModel(nn.ParameterList(self._live))
+        self._averages: list[Tensor] = list(self._average.parameters())
 
     @property
     def num_models(self) -> int:
-        """How many states of the model are in it."""
-        return int(self._average.n_averaged)  # sync: when the stage begins
+        """Number of states of the model in the average, counted on the host."""
+        return int(self._average.n_averaged)
 
-    def update(self) -> None:
-        """Take in the model as it is; the first time, take it over."""
-        self._average.update_parameters(self._live)
+    def count(self, step: int) -> None:
+        """Count the model after the update of a step; `follow` then takes it in."""
+        self._average.n_averaged += int(self._includes(step))
+
+    def take_back(self, step: int) -> None:
+        """Undo the count of a step whose update the device has not made."""
+        self._average.n_averaged -= int(self._includes(step))
+
+    @torch.no_grad()
+    def follow(self, step: int, skipped: Tensor | None) -> None:
+        """Take in the model after the update of a step; the first time, copy it.
+
+        Nothing waits for the device.
+        """
+        if not self._includes(step):
+            return
+        if self.num_models == 1:
+            torch._foreach_copy_(self._averages, self._live)
+        else:
+            self._move(skipped)
 
     @torch.no_grad()
     def store(self) -> None:
         """Put the average into the model."""
-        torch._foreach_copy_(list(self._live), list(self._average.module.parameters()))
+        torch._foreach_copy_(self._live, self._averages)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors themselves, for a checkpoint."""
@@ -49,48 +67,53 @@ class _Average:
         """Go on where a checkpoint stopped."""
         self._average.load_state_dict(state)
 
+    def _includes(self, step: int) -> bool:
+        raise NotImplementedError
+
+    def _move(self, skipped: Tensor | None) -> None:
+        raise NotImplementedError
+
 
 class EMA(_Average):
     """The exponential moving average over all updates."""
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
-        super().__init__(model, self._move)
+        super().__init__(model)
         self._share = 1 - decay
-        self._skipped: Tensor | None = None
 
-    def follow(self, step: int, skipped: Tensor | None) -> None:  # noqa: ARG002 -- SWA's needs it
-        """Take in the weights after an update, unless `skipped` is true on the device.
+    def forget(self, step: int) -> None:
+        """Do not count the last update: it was skipped. To be called before the next is counted."""
+        self.take_back(step)
 
-        Whether the one before was is known: `forget` was called if it was.
-        """
-        self._skipped = skipped
-        self.update()
+    def _includes(self, step: int) -> bool:  # noqa: ARG002 -- SWA's needs it
+        return True
 
-    def forget(self) -> None:
-        """Do not count the last update: it was skipped."""
-        self._average.n_averaged -= 1
-
-    def _move(self, averages: list[Tensor], weights: list[Tensor], _: object) -> None:
-        share: float | list[Tensor] = self._share
-        if self._skipped is not None:
-            share = [averages[0].new_full((), self._share) * ~self._skipped] * len(averages)
-        torch._foreach_lerp_(averages, weights, share)
+    def _move(self, skipped: Tensor | None) -> None:
+        """Move towards the model, unless `skipped` is true on the device."""
+        if skipped is None:
+            torch._foreach_lerp_(self._averages, self._live, self._share)
+            return
+        moved = torch._foreach_lerp(self._averages, self._live, self._share)
+        torch._foreach_mul_(self._averages, skipped.to(moved[0].dtype))  # one of the two is zero
+        torch._foreach_mul_(moved, (~skipped).to(moved[0].dtype))
+        torch._foreach_add_(self._averages, moved)
 
 
 class SWA(_Average):
     """The mean of the weights after some of the updates."""
 
     def __init__(self, model: nn.Module, *, after: range) -> None:
-        super().__init__(model, get_swa_multi_avg_fn())
+        super().__init__(model)
         self._after = after
 
-    def follow(self, step: int, skipped: Tensor | None) -> None:  # noqa: ARG002 -- EMA's needs it
-        """Take in the weights after the update of a step, if it is one of those."""
-        if step + 1 in self._after:
-            self.update()
-
-    def forget(self) -> None:
+    def forget(self, step: int) -> None:
         """Keep the weights that a skipped update left: they count by their step."""
+
+    def _includes(self, step: int) -> bool:
+        return step + 1 in self._after
+
+    def _move(self, skipped: Tensor | None) -> None:  # noqa: ARG002 -- EMA's needs it
+        torch._foreach_lerp_(self._averages, self._live, 1 / self.num_models)
 
 
 class ReplicaMean:

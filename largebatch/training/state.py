@@ -158,10 +158,8 @@ class TrainState:
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether the optimizer or the average counts updates where an accelerator is behind."""
-        return self.average is not None or any(
-            _counts(group) for group in self.updater.optimizer.param_groups
-        )
+        """True if the optimizer counts updates where an accelerator is behind."""
+        return any(_counts(group) for group in self.updater.optimizer.param_groups)
 
     def use(self, updater: Updater) -> None:
         """Make the updates that follow by another updater."""
@@ -169,22 +167,31 @@ class TrainState:
         self.updater = updater
         self.protocol = {}
 
-    def count(
-        self, step: int, *, images: int, seconds: float, skipped: Tensor | None = None
-    ) -> None:
-        """Count the update of a step, and let the average follow it.
+    def count(self, step: int, *, images: int, seconds: float) -> None:
+        """Count the update of a step on the host; `follow` it then."""
+        self.progress.count(step, images=images, seconds=seconds)
+        if self.average is not None:
+            self.average.count(step)
+
+    def follow(self, step: int, skipped: Tensor | None) -> None:
+        """Let the average follow the update of a step, which was counted.
 
         Where `skipped` is true on the device, `count_skipped` has to be called before the next.
         """
-        self.progress.count(step, images=images, seconds=seconds)
         if self.average is not None:
             self.average.follow(step, skipped)
+
+    def take_back(self, step: int, *, images: int, seconds: float) -> None:
+        """Undo the count of a step whose update the device has not made."""
+        self.progress.take_back(step, images=images, seconds=seconds)
+        if self.average is not None:
+            self.average.take_back(step)
 
     def count_skipped(self) -> None:
         """Note that the last update changed nothing."""
         self.progress.skipped += 1
         if self.average is not None:
-            self.average.forget()
+            self.average.forget(self.progress.step - 1)
 
     def take_snapshot(self) -> None:
         """Note the state as it is, for a stage that may be rolled back; once a stage."""

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,13 +34,15 @@ class _Own(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An update whose loss is still being summed."""
+    """The update counted last, whose loss is still being summed."""
 
     step: Step
     update: Update
+    found: Tensor  # what `own` is read from
     sums: Tensor
+    """What is summed; `arrive` waits for it."""
+
     arrive: Callable[[], None]
-    """Waits for them."""
 
     made: torch.Event | None
     """When the device has made it; None on a CPU, which has."""
@@ -97,15 +100,15 @@ class StepLog:
         self._most_skipped = nonfinite.most if nonfinite.action == "skip" else 0
         self._num_skipped = 0
         self._pending: _Pending | None = None
-        self._unread: tuple[Update, Tensor, torch.Event | None] | None = None
-        """The update counted last, what it will have found, and when the device has made it."""
-
         self._unrecorded: list[tuple[Update, int, float]] = []
         """The updates that are counted and have no record yet, with their images and seconds."""
 
         self._stream = accelerator.stream(backend.device)
         self._recorded: torch.Event | None = None
         """When the device has made the last update that has a record."""
+
+        self.lock = threading.RLock()
+        """Held while counts and records change; the thread of a rescue keeps it until the end."""
 
         self.is_training = False
         """Whether updates are made, so that the weights are never any but those of the last one."""
@@ -143,19 +146,14 @@ class StepLog:
         self._begun += seconds
         images = self._plan.batch_at(update.step)
         self._read_own()
-        self._state.count(update.step, images=images, seconds=seconds, skipped=update.skipped)
-        self._unrecorded.append((update, images, seconds))
+        with self.lock:  # before the device is asked for more, which may hold the host
+            self._state.count(update.step, images=images, seconds=seconds)
+            self._unrecorded.append((update, images, seconds))
+        self._state.follow(update.step, update.skipped)
         sums = self.requests(update)
-        own, made = self._measure(update), self._mark()
-        self._unread = update, own, made
+        found = self._measure(update)
+        made = None if self._stream is None else accelerator.event(self._backend.device)
         work = self._backend.all_reduce(sums)
-        try:
-            self._emit_pending()
-        except DivergedError:
-            self._unrecorded.clear()
-            work.wait()  # nothing may be under way, for the run may go on without this stage
-            self._read_own()
-            raise
         step = Step(
             stage=stage,
             step=update.step,
@@ -165,7 +163,17 @@ class StepLog:
             step_seconds=seconds,
             images_per_second=images / seconds,
         )
-        self._pending = _Pending(step, update, sums, work.wait, made)
+        following = _Pending(step, update, found, sums, work.wait, made)
+        try:
+            self._record()
+        except DivergedError:
+            self._unrecorded.clear()
+            work.wait()  # nothing may be under way, for the run may go on without this stage
+            self._pending = following
+            self._read_own()
+            self._pending = None
+            raise
+        self._pending = following
         if self._stream is None:
             self._record()
 
@@ -196,6 +204,7 @@ class StepLog:
         self._backend.started()
         images = self._plan.batch_at(step.step)
         self._state.count(step.step, images=images, seconds=step.step_seconds)
+        self._state.follow(step.step, None)
         self._emit(step)
         self._judge(step, _Sums(step.loss, bad=0, ranks=0, infinite=0, stop=0, save=0))
 
@@ -212,10 +221,9 @@ class StepLog:
 
     def requests(self, update: Update) -> Tensor:
         """Return what is summed: the loss, whether to stop, whether to save (worker 0 alone)."""
-        save = self._save_is_late
         bad = (~update.loss.isfinite()).to(update.loss.dtype)
         infinite = (~update.finite).to(update.loss.dtype)
-        known = [float(self._wants_stop()), float(save)]
+        known = [float(self._wants_stop()), float(self._save_is_late)]
         copied = _copied([*known, *self._monitors.sample(update.step)], to=update.loss)
         requests, system = copied[: len(known)], copied[len(known) :]
         measured = update.loss.new_empty(0) if update.squares is None else update.squares
@@ -230,27 +238,6 @@ class StepLog:
         scales = torch.stack([update.skipped, update.loss_scale, update.scaled_by])
         return torch.cat([scales, monitored])
 
-    def _mark(self) -> torch.Event | None:
-        """Return when the device has done what it was asked so far; None on a CPU, which has."""
-        return None if self._stream is None else accelerator.event(self._backend.device)
-
-    def _read_own(self) -> None:
-        """Learn what the update counted last has found, and count it as skipped if it was."""
-        if self._unread is None:
-            return
-        (update, found, made), self._unread = self._unread, None
-        with accelerator.on(self._stream):  # not behind the update that was queued since
-            if self._stream is not None and made is not None:
-                self._stream.wait_event(made)
-            values = found.tolist()  # sync: with the update before; on a CPU with this one
-        own = _Own(values)
-        if update.skipped is not None:
-            own = _Own(values[3:], bool(values[0]), *values[1:3])
-        if own.skipped:
-            self._state.count_skipped()
-        if self._pending is not None and self._pending.update is update:
-            self._pending = self._pending._replace(own=own)
-
     def flush(self) -> None:
         """Learn whether the last update was skipped, and emit the record that is still open.
 
@@ -261,22 +248,50 @@ class StepLog:
         try:
             self._record()
         finally:
-            self.is_training = False
+            with self.lock:
+                self.is_training = False
 
     def _record(self) -> None:
-        self._read_own()
-        self._emit_pending()
+        """Learn what the update counted last has found, and emit its record."""
+        if self._pending is not None:
+            self._read_own()
+            sums = self._summed(self._pending)
+            with self.lock:
+                self._emit_record(sums)
 
-    def _emit_pending(self) -> None:
-        if self._pending is None:
-            return
+    def _read_own(self) -> None:
+        if self._pending is not None and self._pending.own is None:
+            values = self._found(self._pending)
+            with self.lock:
+                self._take_own(values)
+
+    def _found(self, pending: _Pending) -> list[float]:
+        with accelerator.on(self._stream):  # not behind the update that was queued since
+            if self._stream is not None and pending.made is not None:
+                self._stream.wait_event(pending.made)
+            return pending.found.tolist()  # sync: with the update before; on a CPU with this one
+
+    def _summed(self, pending: _Pending) -> list[float]:
+        with accelerator.on(self._stream):
+            pending.arrive()
+            return pending.sums.tolist()  # sync: with the same
+
+    def _take_own(self, values: list[float]) -> None:
+        """Count the update as skipped if it was."""
+        assert self._pending is not None
+        own = _Own(values)
+        if self._pending.update.skipped is not None:
+            own = _Own(values[3:], bool(values[0]), *values[1:3])
+        if own.skipped:
+            self._state.count_skipped()
+        self._pending = self._pending._replace(own=own)
+
+    def _emit_record(self, sums: list[float]) -> None:
         pending, self._pending = self._pending, None
+        assert pending is not None
         own = pending.own
         assert own is not None
         step = replace(pending.step, skipped=own.skipped, loss_scale=own.loss_scale)
-        with accelerator.on(self._stream):
-            pending.arrive()
-            sums = pending.sums.tolist()  # sync: with the same
         self._backend.started()
         loss, bad, ranks, infinite, stop, save, *rest = sums
         squares = 0 if pending.update.squares is None else len(pending.update.squares)
@@ -294,8 +309,13 @@ class StepLog:
         del self._unrecorded[0]
         self._recorded = pending.made
         if found.system:
-            self._emit(_system(step, found.system))
-        self._judge(step, found)
+            columns = {n: tuple(found.system[p :: len(SYSTEM)]) for p, n in enumerate(SYSTEM)}
+            self._emit(System(stage=step.stage, step=step.step, **columns))  # type: ignore[arg-type]  # all columns
+        try:
+            self._judge(step, found)
+        except DivergedError:
+            self.is_training = False
+            raise
 
     def settle(self) -> bool:
         """When a worker is lost, go back to the last update that has a record.
@@ -304,25 +324,30 @@ class StepLog:
         next update. Return False where the weights are those of an update without a record, or what
         is counted on the host cannot be taken back. Raises as flush does.
         """
-        errors: list[Exception] = []
+        pending = self._pending
+        values: list[list[float]] = []
 
-        def flush() -> None:
-            try:
-                self._record()
-            except Exception as error:
-                errors.append(error)
+        def read() -> None:
+            with suppress(PeerLostError, RuntimeError):
+                if pending is not None:
+                    values.append(self._found(pending))
+                    values.append(self._summed(pending))
 
-        flushing = threading.Thread(target=flush, daemon=True)
-        flushing.start()
-        flushing.join(GRACE_SECONDS)  # it may wait for ever for a sum that does not come
-        if errors and not isinstance(errors[0], (PeerLostError, RuntimeError)):
-            raise errors[0]
-        while self._unrecorded:
-            update, images, seconds = self._unrecorded.pop()
-            if update.reduction.has_ended() or self._state.counts_on_host:
-                return False
-            self._unread = None
-            self._state.progress.take_back(update.step, images=images, seconds=seconds)
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        reading.join(GRACE_SECONDS)  # it may wait for ever for a sum that does not come
+        with self.lock:
+            own, sums, *_ = *values, None, None
+            if pending is not None and pending.own is None and own is not None:
+                self._take_own(own)
+            if sums is not None:
+                self._emit_record(sums)
+            self._pending = None
+            while self._unrecorded:
+                update, images, seconds = self._unrecorded.pop()
+                if update.reduction.has_ended() or self._state.counts_on_host:
+                    return False
+                self._state.take_back(update.step, images=images, seconds=seconds)
         if self._recorded is not None:
             self._recorded.synchronize()  # sync: its gradients were summed before its loss
         return True
@@ -367,12 +392,6 @@ def _copied(values: Sequence[float], *, to: Tensor) -> Tensor:
     """Return numbers on the device of a tensor, in its type; a GPU is not waited for."""
     there = torch.tensor(values, dtype=to.dtype, pin_memory=accelerator.is_remote(to.device))
     return there.to(to.device, non_blocking=True)
-
-
-def _system(step: Step, rows: Sequence[float]) -> System:
-    """Return the event of what the workers used, of one row after the other."""
-    columns = {name: tuple(rows[place :: len(SYSTEM)]) for place, name in enumerate(SYSTEM)}
-    return System(stage=step.stage, step=step.step, **columns)  # type: ignore[arg-type]  # all columns
 
 
 def _lr_key(stage: StageName) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,15 +21,15 @@ from largebatch import load_recipe, run
 from largebatch.distributed import torch_distributed, watch
 from largebatch.distributed.environment import ABSENT
 from largebatch.errors import PeerLostError
+from largebatch.training import step_log
 from largebatch.training.checkpoint import load_checkpoint
 from largebatch.training.step_log import StepLog
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
-RECIPE = load_recipe(
-    DIGITS,
-    [*("duration={steps: 6}", "schedule.warmup={steps: 2}", "evaluation={}", "polish=null"),
-     NARROW, *SMALL],
-)  # fmt: skip
+CHANGES = ("duration={steps: 6}", "schedule.warmup={steps: 2}", "evaluation={}", NARROW, *SMALL)
+PLAIN = ("polish=null",)
+AVERAGED = ("precision=fp16", "polish={ema: 0.5}", "monitor=[gradient_norm]")
+LOGS: list[StepLog] = []
 LOST_AT = 3
 """The update after which, or in whose record, another worker is lost."""
 
@@ -46,6 +46,7 @@ def losing(when: str) -> Callable[..., None]:
     def then(log: StepLog, stage: Any, update: Any) -> None:  # noqa: ANN401 -- passed on
         if update.step == LOST_AT and when == "in its record":
             lose()
+        LOGS.append(log)
         add(log, stage, update)
         if update.step == LOST_AT:
             lose()
@@ -53,28 +54,31 @@ def losing(when: str) -> Callable[..., None]:
     return then
 
 
-def train(folder: Path, *, when: str | None = None, resume: bool = False) -> str:
+def train(
+    folder: Path, changes: Sequence[str], *, when: str | None = None, resume: bool = False
+) -> str:
     """Run on simulated accelerators; return how it ended."""
+    recipe = load_recipe(DIGITS, [*CHANGES, *changes])
     device = accelerator.simulate()
     accelerator.MODULE.uuid = os.environ["RANK"]
     late_group.register()
     with mock.patch.object(torch_distributed, "pick_device", return_value=device):
         if when is None:
-            return run(RECIPE, out=folder, resume=resume, report=False).status
+            return run(recipe, out=folder, resume=resume, report=False).status
         with (
             mock.patch.object(StepLog, "add", losing(when)),
             pytest.raises(PeerLostError) as caught,
         ):
-            run(RECIPE, out=folder, resume=resume, report=False)
+            run(recipe, out=folder, resume=resume, report=False)
     return str(caught.value)
 
 
-def whole_run(folder: Path) -> str:
-    return train(folder)
+def whole_run(folder: Path, changes: Sequence[str] = PLAIN) -> str:
+    return train(folder, changes)
 
 
-def resumed(folder: Path) -> str:
-    return train(folder, resume=True)
+def resumed(folder: Path, changes: Sequence[str] = PLAIN) -> str:
+    return train(folder, changes, resume=True)
 
 
 def records(folder: Path) -> list[int]:
@@ -82,24 +86,45 @@ def records(folder: Path) -> list[int]:
     return [line["step"] for line in lines if line["event"] == "step"]
 
 
-def held(folder: Path) -> None:
-    """Run until the main thread waits for what a lost worker should have sent, as NCCL's does."""
+def require_the_same_end(folder: Path, whole: dict[str, Any]) -> None:
+    """Compare all records, and weights and averages bit for bit."""
+    assert records(folder) == list(range(6))
+    state = content(folder)
+    for part in ("model", "ema"):
+        for name, tensor in whole[part].items():
+            assert tensor.equal(state[part][name]), name
+
+
+def held(folder: Path, changes: Sequence[str]) -> None:
+    """Run until the host reads what the device never computes, as on NCCL."""
     monitor = pytest.MonkeyPatch()
-    monitor.setattr(late_group.LateWork, "finish", wait_for_the_lost)
+    monitor.setattr(late_group.LateWork, "finish", hang_at_the_lost)
     monitor.setattr(torch_distributed, "_has_failed", notice_beside(torch_distributed._has_failed))
-    monitor.setattr(watch, "GRACE_SECONDS", 0.5)
-    if os.environ["RANK"] == "1":  # or worker 0 would be ended with it
-        monitor.setattr(watch, "leave", lambda *_, **__: time.sleep(60))
-    train(folder, when="between two updates")
+    for module in (watch, step_log):
+        monitor.setattr(module, "GRACE_SECONDS", 0.5)
+    leave = watch.leave
+
+    def leaving(message: str, *, print_it: bool) -> None:
+        if os.environ["RANK"] == "1":  # or worker 0 would be ended with it
+            time.sleep(60)
+        if not LOGS[-1].lock.acquire(blocking=False):
+            (folder / "the main thread is stopped").touch()
+        leave(message, print_it=print_it)
+
+    monitor.setattr(watch, "leave", leaving)
+    train(folder, changes, when="between two updates")
 
 
 FINISH = late_group.LateWork.finish
 
 
-def wait_for_the_lost(work: late_group.LateWork) -> None:
-    if work.inner is None:
-        threading.Event().wait()
-    FINISH(work)
+def hang_at_the_lost(work: late_group.LateWork) -> None:
+    if work.inner is not None:
+        FINISH(work)
+        return
+    accelerator.hang()
+    for target, _ in work.results:
+        accelerator.mark_idle(target, work)  # type: ignore[arg-type]  # on the device
 
 
 def notice_beside(has_failed: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -109,20 +134,22 @@ def notice_beside(has_failed: Callable[[Any], bool]) -> Callable[[Any], bool]:
     )
 
 
+@pytest.mark.parametrize("changes", [PLAIN, AVERAGED], ids=["fp32", "fp16, an EMA, a monitor"])
 def test_what_was_done_is_saved_while_the_main_thread_waits_for_ever(
-    tmp_path: Path, whole: dict[str, Any]
+    changes: Sequence[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
+    """Though the host has counted, and asked the device for, an update that is never made."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
     with pytest.raises(RuntimeError, match=rf"\[{ABSENT}, "):
-        on_forked_workers(held, folder, workers=2)
+        on_forked_workers(held, folder, changes, workers=2)
     (found,) = (folder / "checkpoints").iterdir()
     assert load_checkpoint(found).progress.step == LOST_AT + 1
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert on_forked_workers(resumed, folder, workers=2) == "finished"
-    assert records(folder) == list(range(6))
-    state = content(folder)
-    assert all(tensor.equal(state["model"][name]) for name, tensor in whole["model"].items())
+    assert (folder / "the main thread is stopped").exists()
+    assert (summary["status"], summary["steps"]) == ("failed", LOST_AT + 1)
+    assert on_forked_workers(resumed, folder, changes, workers=2) == "finished"
+    assert on_forked_workers(whole_run, whole, changes, workers=2) == "finished"
+    require_the_same_end(folder, content(whole))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +167,7 @@ def interrupted(folder: Path, when: str, found_by: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if found_by == READ:
             patch.setattr(torch_distributed, "_has_failed", lambda _: False)
-        return train(folder, when=when)
+        return train(folder, PLAIN, when=when)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +191,4 @@ def test_a_lost_peer_is_named_and_what_was_done_is_saved(
     assert [load_checkpoint(path).progress.step for path in found] == saved
     if saved:
         assert on_forked_workers(resumed, folder, workers=2) == "finished"
-        assert records(folder) == list(range(6))
-        state = content(folder)
-        assert all(tensor.equal(state["model"][name]) for name, tensor in whole["model"].items())
+        require_the_same_end(folder, whole)

@@ -10,19 +10,24 @@ accelerator. Its tensors hold a CPU tensor, which computes; every operation on t
                   syncs, transfers between host and device, and of these the pageable copies, which
                   hold the host until the device has done all that was asked of it before
 
+After `hang()` the device waits for a lost worker and the host does not notice: operations of its
+default stream change nothing, and the host is held where it reads what they would have computed, or
+copies from pageable memory. Other streams read what was computed before.
+
 Each count is a Counter by the line of largebatch that caused it; autograd's own have "backward".
 """
 
 import copy
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from unittest import mock
 
 import torch
@@ -93,6 +98,37 @@ class Busy:
 
     def complete(self) -> None:
         """Carry it out to its end."""
+
+    def is_complete(self) -> bool:
+        """Return True if the device has carried it out."""
+        return True
+
+
+_HUNG = threading.Event()
+_STREAM = threading.local()
+
+
+def in_default_stream() -> bool:
+    """Return True unless this thread has entered another stream."""
+    return getattr(_STREAM, "current", None) is None
+
+
+def hang() -> None:
+    """Stop the stream of this thread: the default one without the host, any other with it."""
+    if not in_default_stream():
+        hold()
+    _HUNG.set()
+
+
+def hold() -> NoReturn:
+    """Hold the host in this thread until the process ends."""
+    threading.Event().wait()
+    raise AssertionError
+
+
+def _hold_if_hung() -> None:
+    if _HUNG.is_set() and in_default_stream():
+        hold()
 
 
 class SimTensor(Tensor):
@@ -192,8 +228,11 @@ def _run(func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
     if target is not None and torch.device(target).type == NAME:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    known = {id(x.raw): x for x in ours}
-    raw_args, raw_kwargs = tree_map_only(SimTensor, lambda x: x.raw, (args, kwargs))
+    raws = {id(x): x.raw for x in ours}
+    if _HUNG.is_set() and in_default_stream() and name not in _FREE:
+        raws = {id(x): x.raw.clone() for x in ours}  # the device does not come to it
+    known = {id(raws[id(x)]): x for x in ours}
+    raw_args, raw_kwargs = tree_map_only(SimTensor, lambda x: raws[id(x)], (args, kwargs))
     with torch.no_grad():
         out = func(*raw_args, **raw_kwargs)
     if not stays:
@@ -221,7 +260,10 @@ def _count(
             raise RuntimeError(f"{name}: tensors on {NAME} and on the CPU")
         COUNTS.pageable[line] += 1  # an index is copied
         COUNTS.transfers[line] += 1
-    COUNTS.syncs[line] += _reads(name, kwargs, ours)
+        _hold_if_hung()
+    if _reads(name, kwargs, ours):
+        COUNTS.syncs[line] += 1
+        _hold_if_hung()
     COUNTS.launches[line] += name not in _FREE
     return name not in {"_local_scalar_dense", "equal"}
 
@@ -253,8 +295,11 @@ def _count_transfer(line: str, source: Tensor, *, to_host: bool, waits: bool) ->
     COUNTS.transfers[line] += 1
     if to_host:
         COUNTS.syncs[line] += waits
-    elif source.dim() and not is_pinned(source):
+        if waits:
+            _hold_if_hung()
+    elif not is_pinned(source):
         COUNTS.pageable[line] += 1
+        _hold_if_hung()
 
 
 _PACKAGE = str(Path(largebatch.__file__).parent) + "/"
@@ -300,29 +345,37 @@ def mark_idle(tensor: SimTensor, busy: Busy) -> None:
 
 def synchronize(*_: object) -> None:
     """Hold the host until the device has done all that it was asked."""
+    _hold_if_hung()
     for busy in [busy for busy in _BUSY.values() if busy.ordered]:
         busy.complete()
 
 
 class Event:
-    """An event in the stream of the device, whose operations are complete when they return."""
+    """An event in the stream of the device, whose operations are complete when they return.
+
+    Collectives, and what was asked of the default stream after it hung, are not.
+    """
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device(NAME, 0)
         self._before: list[Busy] = []
+        self._never = False
 
     def record(self, *_: object) -> None:
         """Note what the device has to wait for before it comes by."""
         self._before = [busy for busy in _BUSY.values() if busy.ordered]
+        self._never = _HUNG.is_set() and in_default_stream()
 
     def synchronize(self) -> None:
         """Hold the host until the event."""
+        if self._never:
+            hold()
         for busy in self._before:
             busy.complete()
 
     def query(self) -> bool:
-        """Return that the device has come by."""
-        return True
+        """Return True if the device has come by."""
+        return not self._never and all(busy.is_complete() for busy in self._before)
 
     def elapsed_time(self, _: "Event") -> float:
         """Return milliseconds to another event."""
@@ -330,26 +383,29 @@ class Event:
 
 
 class Stream:
-    """A stream of the device; all run in the order in which they are asked."""
+    """A stream of the device; all run in the order in which they are asked, until one hangs."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device(NAME, 0)
+        self._outer: Stream | None = None
 
     def query(self) -> bool:
         """Return that the device has done all that it was asked here."""
         return True
 
-    def wait_event(self, _: Event) -> None:
-        """Do nothing: all before is complete."""
+    def wait_event(self, event: Event) -> None:
+        """Let the stream wait, and with it the host, which reads from it next."""
+        event.synchronize()
 
     def wait_stream(self, _: "Stream") -> None:
         """Do nothing: all before is complete."""
 
     def __enter__(self) -> Self:
+        self._outer, _STREAM.current = getattr(_STREAM, "current", None), self
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _STREAM.current = self._outer
 
 
 SEEDS: Counter[int] = Counter()

@@ -10,6 +10,7 @@ call of those alone that are outside a new group, for which NCCL waits for ever,
 RuntimeError. `BEGUN` holds what this worker has begun in all its groups.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,6 +49,12 @@ class LateWork(Work, Busy):
         """Order the device after it; the host goes on."""
         self.ordered = True
         return True
+
+    def is_complete(self) -> bool:
+        """Return True if the device has carried it out, or could have: nothing holds its queue."""
+        queue = self.queue if self in self.queue else ()
+        before = itertools.takewhile(lambda work: work is not self, queue)
+        return all(work.inner is not None and work.inner.is_completed() for work in (*before, self))
 
     def is_completed(self) -> bool:
         """Return True if all workers have joined it, or an error was found in it, as NCCL does."""

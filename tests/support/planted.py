@@ -181,8 +181,8 @@ MUTANTS = (
     Mutant(
         "a skipped update is averaged",
         "training/averages.py",
-        "if self._skipped is not None:",
-        "if False:",
+        "if skipped is None:",
+        "if True:",
         "training/test_averages.py::test_a_skipped_update_is_not_averaged",
     ),
     Mutant(

@@ -32,7 +32,7 @@ from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree
 from largebatch.recipe.plan import make_plan
 from largebatch.tracking.events import Step
-from largebatch.training.averages import EMA
+from largebatch.training.averages import EMA, SWA
 from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.loss import cross_entropy
 from largebatch.training.state import TrainState, Updater
@@ -267,6 +267,32 @@ def late_records() -> None:
 def test_a_skipped_update_is_learned_one_update_late() -> None:
     """Records, counts and the average are those of a CPU, which learns it at once."""
     on_forked_workers(late_records, workers=1)
+
+
+def log_counts(case: Case, average: str) -> dict[str, int]:
+    """Return what it asks of the device to log an update that an average follows."""
+    backend = Serial(accelerator.simulate())
+    precision = "fp16" if case is HALF else "fp32"
+    recipe = load_recipe(DIGITS, [f"precision={precision}", "monitor=[trust_ratios]"])
+    plan = make_plan(recipe, workers=1)
+    with training(backend, case) as (state, made):
+        state.average = EMA(state.model, decay=0.5)
+        if average == "SWA":
+            state.average = SWA(state.model, after=range(9))
+        log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
+        for update in made:
+            COUNTS.clear()
+            log.add("train", update)
+        assert state.average.num_models == case.steps
+    return COUNTS.totals()
+
+
+@pytest.mark.parametrize("average", ["EMA", "SWA"])
+@pytest.mark.parametrize("case", [Case(), HALF], ids=["fp32", "fp16"])
+def test_a_log_with_an_average_waits_for_its_two_reads_alone(case: Case, average: str) -> None:
+    found = on_forked_workers(log_counts, case, average, workers=1)
+    assert (found["syncs"], found["pageable"]) == (2, 0)
+    assert found["transfers"] == 3  # these, and what is asked of all workers
 
 
 def budgets() -> dict[str, dict[str, int]]:

@@ -9,13 +9,18 @@ import torch
 from threads import Thread, on_threads
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_multi_avg_fn,
+    get_swa_multi_avg_fn,
+)
 
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.plan import make_plan
-from largebatch.training.averages import EMA, ReplicaMean
+from largebatch.training.averages import EMA, SWA, ReplicaMean, averaged
 from largebatch.training.state import TrainState
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -38,6 +43,11 @@ def drift(model: nn.Module) -> None:
                 tensor.add_(1)
 
 
+def follow(average: EMA | SWA, step: int = 0) -> None:
+    average.count(step)
+    average.follow(step, None)
+
+
 def test_the_average_is_the_recursion_in_float64() -> None:
     model = a_model()
     Spans(model, Serial(torch.device("cpu")))  # a layer with workers cannot be copied
@@ -45,7 +55,7 @@ def test_the_average_is_the_recursion_in_float64() -> None:
     by_hand: dict[str, Tensor] = {}
     for _ in range(25):
         drift(model)
-        average.update()
+        follow(average)
         now = {name: value.double() for name, value in model.state_dict().items()}
         by_hand = {n: 0.9 * by_hand.get(n, v) + (1 - 0.9) * v for n, v in now.items()}
     tracked = model.state_dict()["1.num_batches_tracked"].clone()
@@ -63,15 +73,15 @@ def test_a_saved_average_goes_on_bit_by_bit() -> None:
     for _ in range(3):
         drift(whole)
         halves.load_state_dict(whole.state_dict())
-        one.update()
-        first.update()
+        follow(one)
+        follow(first)
     second = EMA(halves, decay=0.7)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for _ in range(3):
         drift(whole)
         halves.load_state_dict(whole.state_dict())
-        one.update()
-        second.update()
+        follow(one)
+        follow(second)
     one.store()
     second.store()
     torch.testing.assert_close(halves.state_dict(), whole.state_dict(), rtol=0, atol=0)
@@ -87,14 +97,47 @@ def test_a_skipped_update_is_not_averaged() -> None:
         skipped = step in {0, 3, 4}
         if not skipped:
             drift(model)
-            expected.update()
-        state.count(step, images=1, seconds=0.0, skipped=torch.tensor(skipped))
+            follow(expected, step)
+        state.count(step, images=1, seconds=0.0)
+        state.follow(step, torch.tensor(skipped))
         if skipped:
             state.count_skipped()
     assert state.average is not None
     ours, theirs = state.average.state_dict(), expected.state_dict()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert (state.average.num_models, state.progress.skipped) == (3, 3)
+
+
+@pytest.mark.parametrize("steps", [3, 70])
+def test_averages_are_bit_for_bit_those_of_pytorch(steps: int) -> None:
+    """Checkpoints too, so that those of older versions go on."""
+    model = a_model()
+    ours: list[EMA | SWA] = [EMA(model, decay=0.7), SWA(model, after=range(1, steps + 1))]
+    live = nn.ParameterList(averaged(model))
+    theirs = [
+        AveragedModel(live, multi_avg_fn=function)
+        for function in (get_ema_multi_avg_fn(0.7), get_swa_multi_avg_fn())
+    ]
+    for step in range(steps):
+        drift(model)
+        for one, other in zip(ours, theirs, strict=True):
+            follow(one, step)
+            other.update_parameters(live)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_what_is_taken_back_was_never_counted() -> None:
+    model = a_model()
+    averages: list[EMA | SWA] = [EMA(model, decay=0.7), SWA(model, after=range(2, 9, 2))]
+    for average, counts in zip(averages, ([3, 2, 1], [1, 1, 0]), strict=True):
+        for step in range(3):
+            follow(average, step)
+        found = [average.num_models]
+        for step in (2, 1):
+            average.take_back(step)
+            found.append(average.num_models)
+        assert found == counts
 
 
 def test_an_average_longer_than_the_schedule_is_refused() -> None:
