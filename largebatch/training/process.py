@@ -21,7 +21,6 @@ def collected_by_hand() -> Iterator[None]:
     as it was.
     """
     enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
-    gc.collect()
     gc.disable()
     if freezes:  # else unfreeze() would free what somebody else froze
         gc.freeze()

@@ -39,7 +39,7 @@ def collections() -> Iterator[Collections]:
 def test_a_run_collects_once_for_each_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And once when the stages begin."""
+    """And not when the stages begin: looking through all of PyTorch takes 0.2 s."""
     found: list[Collections] = []
 
     def counted(trainer: Trainer, *, until: int) -> bool:
@@ -50,8 +50,8 @@ def test_a_run_collects_once_for_each_evaluation(
     monkeypatch.setattr(running, "run_stages", counted)
     run(a_recipe(CLEAN, changes=("evaluation={every_epochs: 0.2}",)), out=tmp_path / "run")
     log = (tmp_path / "run" / "log.jsonl").read_text()
-    assert found == [[2] * (1 + log.count('"event":"evaluation"'))]
-    assert len(found[0]) > 3
+    assert found == [[2] * log.count('"event":"evaluation"')]
+    assert len(found[0]) > 2
     assert gc.isenabled()
 
 
