@@ -38,8 +38,8 @@ ROUNDED = {"ghost spans and measurements": 1e-3}
 """Where a difference of nearly equal numbers is measured."""
 
 EXACT = {"SGD", "bf16, accumulated", "fp16"}
-"""Those whose every kernel is the same; in 16 bits a rounding of another would be 1e-3. They have no
-dropout, for accelerators have a kernel of their own for it."""
+"""Those whose every kernel is the same; in 16 bits a rounding of another would be 1e-3. Without
+dropout, for which accelerators have a kernel of their own."""
 
 
 def an_optimizer(words: str) -> tuple[str, ...]:
