@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 CPU = torch.device("cpu")
-_CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def kind() -> torch.device | None:
@@ -71,7 +70,8 @@ def visible_devices_variable() -> str:
     AMD's GPUs obey CUDA's too.
     """
     found = kind()
-    return "ZE_AFFINITY_MASK" if found is not None and found.type == "xpu" else _CUDA_VARIABLE
+    is_intel = found is not None and found.type == "xpu"
+    return "ZE_AFFINITY_MASK" if is_intel else "CUDA_VISIBLE_DEVICES"
 
 
 def is_remote(device: torch.device) -> bool:
@@ -85,7 +85,7 @@ def stream(device: torch.device) -> torch.Stream | None:
 
 
 def on(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Ask what follows of this stream; of the current one if it is None."""
+    """Return a context that queues operations on `stream`; on the current one if it is None."""
     return stream or nullcontext()
 
 

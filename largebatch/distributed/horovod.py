@@ -12,7 +12,7 @@ free: all workers count alike, and a step repeats the names of the step before.
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from types import ModuleType
@@ -32,7 +32,7 @@ from largebatch.distributed.environment import (
     launched_size,
     own_rank,
 )
-from largebatch.distributed.watch import Notes, Rescue, Watch
+from largebatch.distributed.watch import Notes, Watch, Watched
 from largebatch.errors import BackendError, PeerLostError
 from largebatch.optional import INSTALL_HOROVOD as _INSTALL
 from largebatch.optional import require_horovod
@@ -203,7 +203,7 @@ class HorovodGroup:
             ) from error
 
 
-class RunningHorovod(HorovodGroup):
+class RunningHorovod(Watched, HorovodGroup):
     """A Backend over an initialised `horovod.torch`, which is not shut down.
 
     Its tensors live on `device`, or on the CPU where Horovod was built without GPU support.
@@ -245,20 +245,6 @@ class RunningHorovod(HorovodGroup):
             prefix=f"split {self._num_splits} ",
             watch=self._watch,
         )
-
-    def busy(self) -> AbstractContextManager[None]:
-        """Let the others wait for this worker; without a watch they wait for ever."""
-        return self._watch.busy() if self._watch else nullcontext()
-
-    def before_leaving(self, rescue: Rescue | None) -> None:
-        """Call this before the watch ends this process."""
-        if self._watch is not None:
-            self._watch.before_leaving(rescue)
-
-    def started(self) -> None:
-        """Wait for no longer than --timeout from here on; without a watch this changes nothing."""
-        if self._watch is not None:
-            self._watch.started()
 
     def barrier(self) -> None:
         """Wait for every worker."""

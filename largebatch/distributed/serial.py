@@ -1,24 +1,23 @@
 """One worker: every collective operation is the identity."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from largebatch.distributed.backend import own_part, pick_device
-from largebatch.distributed.watch import Rescue
+from largebatch.distributed.watch import Watched
 
 
-class _Done:
+class Done:
     """An operation that is already over."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class Serial:
+class Serial(Watched):
     """A Backend with one worker and no communication library."""
 
     name = "serial"
@@ -30,9 +29,9 @@ class Serial:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or pick_device(local_rank=0, local_size=1)
 
-    def all_reduce(self, tensor: Tensor) -> _Done:  # noqa: ARG002 -- a sum over one worker
+    def all_reduce(self, tensor: Tensor) -> Done:  # noqa: ARG002 -- a sum over one worker
         """Leave `tensor` as it is."""
-        return _Done()
+        return Done()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Leave `tensor` as it is."""
@@ -45,16 +44,6 @@ class Serial:
         """Return the group of the only worker: this one."""
         own_part(parts, rank=self.rank, world_size=self.world_size)
         return self
-
-    def before_leaving(self, rescue: Rescue | None) -> None:
-        """Do nothing: this process does not end itself."""
-
-    def started(self) -> None:
-        """Do nothing: there is nobody to wait for."""
-
-    def busy(self) -> AbstractContextManager[None]:
-        """Do nothing: there is no other worker."""
-        return nullcontext()
 
     def barrier(self) -> None:
         """Return at once."""

@@ -7,7 +7,7 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -25,7 +25,7 @@ from largebatch.distributed.environment import (
 from largebatch.distributed.losses import Losses
 from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
-from largebatch.distributed.watch import Rescue, Watch
+from largebatch.distributed.watch import Watch, Watched
 from largebatch.errors import BackendError, PeerLostError, PeerSilentError
 
 _NCCL = re.compile(r"\bNCCL\b|\bnccl[A-Z]\w+Error", re.IGNORECASE)
@@ -138,7 +138,7 @@ class TorchGroup:
         return _Pending(work, self._worker, has_failed)
 
 
-class RunningTorch(TorchGroup):
+class RunningTorch(Watched, TorchGroup):
     """A Backend over the default process group of torch.distributed, which is open and stays so.
 
     Its tensors live on `device` if the group has a library for such devices, else on those that it
@@ -199,20 +199,6 @@ class RunningTorch(TorchGroup):
                     assert isinstance(group, dist.ProcessGroup)
                     made[pair] = group
         return made
-
-    def busy(self) -> AbstractContextManager[None]:
-        """Let the others wait for this worker; without a watch their library has its own limit."""
-        return self._watch.busy() if self._watch else nullcontext()
-
-    def before_leaving(self, rescue: Rescue | None) -> None:
-        """Call this before the watch ends this process."""
-        if self._watch is not None:
-            self._watch.before_leaving(rescue)
-
-    def started(self) -> None:
-        """Wait for no longer than --timeout from here on; without a watch this changes nothing."""
-        if self._watch is not None:
-            self._watch.started()
 
     def barrier(self) -> None:
         """Wait for every worker; after `wait` of a sum on an accelerator the host goes on."""
@@ -343,7 +329,7 @@ def _can_split() -> bool:
 
 @contextmanager
 def _by_members_alone() -> Iterator[None]:
-    """Let groups be made by their members, and not by dividing the group of all.
+    """Make groups by their members alone, without splitting the default group.
 
     Torch divides it wherever a device is bound, also for a group of another library, and NCCL then
     waits for a call of every worker.

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -209,7 +209,7 @@ class Watch:
         self._leave_unless_saved(operation, message, print_it=prints)
 
     def _leave_unless_saved(self, operation: _Operation, message: str, *, print_it: bool) -> None:
-        """Let the run save what is sound, and end this process unless it does that by itself."""
+        """Call the rescue, then end this process, unless the rescue says that it ends by itself."""
         rescue, leaves = self._rescue, True
 
         def save() -> None:
@@ -233,6 +233,26 @@ def _is_done(operation: _Operation) -> bool:
         return operation.is_done()
     except (RuntimeError, ValueError):
         return True
+
+
+class Watched:
+    """What every backend asks of its watch; without a watch these calls do nothing."""
+
+    _watch: Watch | None = None
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Let the others wait for this worker; without a watch their library has its own limit."""
+        return self._watch.busy() if self._watch else nullcontext()
+
+    def before_leaving(self, rescue: Rescue | None) -> None:
+        """Call this before the watch ends this process."""
+        if self._watch is not None:
+            self._watch.before_leaving(rescue)
+
+    def started(self) -> None:
+        """Wait for no longer than --timeout from here on."""
+        if self._watch is not None:
+            self._watch.started()
 
 
 def _describe_failure(operation: str, rank: int) -> str:

@@ -5,7 +5,6 @@ the training loop makes one update. The backend stands for all other workers and
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +17,8 @@ from torch.optim import SGD
 from largebatch.data.batches import divide_samples, samples_at
 from largebatch.data.types import Batch
 from largebatch.distributed.backend import Work, own_part
-from largebatch.distributed.watch import Rescue
+from largebatch.distributed.serial import Done
+from largebatch.distributed.watch import Watched
 from largebatch.errors import LargebatchError, PlanError
 from largebatch.models.batchnorm import Spans
 from largebatch.models.image_sizes import require_inputs
@@ -50,14 +50,7 @@ class Message(NamedTuple):
     """What this worker contributes."""
 
 
-class _Done:
-    """An operation that is over."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class Rehearsed:
+class Rehearsed(Watched):
     """A Backend with one real worker, which notes its messages; the others are simulated."""
 
     name = "torch"
@@ -71,7 +64,7 @@ class Rehearsed:
     def all_reduce(self, tensor: Tensor) -> Work:
         """Leave `tensor` as it is."""
         self.messages.append(Message("sum", self.world_size, tensor.nbytes))
-        return _Done()
+        return Done()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the shape of the result."""
@@ -87,16 +80,6 @@ class Rehearsed:
         group = Rehearsed(rank=own.index(self.rank), workers=len(own))
         group.messages = self.messages
         return group
-
-    def before_leaving(self, rescue: Rescue | None) -> None:
-        """Do nothing: this process does not end itself."""
-
-    def started(self) -> None:
-        """Do nothing: there is nobody to wait for."""
-
-    def busy(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
 
     def barrier(self) -> None:
         """Return at once."""

@@ -306,7 +306,7 @@ class Profile:
     """Sums over all operations; Python and waiting are the rest of the host's."""
 
     operations: tuple[Operation, ...]
-    """Those that took longest on the host or the device."""
+    """The operations that took longest on the host or the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

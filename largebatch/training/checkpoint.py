@@ -346,7 +346,7 @@ def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plai
 
 
 def idle_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Let this thread use a stream with nothing in it: others may wait for a worker that is lost.
+    """Return a context that uses an idle stream: others may wait for a worker that is lost.
 
     What is read there is what the device had computed when it began to wait.
     """

@@ -174,7 +174,7 @@ class TrainState:
             self.average.count(step)
 
     def follow(self, step: int, skipped: Tensor | None) -> None:
-        """Let the average follow the update of a step, which was counted.
+        """Update the average after the update of a step, which was counted.
 
         Where `skipped` is true on the device, `count_skipped` has to be called before the next.
         """
