@@ -41,8 +41,8 @@ from largebatch.data.types import (
     Resources,
     View,
 )
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 
 TARGET = 3e-6
 """Seconds an image."""

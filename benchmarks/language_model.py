@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from measuring import write
 
 from largebatch import load_recipe, run
-from largebatch.data.text import Corpus, read_corpus
+from largebatch.data.text.pipeline import Corpus, read_corpus
 from largebatch.data.types import IntArray
 from largebatch.models.lstm import LSTM
 from largebatch.recipe.text import Text

@@ -36,9 +36,9 @@ from typing import Any
 from measuring import RESULTS, circumstances, hardware, newest, run_largebatch, today
 from polishing_data import prepare
 
-from largebatch.studies.database import open_existing
-from largebatch.studies.results import CellResults, Result, read_results
-from largebatch.studies.study import RATE
+from largebatch.studies.queue.database import open_existing
+from largebatch.studies.queue.results import CellResults, Result, read_results
+from largebatch.studies.queue.study import RATE
 
 NAME = "learning_rates"
 SEEDS = 5

@@ -18,7 +18,7 @@ from measuring import RESULTS, newest
 from polishing_tables import by_group, paired, student
 
 from largebatch import load_recipe
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.style import COLOURS, INK, MUTED, save_png
 from largebatch.studies.metrics import interval
 

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from largebatch import load_recipe
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
+from largebatch.measure.critical_batch import Critical, measure_critical
 from largebatch.models import build, param_groups
 from largebatch.optim import LARS
-from largebatch.runs.critical_batch import Critical, measure_critical
 from largebatch.runs.options import Options
 
 RECIPE = Path(__file__).parent / "recipes" / "noise_lenet5.yaml"

@@ -33,6 +33,7 @@ from planner_baseline import baseline_errors
 
 from largebatch import load_recipe, run
 from largebatch.distributed.environment import available_cores, launched_rank
+from largebatch.measure.calibrate import measure
 from largebatch.planner.calibration import (
     LeftOut,
     covered,
@@ -45,7 +46,6 @@ from largebatch.planner.calibration import (
 from largebatch.planner.cluster import Cluster
 from largebatch.planner.prediction import predict
 from largebatch.planner.published import Published, predicted_seconds, published_runs, read_runs
-from largebatch.runs.calibrate import measure
 from largebatch.runs.launch import start_workers
 from largebatch.tracking.events import StageName
 from largebatch.training.loop import Update

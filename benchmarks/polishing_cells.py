@@ -15,8 +15,8 @@ from typing import Any
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import dump_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Affine, Duration, Polish, Statistics
 from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageResult

@@ -18,8 +18,8 @@ from measuring import few_processes, in_points, write
 
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
-from largebatch.report.lr_range_chart import content
-from largebatch.runs.lr_range import choose_range, read_range, train_range
+from largebatch.measure.lr_range import choose_range, read_range, train_range
+from largebatch.measure.lr_range_chart import content
 from largebatch.runs.options import Options
 from largebatch.studies.metrics import interval
 

@@ -33,13 +33,13 @@ from polishing_data import prepare
 from scipy.stats import beta
 from staleness_studies import IMAGES, rates_study, studies
 
-from largebatch.studies.database import open_existing
 from largebatch.studies.metrics import CONFIDENCE, Interval, interval
-from largebatch.studies.results import read_results
+from largebatch.studies.queue.database import open_existing
+from largebatch.studies.queue.results import read_results
+from largebatch.studies.queue.study import RATE
 from largebatch.studies.staleness.pictures import diagonals
 from largebatch.studies.staleness.run import Row, rows_of, runs_of
 from largebatch.studies.staleness.study import cells_of, load_study
-from largebatch.studies.study import RATE
 from largebatch.training.protocols.simulator import simulate
 
 FAILS = 0.15

@@ -30,7 +30,7 @@ from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
 from largebatch.models.batchnorm import with_span
 from largebatch.optim.lars import LARS
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.report.run import read_run
 from largebatch.tracking.events import Step, System
 from largebatch.training.loop import Stopwatch, Update

@@ -13,11 +13,11 @@ import learning_rates_statistics as statistics  # noqa: E402
 import learning_rates_tables as tables  # noqa: E402
 from learning_rates import CONFIGURATIONS, FACTORIAL, Configuration  # noqa: E402
 
+from largebatch.recipe.arithmetic.plan import make_plan  # noqa: E402
 from largebatch.recipe.loading import validate_tree  # noqa: E402
-from largebatch.recipe.plan import make_plan  # noqa: E402
 from largebatch.schedules.build import build_schedule  # noqa: E402
-from largebatch.studies.cells import cells_of  # noqa: E402
-from largebatch.studies.study import Study  # noqa: E402
+from largebatch.studies.queue.cells import cells_of  # noqa: E402
+from largebatch.studies.queue.study import Study  # noqa: E402
 
 
 @pytest.mark.parametrize("one", CONFIGURATIONS, ids=lambda one: one.key)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from largebatch import load_recipe
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))

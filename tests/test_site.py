@@ -15,10 +15,10 @@ from largebatch.cli.main import make_parser
 from largebatch.recipe.explain import meanings, sections_below
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Section
+from largebatch.studies.queue.study import ConfigurationStudy, Study
 from largebatch.studies.scaling.study import ScalingStudy
 from largebatch.studies.servers.study import ServersStudy
 from largebatch.studies.staleness.study import StalenessStudy
-from largebatch.studies.study import ConfigurationStudy, Study
 
 FILES: list[tuple[str, str, type[Section]]] = [
     ("recipe", "", Recipe),

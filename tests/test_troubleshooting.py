@@ -33,7 +33,7 @@ from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.polish import polish
 from largebatch.recipe.loading import dump_recipe
 from largebatch.runs.launch import _cause
-from largebatch.studies.database import Queue, open_storage
+from largebatch.studies.queue.database import Queue, open_storage
 from largebatch.tracking.events import Note
 from largebatch.tracking.log import JsonLines
 from largebatch.training.protocols.exchange import _refusal

@@ -22,8 +22,8 @@ from largebatch.runs.interrupts import STOPS
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-    from largebatch.studies.phases import Bench
-    from largebatch.studies.study import AnyStudy
+    from largebatch.studies.queue.phases import Bench
+    from largebatch.studies.queue.study import AnyStudy
 
 Command = Callable[[str, Call, str], argparse.ArgumentParser]
 Show = Callable[["Bench", "BaseStorage"], None]
@@ -76,19 +76,19 @@ def add_commands(command: Command) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from largebatch.studies.study import load_study
+    from largebatch.studies.queue.study import load_study
 
     return _carry_out(args, load_study(args.study), _show_policies)
 
 
 def _bench_settings(args: argparse.Namespace) -> int:
-    from largebatch.studies.study import load_configuration_study
+    from largebatch.studies.queue.study import load_configuration_study
 
     study = load_configuration_study(args.study)
     require_psutil()  # before processes start
     if not args.report:
         return _carry_out(args, study, _show_settings)
-    from largebatch.studies.database import open_existing
+    from largebatch.studies.queue.database import open_existing
 
     bench = _prepare(args, study)
     with open_existing(_url(args, bench.out)) as storage:
@@ -103,7 +103,7 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
             "a study starts the workers of its runs itself; start it by itself on every machine, "
             "with --processes, and not by torchrun, horovodrun or srun with several tasks"
         )
-    from largebatch.studies.cells import cells_of
+    from largebatch.studies.queue.cells import cells_of
 
     cells = cells_of(study, args.study.parent)
     given = args.data or args.dataset
@@ -111,8 +111,8 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
         raise DataError(
             f"{given} would not be read: no recipe of the study has data.source: folder"
         )
-    from largebatch.studies.phases import Bench
-    from largebatch.studies.trial import Machine
+    from largebatch.studies.queue.phases import Bench
+    from largebatch.studies.queue.trial import Machine
 
     out = args.out or Path("runs") / study.name
     return Bench(study=study, cells=tuple(cells), out=out, machine=Machine(**machine_of(args)))
@@ -121,10 +121,10 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
 def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
     """Do all runs that are left, or print what they are; at the end show what was found."""
     bench = _prepare(args, study)
-    from largebatch.studies.bench import work, work_together
-    from largebatch.studies.console import describe_budget, print_run
-    from largebatch.studies.database import open_storage
-    from largebatch.studies.phases import Progress
+    from largebatch.studies.queue.bench import work, work_together
+    from largebatch.studies.queue.console import describe_budget, print_run
+    from largebatch.studies.queue.database import open_storage
+    from largebatch.studies.queue.phases import Progress
 
     if args.dry_run:
         if args.data:
@@ -164,11 +164,11 @@ def _require_images(bench: "Bench", args: argparse.Namespace) -> None:
 
 
 def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
-    from largebatch.studies.console import describe_study
-    from largebatch.studies.page import PAGE, write_page
-    from largebatch.studies.phases import Progress
-    from largebatch.studies.results import read_results
-    from largebatch.studies.study import Study
+    from largebatch.studies.policies.page import PAGE, write_page
+    from largebatch.studies.queue.console import describe_study
+    from largebatch.studies.queue.phases import Progress
+    from largebatch.studies.queue.results import read_results
+    from largebatch.studies.queue.study import Study
 
     assert isinstance(bench.study, Study)
     print(printable(describe_study(bench.study, Progress(bench, storage))))
@@ -180,12 +180,12 @@ def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
 
 
 def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
-    from largebatch.studies.console import describe_settings
-    from largebatch.studies.page import PAGE
-    from largebatch.studies.results import read_settings
-    from largebatch.studies.settings import find
-    from largebatch.studies.settings_page import write_settings_page
-    from largebatch.studies.study import ConfigurationStudy
+    from largebatch.studies.policies.page import PAGE
+    from largebatch.studies.queue.console import describe_settings
+    from largebatch.studies.queue.results import read_settings
+    from largebatch.studies.queue.study import ConfigurationStudy
+    from largebatch.studies.settings.page import write_settings_page
+    from largebatch.studies.settings.settings import find
 
     assert isinstance(bench.study, ConfigurationStudy)
     every = {(one.configuration, one.setting): one for one in read_settings(storage)
@@ -202,9 +202,9 @@ def _url(args: argparse.Namespace, out: Path) -> str:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from largebatch.studies.database import open_existing
-    from largebatch.studies.page import PAGE, write_page
-    from largebatch.studies.results import read_results
+    from largebatch.studies.policies.page import PAGE, write_page
+    from largebatch.studies.queue.database import open_existing
+    from largebatch.studies.queue.results import read_results
 
     folder = Path(args.study)
     is_folder = folder.is_dir()

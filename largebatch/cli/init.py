@@ -10,13 +10,13 @@ from largebatch.cli.arguments import Call
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.plan import make_plan
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
+    from largebatch.measure.initial import Survey, TimeEstimate
     from largebatch.recipe.recipe import Recipe
-    from largebatch.runs.initial import Survey, TimeEstimate
 
 SHOWN = 20
 """Classes whose images are counted line by line."""
@@ -37,7 +37,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 def _init(args: argparse.Namespace) -> int:
     _require_splits(args.folder)
-    from largebatch.runs.initial import draft, estimate_time, recipe_name, survey
+    from largebatch.measure.initial import draft, estimate_time, recipe_name, survey
 
     name = recipe_name(args.folder)
     out = args.out or Path(f"{name}.yaml")

@@ -16,8 +16,8 @@ from string import Template
 
 from largebatch.cli.arguments import Call, add_set, count
 from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
+from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan, require_workers
 from largebatch.recipe.recipe import Recipe, require_backend
 
 KINDS = {

@@ -134,10 +134,10 @@ def _recipe(path: Path, overrides: list[str]) -> Recipe:
 
 def _range(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.report.lr_range_chart import describe
+    from largebatch.measure.lr_range import CHART, choose_range, read_range, train_range
+    from largebatch.measure.lr_range_chart import describe
     from largebatch.runs.folder import default_folder
     from largebatch.runs.interrupts import InterruptedStudyError
-    from largebatch.runs.lr_range import CHART, choose_range, read_range, train_range
 
     rates = choose_range(
         recipe, low=args.low, high=args.high, steps=args.steps, seeds=args.seeds

@@ -19,13 +19,13 @@ from largebatch.cli.arguments import (
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import LOG, REPORT
 
 if TYPE_CHECKING:
-    from largebatch.runs.critical_batch import Critical, Trial
+    from largebatch.measure.critical_batch import Critical, Trial
     from largebatch.tracking.events import Status
 
 _MONITOR = "monitor=noise_scale"
@@ -154,7 +154,7 @@ def _measure(args: argparse.Namespace) -> int:
     if args.max_steps is not None:
         raise LargebatchError("--max-steps is for one run; --measure stops its runs by --epochs")
     recipe = load_recipe(args.recipe, args.set)
-    from largebatch.runs.critical_batch import Critical, measure_critical
+    from largebatch.measure.critical_batch import Critical, measure_critical
     from largebatch.runs.folder import default_folder
     from largebatch.runs.interrupts import InterruptedStudyError
 

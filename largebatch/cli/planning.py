@@ -59,7 +59,7 @@ def plan_elsewhere(args: argparse.Namespace) -> int:
     found = predict(recipe, cluster, workers=args.workers)
     best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
     if args.out is not None:
-        from largebatch.report.forecast import write_forecast
+        from largebatch.planner.forecast import write_forecast
 
         write_forecast(args.out, recipe, cluster, found)
     if args.json:
@@ -157,7 +157,7 @@ def time(seconds: float) -> str:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from largebatch.runs.calibrate import calibrate
+    from largebatch.measure.calibrate import calibrate
 
     if args.out is None:
         raise LargebatchError("--calibrate writes a cluster file: give --out FILE.yaml")

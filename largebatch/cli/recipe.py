@@ -13,12 +13,8 @@ from pathlib import Path
 from largebatch.cli import planning
 from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable
-from largebatch.recipe.explain import explain
-from largebatch.recipe.installed import by_data_set, origin, read_installed
-from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.recipe.mlperf import LARS_REMARK, ROUND, BrokenRule, broken_rules
-from largebatch.recipe.optimizers import LARS
-from largebatch.recipe.plan import (
+from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
+from largebatch.recipe.arithmetic.plan import (
     Plan,
     describe_decoding,
     describe_spans,
@@ -26,6 +22,10 @@ from largebatch.recipe.plan import (
     replica_plan,
     require_workers,
 )
+from largebatch.recipe.explain import explain
+from largebatch.recipe.installed import by_data_set, origin, read_installed
+from largebatch.recipe.loading import load_recipe, parse_recipe
+from largebatch.recipe.optimizers import LARS
 from largebatch.recipe.protocols import describe_protocol
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Polish
@@ -158,7 +158,7 @@ def _epoch(plan: Plan) -> str:
 
 def _this_machine(recipe: Recipe, plan: Plan) -> str:
     """Describe what one worker takes here, measured on a few samples."""
-    from largebatch.runs.estimate import estimate
+    from largebatch.measure.estimate import estimate
 
     found = estimate(recipe, plan)
     step, run = found.step_seconds, found.run_seconds

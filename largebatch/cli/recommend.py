@@ -12,7 +12,7 @@ from largebatch.cli.arguments import Call, count, part
 from largebatch.errors import LargebatchError, StudyError, printable
 
 if TYPE_CHECKING:
-    from largebatch.studies.groups import Group
+    from largebatch.studies.policies.groups import Group
 
 BY = ("cost", "accuracy", "robustness")
 """Of studies.recommend.Criterion; known here, so that the parser needs no NumPy."""
@@ -51,9 +51,14 @@ def _recommend(args: argparse.Namespace) -> int:
             "--by accuracy or robustness"
         )
     groups = read_groups(args.storage)
-    from largebatch.studies.groups import choose
-    from largebatch.studies.recommend import recommend
-    from largebatch.studies.recommend_words import as_json, runs_behind, schedule_yaml, sentences
+    from largebatch.studies.policies.groups import choose
+    from largebatch.studies.policies.recommend import recommend
+    from largebatch.studies.policies.recommend_words import (
+        as_json,
+        runs_behind,
+        schedule_yaml,
+        sentences,
+    )
 
     found = choose(
         groups, dataset=args.dataset, model=args.model, optimizer=args.optimizer, batch=args.batch
@@ -89,9 +94,9 @@ def read_groups(named: Sequence[str]) -> "list[Group]":
     Of the latter, one that cannot be read is passed over, with its reason on standard error. Raises
     StudyError where there is no policy.
     """
-    from largebatch.studies.database import open_existing, shown
-    from largebatch.studies.groups import groups_of
-    from largebatch.studies.results import read_results
+    from largebatch.studies.policies.groups import groups_of
+    from largebatch.studies.queue.database import open_existing, shown
+    from largebatch.studies.queue.results import read_results
 
     storages = named or default_storages()
     if not storages:

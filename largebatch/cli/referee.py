@@ -13,7 +13,7 @@ from largebatch.cli.arguments import Call
 from largebatch.errors import LargebatchError, printable
 
 if TYPE_CHECKING:
-    from largebatch.runs.referee import Findings
+    from largebatch.mlperf.referee import Findings
 
 FAILED = 1
 """The exit code where a checker found something wrong."""
@@ -51,8 +51,8 @@ def _referee(args: argparse.Namespace) -> int:
     """
     if args.describe:
         return _describe(args)
+    from largebatch.mlperf.referee import check
     from largebatch.report.style import require_png
-    from largebatch.runs.referee import check
 
     require_png(args.out)
     found = check(args.runs, system=args.system)
@@ -77,7 +77,7 @@ def _describe(args: argparse.Namespace) -> int:
             "--describe prints the system of one run, as JSON: give one run, and neither --system "
             "nor --json"
         )
-    from largebatch.runs.system_description import MARK, describe
+    from largebatch.mlperf.system_description import MARK, describe
 
     content = describe(args.runs[0])
     print(json.dumps(content, indent=2))
@@ -92,7 +92,7 @@ def _describe(args: argparse.Namespace) -> int:
 
 def _draw(found: "Findings", out: Path) -> Path | None:
     """Draw the chart where there is a reference, and return its path."""
-    from largebatch.report.referee import write_convergence
+    from largebatch.mlperf.page import write_convergence
 
     batch = found.logs[0].batch
     if found.reference is None or batch is None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Call, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable, shorten
+from largebatch.recipe.arithmetic.plan import describe_spans
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import describe_spans
 from largebatch.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from largebatch.runs.rehearsal import Message, Rehearsal
+    from largebatch.measure.rehearsal import Message, Rehearsal
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -32,9 +32,9 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 def _rehearse(args: argparse.Namespace) -> int:
     from largebatch.data.datasets.own import import_own
+    from largebatch.measure.rehearsal import rehearse
     from largebatch.planner.cluster import load_cluster
     from largebatch.planner.prediction import FIXED_BYTES, HELP
-    from largebatch.runs.rehearsal import rehearse
 
     for module in args.imports:
         import_own(module)

@@ -10,14 +10,14 @@ from largebatch.cli.arguments import Call, count
 from largebatch.cli.recipe import write_recipe
 from largebatch.cli.recommend import add_storage, default_storages, read_groups, wrapped
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
-from largebatch.recipe.draft import draft, recipe_name, words
+from largebatch.planner.draft import draft, recipe_name, words
+from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
-from largebatch.recipe.plan import make_plan
-from largebatch.recipe.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.schedules.build import build_schedule
 
 if TYPE_CHECKING:
-    from largebatch.studies.shape import Shape
+    from largebatch.studies.policies.shape import Shape
 
 
 def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
@@ -68,7 +68,7 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
             raise
         print(wrapped(f"no measured policies: {error}"))
         return None
-    from largebatch.studies.shape import shape_for
+    from largebatch.studies.policies.shape import shape_for
 
     shape = shape_for(found, groups)
     if shape is None and storages:

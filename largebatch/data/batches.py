@@ -16,7 +16,7 @@ import numpy as np
 from largebatch.data.order import Stream, divide, sample_ids
 from largebatch.data.types import Batch, Batches, IntArray
 from largebatch.errors import DataError
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.recipe.text import Text

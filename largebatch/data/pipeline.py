@@ -22,12 +22,12 @@ from largebatch.data.decoders.pixel_cache import PixelCache
 from largebatch.data.index.ignored import describe
 from largebatch.data.index.index import Index, check_same_classes, index_of, open_content
 from largebatch.data.index.sharing import share_index
-from largebatch.data.text import open_text
+from largebatch.data.text.pipeline import open_text
 from largebatch.data.types import Batches, Bytes, Decode, IntArray, Request, Resources, View
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.recipe.text import Text

@@ -13,8 +13,8 @@ from pydantic import JsonValue
 from largebatch.errors import PlanError
 from largebatch.planner.cluster import Cluster, ClusterError, Gpu, Measured
 from largebatch.planner.published import IMAGES, Published, published_runs
-from largebatch.recipe.mlperf import NETWORKS
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.model import RESNET50
 from largebatch.recipe.recipe import Recipe
 
 PUBLISHED_SIZE = 224
@@ -87,16 +87,16 @@ def require_known(recipe: Recipe, cluster: Cluster) -> None:
     require_cacheable(recipe)
     found = cluster.measured
     if found is None:
-        if recipe.model.name not in NETWORKS:
+        if recipe.model.name not in RESNET50:
             raise ClusterError(
                 f"model.name: {recipe.model.name}: {cluster.name} is calibrated with published "
-                f"runs of {NETWORKS[0]}; measure others with `largebatch plan --calibrate`"
+                f"runs of {RESNET50[0]}; measure others with `largebatch plan --calibrate`"
             )
         changed = sorted(recipe.model.arguments.keys() - COSTLESS_ARGUMENTS)
         if changed:
             raise ClusterError(
                 f"model.arguments: {', '.join(changed)}: {cluster.name} is calibrated with "
-                f"published runs of {NETWORKS[0]} as it is; measure others with `largebatch "
+                f"published runs of {RESNET50[0]} as it is; measure others with `largebatch "
                 "plan --calibrate`"
             )
         if recipe.precision not in {"fp16", "bf16"}:

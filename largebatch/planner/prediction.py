@@ -24,7 +24,7 @@ from largebatch.planner.model import (
     machine,
     step_seconds,
 )
-from largebatch.recipe.plan import Plan, make_plan
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import ConstantGroups, Groups, GroupsByBytes, Polish
 

@@ -23,8 +23,8 @@ from largebatch.planner.prediction import (
     sends_at_once,
 )
 from largebatch.planner.published import EVALUATE_EVERY, IMAGES, VALIDATION
+from largebatch.planner.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.suggest import LARGEST, EpochLaw, fit_epochs, reference_points
 
 SMALLEST_DEVICE_BATCH = 8
 RATIO = 2 ** (1 / 8)

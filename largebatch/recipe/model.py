@@ -30,6 +30,9 @@ FACTORY_KEYS = {
 """What timm's and torchvision's factories take for themselves, and what to do instead; every other
 argument goes to the constructor of the network."""
 
+RESNET50 = ("resnet50", "torchvision/resnet50")
+"""Names of ResNet-50 v1.5, timm's and torchvision's, which are the same network."""
+
 _WORD = re.compile(r"[\w.,+=-]*")
 """A choice such as `relu` or a block such as `ir_r1_k3_s2_e6_c24`; no path and no address."""
 

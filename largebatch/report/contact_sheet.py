@@ -26,7 +26,7 @@ from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.recipe.plan import Plan, describe_decoding, make_plan
+from largebatch.recipe.arithmetic.plan import Plan, describe_decoding, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second
 from largebatch.tracking.events import Profile

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from largebatch.errors import CheckpointError
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.events import (
     EVENTS,
     LOG,

@@ -35,7 +35,7 @@ from largebatch.models.compiled import compile_model
 from largebatch.models.image_sizes import require_inputs
 from largebatch.optim.sgd import build_sgd
 from largebatch.recipe import optimizers
-from largebatch.recipe.plan import (
+from largebatch.recipe.arithmetic.plan import (
     Plan,
     make_plan,
     may_share_spans,

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.optim.schedule_free import is_averaging, store_average
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import dump_recipe, parse_recipe
-from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe, anywhere
 from largebatch.recipe.sections import Affine, Polish, Statistics
 from largebatch.runs.build import build_extra, open_trainer

@@ -17,6 +17,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
+from largebatch.mlperf.logger import MLPerf
 from largebatch.recipe.loading import differences, dump_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.options import Resume
@@ -32,7 +33,6 @@ from largebatch.tracking.events import (
 )
 from largebatch.tracking.log import JsonLines
 from largebatch.tracking.mlflow import MLflow
-from largebatch.tracking.mlperf import MLPerf
 from largebatch.tracking.tensorboard import TensorBoard
 from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import (

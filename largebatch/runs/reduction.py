@@ -20,7 +20,7 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import build, norm_parameters
 from largebatch.models.compiled import reuses_memory
 from largebatch.recipe import sections
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -38,8 +38,8 @@ from largebatch.errors import (
     WorkerFailedError,
 )
 from largebatch.models.compiled import failures_named
+from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan, require_workers
 from largebatch.recipe.recipe import Recipe, require_backend
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst

@@ -12,8 +12,8 @@ from typing import assert_never
 
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
-from largebatch.recipe.pieces import Pieces, piece_at
-from largebatch.recipe.plan import Plan, converter, make_plan
+from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
+from largebatch.recipe.arithmetic.plan import Plan, converter, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
 from largebatch.schedules import cycles, functions

@@ -18,7 +18,7 @@ from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.course import evaluations_of
 from largebatch.report.run import Run
-from largebatch.studies.study import SCALES
+from largebatch.studies.queue.study import SCALES
 from largebatch.tracking.events import Evaluation, Measured
 
 CONFIDENCE = 0.95

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 from pydantic_core import to_json
 
 from largebatch.errors import printable
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.storage import write_whole
 
 RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"

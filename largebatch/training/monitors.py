@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from largebatch.distributed.backend import Backend
 from largebatch.optim.kernels import batched, fused
 from largebatch.optim.lars import LARS
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM
 from largebatch.tracking.system import Sampler

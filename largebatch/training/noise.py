@@ -4,7 +4,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.noise_scale import Squares, ratio
 
 NOISE_UPDATES = 100

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.backends import cudnn
 
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
-from largebatch.recipe.plan import Plan, replica_plan
+from largebatch.recipe.arithmetic.plan import Plan, replica_plan
 from largebatch.recipe.sections import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA

@@ -15,7 +15,7 @@ from largebatch import accelerator
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import GRACE_SECONDS
 from largebatch.errors import DivergedError, PeerLostError, shorten
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import SYSTEM, Note, StageName, Step, System
 from largebatch.training.loop import Update

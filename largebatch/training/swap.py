@@ -17,7 +17,7 @@ from largebatch.data.order import replica_seed
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans
-from largebatch.recipe.plan import Plan, replica_plan
+from largebatch.recipe.arithmetic.plan import Plan, replica_plan
 from largebatch.recipe.sections import SWAP
 from largebatch.training.averages import ReplicaMean
 from largebatch.training.loop import Update, step_seeds, train

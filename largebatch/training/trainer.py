@@ -23,8 +23,8 @@ from largebatch.models.batchnorm import Spans
 from largebatch.models.wrappers import uncompiled
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.polish.statistics import Drift, polish
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.optimizers import ScheduleFree
-from largebatch.recipe.plan import Plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.text import labels_per_sample, validation_labels
 from largebatch.schedules.plateau import Reading

@@ -11,8 +11,8 @@ from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.index.index import Index, load_or_read
+from largebatch.measure import initial
 from largebatch.recipe.loading import load_recipe
-from largebatch.runs import initial
 
 
 def write_classes(root: Path, *, side: int = 12, **numbers: int) -> Path:

@@ -15,12 +15,12 @@ from short_runs import HALF, a_recipe, log, weights
 from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError
+from largebatch.measure import critical_batch
+from largebatch.measure.critical_batch import Critical, Trial, measure_critical
 from largebatch.report import write_report
 from largebatch.report.noise import BOUNDED, LEAST, PARTS, course, describe_noise, samples
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
-from largebatch.runs import critical_batch
-from largebatch.runs.critical_batch import Critical, Trial, measure_critical
 from largebatch.runs.options import Options
 from largebatch.tracking.noise_scale import Squares, estimate
 

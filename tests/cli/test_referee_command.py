@@ -47,7 +47,7 @@ def test_a_verdict_against_the_runs_ends_with_code_1_and_the_reasons(
     shown = capsys.readouterr().out
     assert "seeds  FAILED" in shown
     assert "convergence  FAILED" in shown
-    assert "logs seed 1 on tracking/mlperf.py" in shown
+    assert "logs seed 1 on mlperf/logger.py" in shown
     assert (tmp_path / "referee.png").exists()
 
 

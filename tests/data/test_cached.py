@@ -24,8 +24,8 @@ from largebatch.data.types import Batches, Bytes, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.sections import Interpolation
 
 CPU = torch.device("cpu")

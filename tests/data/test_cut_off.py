@@ -24,7 +24,7 @@ from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 
 recipe = load_recipe("digits_96", sys.argv[2:])
 pipeline = open_pipeline(recipe, make_plan(recipe, workers=1), Serial(), folder=None)

@@ -23,8 +23,8 @@ from largebatch.data.index.index import Index
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

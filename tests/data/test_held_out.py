@@ -22,8 +22,8 @@ from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.contact_sheet import show
 

@@ -17,8 +17,8 @@ from largebatch.data.decoders.reader import Reader
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batch
 from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 every_way = pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from largebatch.data.types import Resources
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

@@ -15,8 +15,8 @@ from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batch, Batches, Request, Resources
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 CPU = Serial(torch.device("cpu"))

@@ -18,13 +18,13 @@ from largebatch.cli.main import main
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
+from largebatch.measure.estimate import estimate
 from largebatch.models.image_sizes import require_image_sizes
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.contact_sheet import draw_sheet, show
 from largebatch.runs.build import open_trainer
-from largebatch.runs.estimate import estimate
 from largebatch.runs.options import Options
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

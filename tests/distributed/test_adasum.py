@@ -22,7 +22,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
 from largebatch.distributed.serial import Serial
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -17,7 +17,7 @@ from largebatch import load_recipe, run
 from largebatch.distributed.agreement import checksum, require_agreement, require_same_bits
 from largebatch.distributed.backend import Backend, Work
 from largebatch.errors import DesynchronizedError, MismatchError
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs import build
 from largebatch.runs.build import share_weights
 from largebatch.runs.options import Options

@@ -27,9 +27,9 @@ from largebatch.planner.model import evaluation_seconds, machine
 from largebatch.planner.prediction import NORM_DEPTH, count_evaluations, predict
 from largebatch.planner.scan import batches, best_batches
 from largebatch.polish import polish
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import installed
 from largebatch.recipe.loading import dump_yaml
-from largebatch.recipe.plan import make_plan
 
 FUJITSU = "resnet50_86016_fujitsu"
 FUJITSUS = load_recipe(FUJITSU)

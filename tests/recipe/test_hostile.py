@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.arithmetic.plan import MAX_EVALUATIONS, make_plan
 from largebatch.recipe.kinds import sections_of
 from largebatch.recipe.loading import MAX_LENGTH, load_recipe, parse_recipe
-from largebatch.recipe.plan import MAX_EVALUATIONS, make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import MAX_UPDATES, Section
 from largebatch.schedules.build import build_schedule

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import origin
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 
 ELSEWHERE = {
     *("resnet50_32768_nesterov", "resnet50_32768_shampoo", "resnet50_65536_shampoo"),

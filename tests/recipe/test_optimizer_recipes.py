@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from largebatch import load_recipe
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import origin
 from largebatch.recipe.optimizers import LAMB, ScheduleFree, Shampoo
-from largebatch.recipe.plan import make_plan
 from largebatch.schedules.build import build_schedule
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "imagenet"

@@ -9,7 +9,7 @@ import pytest
 from real_subsets import CLASSES, SAMPLES, TRAIN, write_subset
 
 from largebatch import load_recipe, run
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.build import build_schedule
 

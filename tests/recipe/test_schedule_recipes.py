@@ -7,7 +7,7 @@ from real_subsets import CLASSES, SAMPLES, TRAIN, write_subset
 from short_runs import log
 
 from largebatch import load_recipe, run
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PROGRESSIVE = RECIPES / "imagenette" / "imagenette_resnet18_progressive.yaml"

@@ -11,8 +11,8 @@ from real_subsets import SAMPLES, write_subset
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.contact_sheet import denormalized, draw_sheet, font, show
 from largebatch.report.style import font_file

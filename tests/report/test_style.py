@@ -8,7 +8,7 @@ import pytest
 
 import largebatch
 from largebatch.report.style import DARK, LIGHT
-from largebatch.studies.settings_page import _STRONGEST
+from largebatch.studies.settings.page import _STRONGEST
 
 BACKGROUNDS = ("paper", "tint", "rule")
 ENOUGH = 4.5

@@ -29,8 +29,8 @@ from largebatch import run
 from largebatch.cli.main import DONE, USER, main
 from largebatch.data.datasets import digits
 from largebatch.errors import CheckpointError
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.runs.checkpoints import _load, _stage
 from largebatch.runs.options import Options
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint

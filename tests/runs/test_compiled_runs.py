@@ -9,7 +9,7 @@ from short_runs import AFFINE, CLEAN, DIGITS, STATISTICS, a_recipe, content
 from torch import Tensor, nn
 
 from largebatch import load_recipe, models, run
-from largebatch.recipe.plan import make_plan, replica_plan
+from largebatch.recipe.arithmetic.plan import make_plan, replica_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.reduction import copies_gradients
 

@@ -11,7 +11,7 @@ from short_text import text_recipe, words_of, write_text
 
 from largebatch import run
 from largebatch.cli.main import main
-from largebatch.data.text import VOCABULARY, read_corpus
+from largebatch.data.text.pipeline import VOCABULARY, read_corpus
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe, parse_yaml
 from largebatch.report import write_comparison, write_report

@@ -18,7 +18,6 @@ from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.report.run import Run, read_run
 from largebatch.schedules.build import build_schedule
-from largebatch.studies.cells import scaled
 from largebatch.studies.metrics import (
     Cost,
     Interval,
@@ -35,7 +34,8 @@ from largebatch.studies.metrics import (
     ratio_of_updates,
     robustness,
 )
-from largebatch.studies.study import SCALES
+from largebatch.studies.queue.cells import scaled
+from largebatch.studies.queue.study import SCALES
 
 EVALUATIONS = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
 

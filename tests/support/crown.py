@@ -26,8 +26,8 @@ from largebatch.distributed.reducer import Reducer
 from largebatch.models import param_groups
 from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
-from largebatch.recipe.pieces import BatchPiece
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.pieces import BatchPiece
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train

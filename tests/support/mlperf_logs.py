@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from largebatch import load_recipe
-from largebatch.recipe.plan import make_plan
+from largebatch.mlperf.logger import MLPerf
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.events import Evaluation, Event, Finish, Start, Status, Step, Summary
-from largebatch.tracking.mlperf import MLPerf
 
 IMAGENET = Path(__file__).parents[2] / "recipes" / "imagenet"
 REACHED, MISSED = 0.7612, 0.7483

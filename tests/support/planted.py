@@ -35,7 +35,7 @@ MUTANTS = (
         "schedules/build.py",
         "policy(piece.samples_before(step) / first)",
         "policy(step + 0 * first)",
-        "recipe/test_batch_pieces.py::"
+        "recipe/arithmetic/test_pieces.py::"
         "test_the_rate_follows_the_samples_seen_so_that_epochs_mean_epochs",
     ),
     Mutant(

@@ -8,12 +8,12 @@ from typing import Any
 from optuna.storages import BaseStorage
 from short_studies import a_record, write_study
 
-from largebatch.studies.cells import cells_of
-from largebatch.studies.database import Queue, open_storage
-from largebatch.studies.owners import Owners
-from largebatch.studies.phases import Bench, Progress
-from largebatch.studies.study import RATE, load_study
-from largebatch.studies.trial import Machine
+from largebatch.studies.queue.cells import cells_of
+from largebatch.studies.queue.database import Queue, open_storage
+from largebatch.studies.queue.owners import Owners
+from largebatch.studies.queue.phases import Bench, Progress
+from largebatch.studies.queue.study import RATE, load_study
+from largebatch.studies.queue.trial import Machine
 
 FLAT = {"decay": {"kind": "constant"}}
 

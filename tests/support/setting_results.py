@@ -5,8 +5,8 @@ from functools import cache
 
 from largebatch import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.studies.results import Result, SettingResults
-from largebatch.studies.usage import Usage
+from largebatch.studies.queue.results import Result, SettingResults
+from largebatch.studies.queue.usage import Usage
 
 
 @cache

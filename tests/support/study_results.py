@@ -6,8 +6,8 @@ from functools import cache
 from largebatch import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.studies.metrics import Measurement
-from largebatch.studies.results import CellResults, Classes, Result
-from largebatch.studies.study import RATE, Search
+from largebatch.studies.queue.results import CellResults, Classes, Result
+from largebatch.studies.queue.study import RATE, Search
 
 IMAGES = 96
 """Of an update."""

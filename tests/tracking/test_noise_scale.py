@@ -15,7 +15,7 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer, constant
 from largebatch.distributed.serial import Serial
 from largebatch.errors import PlanError
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.tracking.noise_scale import NoiseScale, Squares, estimate, fieller
 from largebatch.training.noise import NOISE_UPDATES, RunningNoise
 

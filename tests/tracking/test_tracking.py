@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from largebatch.errors import CheckpointError, LogError, MissingPackageError
-from largebatch.recipe.plan import Plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     EVENTS,

@@ -30,7 +30,7 @@ from largebatch.models.batchnorm import Spans, with_span
 from largebatch.optim.lars import LARS
 from largebatch.optim.sgd import build_sgd
 from largebatch.optional import require_schedulefree
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.tracking.events import Step
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.loop import Update, step_seeds, train

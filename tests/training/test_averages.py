@@ -18,8 +18,8 @@ from torch.optim.swa_utils import (
 from largebatch.distributed.serial import Serial
 from largebatch.errors import RecipeError
 from largebatch.models.batchnorm import Spans, with_span
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.plan import make_plan
 from largebatch.training.averages import EMA, SWA, ReplicaMean, averaged
 from largebatch.training.state import TrainState
 

@@ -17,7 +17,7 @@ from largebatch.data.order import sample_ids
 from largebatch.data.pipeline import open_images
 from largebatch.data.types import Batches, Request
 from largebatch.distributed.serial import Serial
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 
 CHANGES = (
     "batch.schedule=["

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from largebatch.data.order import sample_ids
-from largebatch.data.text import open_text, read_corpus
+from largebatch.data.text.pipeline import open_text, read_corpus
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
 from largebatch.models import Spans, build
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.optimizer import build_optimizer
 from largebatch.schedules.build import build_schedule
 from largebatch.training.evaluation import Metrics, evaluate

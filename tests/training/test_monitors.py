@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from largebatch import load_recipe, run
 from largebatch.errors import MissingPackageError, RecipeError
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.tracking.environment import peak_resident_bytes
 from largebatch.tracking.events import SYSTEM

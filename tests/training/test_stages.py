@@ -37,7 +37,7 @@ from largebatch.cli.main import DONE, main
 from largebatch.data.datasets import digits
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.report import write_report
 from largebatch.tracking.events import Accuracy, Summary

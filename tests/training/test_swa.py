@@ -14,7 +14,7 @@ from torch import Tensor
 from largebatch import run
 from largebatch.data.datasets import digits
 from largebatch.errors import RecipeError
-from largebatch.recipe.plan import make_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.checkpoints import polish_checkpoint
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Accuracy

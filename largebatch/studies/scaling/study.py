@@ -16,18 +16,18 @@ from pydantic import Field, model_validator
 
 from largebatch.errors import LargebatchError, PlanError, RecipeError
 from largebatch.planner.model import Load, Machine, step_seconds
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
 from largebatch.runs.options import Options
-from largebatch.studies.files import Timed, base_recipe, read_study
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.namespaces import payload_bandwidth
 from largebatch.studies.hosts.starts import Start
 from largebatch.studies.hosts.worker import Job
-from largebatch.studies.study import Name
+from largebatch.studies.queue.files import Timed, base_recipe, read_study
+from largebatch.studies.queue.study import Name
 
 SUITE = files("largebatch") / "studies" / "scaling" / "presets"
 """The studies that are installed."""

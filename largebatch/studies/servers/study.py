@@ -15,19 +15,19 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.protocols import Centralised
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Batch, Section
 from largebatch.runs.options import Options
-from largebatch.studies.files import Timed, base_recipe, read_study
 from largebatch.studies.hosts.compute import Compute
 from largebatch.studies.hosts.measure import Placement
 from largebatch.studies.hosts.starts import Found, Start
 from largebatch.studies.hosts.worker import Job
+from largebatch.studies.queue.files import Timed, base_recipe, read_study
+from largebatch.studies.queue.study import Name
 from largebatch.studies.servers.traffic import Traffic, beside, central, ring
-from largebatch.studies.study import Name
 
 SUITE = files("largebatch") / "studies" / "servers" / "presets"
 """The studies that are installed."""

@@ -17,19 +17,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from largebatch.errors import LargebatchError, RecipeError
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
-from largebatch.recipe.plan import make_plan
 from largebatch.recipe.protocols import MAX_LEARNERS, Softsync, mini_batch
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
-from largebatch.studies.files import base_recipe, read_study
-from largebatch.studies.study import Configuration, Name
+from largebatch.studies.queue.files import base_recipe, read_study
+from largebatch.studies.queue.study import Configuration, Name
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import ComputeTime
 from largebatch.training.protocols.rule import Rule
 
-SUITE = files("largebatch") / "studies" / "presets"
+SUITE = files("largebatch") / "studies" / "staleness" / "presets"
 """The studies that are installed."""
 
 Learners = Annotated[int, Field(ge=1, le=MAX_LEARNERS)]

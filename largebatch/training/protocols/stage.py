@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
 from largebatch.errors import CheckpointError, DivergedError
-from largebatch.recipe.plan import converter
+from largebatch.recipe.arithmetic.plan import converter
 from largebatch.recipe.protocols import LocalSteps, mini_batch
 from largebatch.storage import write_whole
 from largebatch.tracking.events import ARRIVALS, LostLearner, StageName, Step

@@ -1,0 +1,1 @@
+"""Text: windows of consecutive words, in which every next word is predicted."""

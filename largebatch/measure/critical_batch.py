@@ -1,0 +1,348 @@
+"""The critical batch of a recipe from runs at several batches.
+
+The critical batch needs 20 % more steps to a loss than linear scaling from small batches
+(arXiv:2410.21676). Steps follow S(B) = S_min (1 + B_noise / B) (arXiv:1812.06162, equation 2.11),
+and linear scaling is S_min B_noise / B; so the critical batch is a fifth of B_noise.
+
+Every batch is run at a constant rate after the recipe's warm-up, at several rates, of which the one
+with the fewest steps counts. The loss is that of training, averaged over as many samples at every
+batch; a step in the middle of those is where it is reached.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from pydantic import ValidationError
+
+from largebatch.errors import DivergedError, LargebatchError, PlanError
+from largebatch.recipe.arithmetic.pieces import without_resolution
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.recipe import Recipe
+from largebatch.report.noise import MORE_STEPS, over
+from largebatch.report.run import FloatArray, Run, read_run
+from largebatch.runs.interrupts import InterruptedStudyError
+from largebatch.runs.options import Options
+from largebatch.runs.run import run
+from largebatch.tracking.events import LOG, Step, write_json
+from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale
+
+LEAST_BATCHES = 4
+"""Two numbers are fitted, and their interval needs more points than that."""
+
+FACTORS = (0.5, 1.0, 2.0)
+"""Of the rate that follows from the recipe's by the square root of the batch; while the best one is
+the first or the last, one twice as far is tried."""
+
+MOST_FACTORS = 3
+"""How often that is done."""
+
+MOST_SAMPLES = 4.0
+"""Times the samples of the smallest batch that a run may take to reach its loss."""
+
+WINDOW = 0.1
+"""The part of the smallest batch's samples that losses are averaged over, if that is more than the
+largest batch."""
+
+FAR = 1000.0
+"""A fit that has B_noise so many times beyond the batches says only on which side it lies."""
+
+RESULT = "critical_batch.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run: its batch and rate, and the updates to the target; None if it never got there."""
+
+    batch: int
+    rate: float
+    steps: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critical:
+    """What runs at several batches tell; batches and noise in samples."""
+
+    target: float
+    """The training loss that all were to reach."""
+
+    trials: tuple[Trial, ...]
+    best: tuple[Trial, ...]
+    """The fewest steps of each batch that reached the target."""
+
+    least_steps: float
+    """S_min of the fit."""
+
+    measured: float
+    low: float
+    high: float
+    """The critical batch, and its interval of 95 % by the scatter of the best about the fit."""
+
+    noise: NoiseScale
+    """Over the run of the smallest batch up to the target; a fifth of it is the prediction."""
+
+    @property
+    def predicted(self) -> float:
+        """The critical batch by the noise scale alone."""
+        return MORE_STEPS * self.noise.value
+
+    def more(self, batch: int) -> float:
+        """Return how many more steps than linear scaling a batch needs by the fit, as a part."""
+        return MORE_STEPS * batch / self.measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Study:
+    """The runs of one recipe at several batches, which go on where they were stopped."""
+
+    recipe: Recipe
+    options: Options
+    workers: int
+    sizes: list[int]
+    epochs: float
+    """Of the smallest batch, after which its loss is the target."""
+
+    trials: list[Trial] = field(default_factory=list)
+
+    def updates(self, batch: int, epochs: float) -> int:
+        """Return how many updates so many epochs are."""
+        return max(2, round(epochs * self.recipe.train_samples / batch))
+
+    def window(self, batch: int) -> int:
+        """Return how many updates of a batch losses are averaged over."""
+        samples = max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
+        return max(1, round(samples / batch))
+
+    def rate(self, batch: int, factor: float) -> float:
+        share = batch / self.recipe.batch.global_batch
+        return float(f"{factor * self.recipe.schedule.peak_lr * math.sqrt(share):.3g}")
+
+    def at(self, batch: int, rate: float) -> Recipe:
+        """Return the recipe at another batch and a constant rate, measured and without polishing.
+
+        Its warm-up is as many samples at every batch, and at most a quarter of the first target's.
+        """
+        content, per_epoch = self.recipe.model_dump(), self.recipe.train_samples / batch
+        warmup = self.recipe.schedule.warmup
+        samples = 0.0
+        if warmup is not None:
+            samples = (warmup.epochs or 0) * self.recipe.train_samples
+            samples += (warmup.steps or 0) * self.recipe.batch.global_batch
+        ramp = round(min(samples / self.recipe.train_samples, self.epochs / 4) * per_epoch)
+        longest = round(2 * MOST_SAMPLES * self.epochs * per_epoch) + 2  # its end is never reached
+        content |= {
+            "duration": {"steps": longest},
+            "batch": {**content["batch"], "global_batch": batch, "schedule": ()},
+            "data": without_resolution(self.recipe.data),
+            "schedule": {
+                **content["schedule"],
+                "peak_lr": rate,
+                "warmup": {"steps": ramp} if ramp else None,
+                "start_lr": 0.0,
+                "decay": {"kind": "constant"},
+            },
+            "polish": None,
+            "evaluation": {},
+            "monitor": ("noise_scale",),
+        }
+        return Recipe.model_validate(content)
+
+    def train(self, batch: int, factor: float, epochs: float) -> Run:
+        """Train for so many epochs, or go on to there; one that diverges ends before."""
+        rate = self.rate(batch, factor)
+        folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
+        steps = self.updates(batch, epochs)
+        found = folder / LOG
+        record = read_run(folder) if found.exists() else None
+        recipe = self.at(batch, rate)
+        if record is not None:
+            _require_same(record, recipe)
+        if record is not None and (len(record.steps) >= steps or record.diverged):
+            return record
+        with suppress(DivergedError):  # the record says so
+            summary = run(
+                recipe,
+                workers=self.workers,
+                out=folder,
+                data=self.options.data,
+                dataset=self.options.dataset,
+                imports=self.options.imports,
+                backend=self.options.backend,
+                timeout=self.options.timeout,
+                resume="auto" if found.exists() else False,
+                max_steps=steps,
+            )
+            if summary.status == "interrupted":
+                raise InterruptedStudyError(f"saved in {self.options.out}")
+        return read_run(folder)
+
+    def losses(self, updates: Sequence[Step], batch: int) -> FloatArray:
+        """Return the mean loss over a window at each step, as long as there are so many."""
+        number = self.window(batch)
+        losses = np.array([step.loss for step in updates])
+        if len(losses) < number:
+            return np.empty(0)
+        sums = np.cumsum(np.insert(losses, 0, 0.0))
+        means: FloatArray = (sums[number:] - sums[:-number]) / number
+        return means
+
+    def reach(self, batch: int, factor: float, target: float) -> Trial:
+        """Train until the target is reached, or the samples are used up."""
+        epochs = self.epochs
+        while True:
+            record = self.train(batch, factor, epochs)
+            losses = self.losses(record.steps, batch)
+            below = np.flatnonzero(losses <= target)
+            if below.size or epochs >= MOST_SAMPLES * self.epochs or record.diverged:
+                break
+            epochs = min(2 * epochs, MOST_SAMPLES * self.epochs)
+        steps = None
+        if below.size:
+            first = int(below[0])
+            back = 0.0  # the crossing lies between two updates
+            if first:
+                back = (target - losses[first]) / (losses[first - 1] - losses[first])
+            steps = float(first + 1 - back + (self.window(batch) - 1) / 2)
+        trial = Trial(batch, self.rate(batch, factor), steps)
+        self.trials.append(trial)
+        return trial
+
+    def best(self, batch: int) -> Trial | None:
+        """Return the trial of a batch with the fewest steps, None if none reached the target."""
+        reached = [t for t in self.trials if t.batch == batch and t.steps is not None]
+        return min(reached, key=lambda trial: trial.steps or math.inf, default=None)
+
+    def reach_at_each_rate(self, batch: int, target: float) -> Iterator[Trial]:
+        """Try the rates, and further ones as long as the best is at an end."""
+        factors = list(FACTORS)
+        for factor in factors:
+            yield self.reach(batch, factor, target)
+        for _ in range(MOST_FACTORS):
+            found = self.best(batch)
+            if found is None or found.rate not in {
+                self.rate(batch, factors[0]), self.rate(batch, factors[-1])
+            }:  # fmt: skip
+                return
+            low = found.rate == self.rate(batch, factors[0])
+            factors = [factors[0] / 2, *factors] if low else [*factors, factors[-1] * 2]
+            yield self.reach(batch, factors[0] if low else factors[-1], target)
+
+
+def measure_critical(
+    recipe: Recipe, options: Options, batches: Sequence[int], *, epochs: float, workers: int = 1
+) -> Iterator[Trial | Critical]:
+    """Run every batch at every rate in folders of `options.out`; yield each trial, then the result.
+
+    The target is the loss that the smallest batch reaches at its best rate after `epochs`. Runs
+    that are there are not made again. Raises LargebatchError for too few batches, and where too few
+    of them reach the target; InterruptedStudyError when one is asked to stop.
+    """
+    sizes = sorted(set(batches))
+    if len(sizes) < LEAST_BATCHES:
+        raise LargebatchError(
+            f"--measure needs {LEAST_BATCHES} batches or more, for two numbers are fitted and "
+            f"their interval needs more points; got {', '.join(map(str, sizes))}"
+        )
+    study = _Study(recipe=recipe, options=options, workers=workers, sizes=sizes, epochs=epochs)
+    for batch in sizes:  # before hours have gone by
+        try:
+            make_plan(study.at(batch, recipe.schedule.peak_lr), workers=workers)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise LargebatchError(f"--measure {batch}: {reason}") from None
+        except PlanError as error:
+            raise LargebatchError(f"--measure {batch}: {error}") from None
+    first = study.updates(sizes[0], epochs)
+    if study.window(sizes[0]) > first:
+        raise LargebatchError(
+            f"--measure {sizes[-1]}: losses are averaged over the samples of one update or more, "
+            f"and {epochs:g} epochs have only {first * sizes[0]:,}; give smaller batches or more "
+            "--epochs"
+        )
+    records = [study.train(sizes[0], factor, epochs) for factor in FACTORS]
+    # A run that went on for the target of an earlier call counts as far as it first went.
+    ends = [study.losses(record.steps[:first], sizes[0])[-1:] for record in records]
+    target, reference = min(
+        ((end.item() if end.size else math.inf), place) for place, end in enumerate(ends)
+    )
+    if not math.isfinite(target):
+        raise LargebatchError(
+            f"batch {sizes[0]} diverges at every rate tried, down to "
+            f"{study.rate(sizes[0], FACTORS[0]):g}; lower schedule.peak_lr"
+        )
+    for batch in sizes:
+        yield from study.reach_at_each_rate(batch, target)
+    noise = over(records[reference], list(records[reference].steps[:first]))
+    result = _fit(study, target, noise)
+    write_json(options.out / RESULT, asdict(result) | {"predicted": result.predicted})
+    yield result
+
+
+def _require_same(record: Run, recipe: Recipe) -> None:
+    """Raise LargebatchError where a run that is there was made by another recipe."""
+    assert record.recipe is not None
+    there = parse_recipe(record.recipe, source=str(record.path))
+    if there.mathematics != recipe.mathematics:
+        raise LargebatchError(
+            f"{record.path}: holds a run of another recipe, or for another --epochs, whose losses "
+            "cannot be compared; give another --out"
+        )
+
+
+def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
+    """Fit S(B) to the fewest steps of each batch, in logarithms."""
+    from scipy.optimize import curve_fit
+    from scipy.stats import t
+
+    found = [study.best(batch) for batch in study.sizes]
+    best = [trial for trial in found if trial is not None]
+    if len(best) < LEAST_BATCHES:
+        raise LargebatchError(
+            f"{len(best)} of {len(study.sizes)} batches reached a loss of {target:.4g}, and a fit "
+            f"needs {LEAST_BATCHES}; give smaller batches or fewer --epochs"
+        )
+    batches = np.array([trial.batch for trial in best], dtype=float)
+    steps = np.array([trial.steps for trial in best], dtype=float)
+
+    def law(batch: FloatArray, least: float, scale: float) -> FloatArray:
+        steps: FloatArray = least + np.log1p(np.exp(scale) / batch)
+        return steps
+
+    guess = (math.log(steps[-1] / 2), math.log(batches[-1]))
+    edges = math.log(batches[0] / FAR), math.log(batches[-1] * FAR)
+    (least, scale), covariance = curve_fit(
+        law, batches, np.log(steps), p0=guess, bounds=([-np.inf, edges[0]], [np.inf, edges[1]])
+    )
+    if not edges[0] + 0.01 < scale < edges[1] - 0.01:
+        raise LargebatchError(_undetermined(best, is_above=scale > guess[1]))
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(best) - 2)) * math.sqrt(covariance[1][1])
+    with np.errstate(over="ignore"):
+        measured, low, high = (
+            MORE_STEPS * np.exp([scale, scale - reach, scale + reach])
+        ).tolist()  # fmt: skip
+    return Critical(
+        target=target,
+        trials=tuple(study.trials),
+        best=tuple(best),
+        least_steps=math.exp(least),
+        measured=measured,
+        low=low,
+        high=high,
+        noise=noise,
+    )
+
+
+def _undetermined(best: Sequence[Trial], *, is_above: bool) -> str:
+    counts = ", ".join(f"{trial.batch:,}: {trial.steps:,.0f}" for trial in best)
+    how, where, give = (
+        ("fall as fast as the batch grows", "above", "larger")
+        if is_above
+        else ("hardly fall", "below", "smaller")
+    )
+    return (
+        f"the steps of these batches ({counts}) {how}: the critical batch lies far {where} them; "
+        f"give {give} ones besides"
+    )

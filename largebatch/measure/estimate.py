@@ -1,0 +1,165 @@
+"""What a run takes of this machine, from a few samples that are trained on here."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from largebatch import accelerator
+from largebatch.distributed.serial import Serial
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.sections import Polish
+from largebatch.recipe.text import Text
+from largebatch.runs.build import build_model
+from largebatch.runs.optimizer import build_optimizer
+from largebatch.training.loss import cross_entropy
+
+_ENOUGH_SECONDS = 0.3
+"""A pass that takes so long is no longer all overhead."""
+
+
+class Estimate(NamedTuple):
+    """Of one worker that has this machine's device to itself."""
+
+    device: str
+    precision: str
+    samples: int
+    """So many were trained on at a time."""
+
+    step_seconds: float
+    """Forward, backward and update; input and communication not. Of the first global batch, with
+    the largest images of a resolution schedule."""
+
+    run_seconds: float
+    """The same for all updates of the run."""
+
+    memory_bytes: int
+    """Weights, gradients, optimizer and average, and what forward keeps for backward."""
+
+
+def estimate(recipe: Recipe, plan: Plan) -> Estimate:
+    """Train on 2, 4, 8 ... random samples, up to a device batch, until that takes long enough.
+
+    They are whole BatchNorm spans, or part of one, and never one sample, which has no variance.
+    Time and activations are those of the last of these in proportion to the device batch.
+    """
+    backend = Serial()
+    recipe = anywhere(recipe)
+    if backend.device.type == "cpu":  # where fp16 is several times slower, and no way to train
+        recipe = recipe.model_copy(update={"precision": "fp32"})
+    model = build_model(recipe, backend)
+    optimizer = build_optimizer(recipe, model)
+    criterion = cross_entropy(
+        smoothing=recipe.loss.label_smoothing, off_target=recipe.loss.off_target
+    )
+    most, span = max(2, plan.device_batch), plan.bn_span or 1
+    num, seconds, kept, side = 2, 0.0, 0, largest_side(recipe, plan)
+    for attempt in count():
+        images, labels = random_batch(recipe, num, side, backend.device)
+        with saved_bytes(model) as found:
+            begun = time.perf_counter()
+            criterion(model(images), labels).backward()
+            before, seconds = seconds, _elapsed(begun, backend.device)
+        kept = sum(found.values())
+        if attempt and (num >= most or before + seconds > _ENOUGH_SECONDS):
+            break
+        num = _whole_spans(min(2 * num, most), span) if attempt else num  # the first is slower
+    begun = time.perf_counter()
+    optimizer.step()
+    update = _elapsed(begun, backend.device)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    kept_by_optimizer = sum(tensor_bytes(optimizer.state_dict()["state"]))
+    polish = recipe.polish or Polish.model_construct()
+    copies = 2 + (polish.ema is not None or polish.swa is not None)
+    if polish.swap is not None:  # what replicas begin as, their sum in float64, another momentum
+        copies = 6
+    per_sample = seconds / num
+    passes = _passes(recipe, plan, side=side)
+    return Estimate(
+        device=backend.device.type,
+        precision=recipe.precision,
+        samples=num,
+        step_seconds=per_sample * plan.device_batch * plan.accumulation + update,
+        run_seconds=per_sample * plan.device_batch * passes + update * plan.updates,
+        memory_bytes=copies * weights + kept_by_optimizer + kept * plan.device_batch // num,
+    )
+
+
+def _whole_spans(num: int, span: int) -> int:
+    """Return how many of these samples are whole spans; all of them within one.
+
+    >>> [_whole_spans(num, 15) for num in (8, 16, 32)]
+    [8, 15, 30]
+    """
+    return num if num < span else num - num % span
+
+
+def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tensors and values
+    """Go through the tensors of an optimizer's state."""
+    if isinstance(value, Tensor):
+        yield value.nbytes
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensor_bytes(each)
+
+
+def largest_side(recipe: Recipe, plan: Plan) -> int:
+    """Return the largest side of the images that updates are made with."""
+    sizes = [piece.image_size for piece in plan.sizes]
+    if not sizes or plan.updates > plan.train_steps:
+        sizes.append(_usual(recipe))
+    return max(sizes)
+
+
+def _usual(recipe: Recipe) -> int:
+    """Return the side of the images in evaluation; windows of a text have one length throughout."""
+    return 1 if isinstance(recipe.data, Text) else recipe.data.image_size
+
+
+def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
+    """Return how many device batches of images of this side cost as much as all of the run."""
+    usual = _usual(recipe)
+    parts = plan.sized(range(plan.train_steps), otherwise=usual)
+    parts.append((range(plan.train_steps, plan.updates), usual))
+    return sum(
+        len(steps) * number * (size / side) ** 2
+        for part, size in parts
+        for steps, _, number in plan.within(part)
+    )
+
+
+def random_batch(
+    recipe: Recipe, num: int, side: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return samples and labels of a recipe's shapes."""
+    if isinstance(recipe.data, Text):
+        words = torch.randint(recipe.data.vocabulary, (num, recipe.data.window + 1), device=device)
+        return words[:, :-1], words[:, 1:]
+    labels = torch.randint(recipe.data.classes, (num,), device=device)
+    return torch.randn(num, 3, side, side, device=device), labels
+
+
+def _elapsed(begun: float, device: torch.device) -> float:
+    accelerator.synchronize(device)  # sync: this is a measurement
+    return time.perf_counter() - begun
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield the bytes of what forward keeps for backward besides the weights, by its storage."""
+    found: dict[int, int] = {}
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()  # fake tensors have one too, and no address
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found

@@ -1,0 +1,1 @@
+"""MLPerf Training: its rules, its log, its checkers and their page."""

@@ -1,0 +1,291 @@
+"""MLPerf's own checkers on the logs of runs, and what they find in sentences.
+
+No check is made here: compliance_checker, rcp_checker, package_checker's seed checker and
+system_desc_checker of the package mlperf-logging are called as its own commands call them, and what
+they return and log is put into words. Reference convergence points (RCPs) are epochs to the target
+that MLPerf's reference implementation took at some batches; a submission of the closed division
+must not converge faster than they allow. The package tests that by Student's t-test and has no
+bootstrap; the interval of our own mean is scipy's.
+"""
+
+import json
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from largebatch.errors import clip, shorten
+from largebatch.mlperf.logs import PURPOSE, Log, LogError, captured_log, find_logs, read_log
+from largebatch.mlperf.page import Point, Reference
+from largebatch.mlperf.rules import BENCHMARK, ROUND, TARGET
+from largebatch.mlperf.system_description import problems
+from largebatch.optional import require_mlperf
+
+RUNS = 5
+"""A submission for ResNet is so many runs, of which the fastest and the slowest do not count."""
+
+_USAGE = "training"
+_NO_TEXT = "every field of a system description is a text"
+_DRAWS = 9_999
+"""Of the bootstrap."""
+
+_WORDS = {
+    "Insufficient convergence": f"more than one run did not reach {TARGET:.1%}",
+}
+"""For what the RCP checker says where it compares nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one checker found."""
+
+    name: Literal["compliance", "seeds", "convergence", "system"]
+    passed: bool | None
+    """None: not checked."""
+
+    sentence: str
+    reasons: tuple[str, ...] = ()
+    """What the checker found wrong, each with its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything found about some runs."""
+
+    logs: tuple[Log, ...]
+    verdicts: tuple[Verdict, ...]
+    reference: Reference | None
+    points: tuple[Point, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no checker found anything wrong."""
+        return all(verdict.passed is not False for verdict in self.verdicts)
+
+
+def check(folders: Sequence[Path], *, system: Path | None = None) -> Findings:
+    """Apply MLPerf's checkers to the logs in run folders, or in folders of result_*.txt.
+
+    `system` is a system description. Raises LogError for what cannot be checked,
+    MissingPackageError without mlperf-logging.
+    """
+    logs = tuple(read_log(path) for folder in folders for path in find_logs(folder))
+    if len({log.division for log in logs}) > 1:
+        found = [f"{log.path}: {log.division}" for log in logs]
+        raise LogError(f"logs of one submission are of one division, found {shorten(found)}")
+    convergence, reference = _check_convergence(logs)
+    verdicts = (_check_compliance(logs), _check_seeds(logs), convergence, _check_system(system))
+    return Findings(logs, verdicts, reference, _points())
+
+
+def _check_compliance(logs: Sequence[Log]) -> Verdict:
+    """Check every log against the rules of its division.
+
+    As package_checker does, one of five may break them, such as that of a run below the target: the
+    slowest does not count.
+    """
+    reasons, broken = [], 0
+    for log in logs:
+        found = _broken_rules(log.path)
+        broken += bool(found)
+        reasons += [f"{log.path}: {reason}" for reason in found]
+    rules = f"MLPerf Training {ROUND}, ResNet, {logs[0].division} division"
+    if broken:
+        accepted = broken == 1 and len(logs) == RUNS
+        verb = "breaks" if broken == 1 else "break"
+        text = f"{broken} of {_count(logs)} {verb} the rules of {rules}"
+        if accepted:
+            text += ", which is accepted of one in five"
+        return Verdict("compliance", passed=accepted, sentence=text, reasons=tuple(reasons))
+    keep = "log keeps" if len(logs) == 1 else "logs keep"
+    return Verdict("compliance", passed=True, sentence=f"{len(logs)} {keep} the rules of {rules}")
+
+
+def _broken_rules(path: Path) -> list[str]:
+    """Return what the compliance checker finds wrong with a log."""
+    package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
+    checker = package.make_checker(_USAGE, ROUND, quiet=True, werror=False)
+    package.enqueued_configs.clear()  # of a check that ended by an exception
+    with captured_log():
+        try:
+            passed = checker.check_file(path, f"{_USAGE}_{ROUND}/common.yaml")
+        except Exception as error:  # rules are evaluated on whatever the log holds
+            passed = False
+            checker.put_message(f"the checker stopped: {type(error).__name__}: {error}")
+    if passed:
+        return []
+    messages = [*checker.overwritable.values(), *checker.not_overwritable]
+    return [_explain(message) for message in messages]
+
+
+def _explain(message: str) -> str:
+    r"""Return in one sentence what the compliance checker says in many lines.
+
+    >>> _explain("CHECK for 'lars_epsilon' failed in line 3:\n"
+    ...     ':::MLLOG {"key": "lars_epsilon", "value": 1e-9, "metadata": {}}\n'
+    ...     "failed test:  v['value'] == 0.0 \ncurrent context[s]={}")
+    'lars_epsilon is 1e-09; the rule is: lars_epsilon == 0.0'
+    >>> _explain("Failed checks for eval_accuracy :  v['value'] >= 0.759 ")
+    'no eval_accuracy keeps the rule: eval_accuracy >= 0.759'
+    """
+    lines = message.splitlines()
+    checked = re.match(r"CHECK for '(\w+)' failed", message)
+    missed = re.match(r"Failed checks for (\w+) :(.*)", message)
+    if missed:
+        key, rule = missed.groups()
+        return f"no {key} keeps the rule: {_rule(rule, key)}"
+    if not checked:
+        said = [line for line in lines if not line.startswith("current context")]
+        return clip(" ".join(said[:2]), 300)
+    key = checked[1]
+    line = json.loads(lines[1].partition(" ")[2])
+    rule = _rule(lines[2].removeprefix("failed test:"), key)
+    value = line["metadata"] if "metadata" in rule else line["value"]
+    return f"{key} is {clip(repr(value), 200)}; the rule is: {rule}"
+
+
+def _rule(test: str, key: str) -> str:
+    return test.replace("v['value']", key).strip()
+
+
+def _check_seeds(logs: Sequence[Log]) -> Verdict:
+    """Check that every run logs a seed and no two runs the same."""
+    package = require_mlperf("package_checker.seed_checker", PURPOSE)
+    with captured_log() as captured, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a log of several seeds is allowed
+        passed = package.SeedChecker(ROUND).check_seeds([log.path for log in logs])
+    if passed:
+        return Verdict("seeds", passed=True, sentence=f"{_count(logs)}, no seed twice")
+    errors = [record.args for record in captured if record.levelno == logging.ERROR]
+    reasons = tuple(str(args[0]) for args in errors if isinstance(args, tuple) and args)
+    lines = tuple(line for reason in reasons for line in reason.splitlines())
+    text = "every run needs a logged seed of its own"
+    if logs[0].division == "open":
+        return Verdict("seeds", None, f"not asked of the open division: {text}", lines)
+    return Verdict("seeds", passed=False, sentence=text, reasons=lines)
+
+
+def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
+    """Compare the epochs to the target with the reference's, by the RCP checker."""
+    reason = _why_not_compared(logs)
+    if reason:
+        return Verdict("convergence", None, reason), None
+    checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
+    with tempfile.TemporaryDirectory() as folder, captured_log() as captured:
+        for number, log in enumerate(logs):
+            (Path(folder) / f"result_{number}.txt").symlink_to(log.path.absolute())
+        passed, found, factor = checker.check_directory(
+            folder, _USAGE, ROUND, False, False, rcp_pass="pruned_rcps"  # noqa: FBT003, S106
+        )  # fmt: skip
+    reference = _reference(captured, logs)
+    text = _WORDS.get(found, found)
+    if reference is not None:
+        text = _describe(reference, logs, passed=passed, factor=float(factor))
+    if logs[0].division == "open":
+        return Verdict("convergence", None, f"not asked of the open division; {text}"), reference
+    return Verdict("convergence", passed=bool(passed), sentence=text), reference
+
+
+def _why_not_compared(logs: Sequence[Log]) -> str | None:
+    if not all(log.complete for log in logs):
+        return "a log lacks what the test reads, as under compliance"
+    if len({log.batch for log in logs}) > 1:
+        found = [f"{log.path}: {log.batch:,}" for log in logs]
+        raise LogError(f"logs of one submission are of one global batch, found {shorten(found)}")
+    if len(logs) != RUNS:
+        return f"the test takes {RUNS} runs, {len(logs)} given"
+    return None
+
+
+def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
+    """Return what the RCP checker compared with, which it logs; None where it had nothing."""
+    records = [each.args for each in captured if str(each.msg).startswith(" RCP Record")]
+    means = [each.args for each in captured if str(each.msg).startswith(" Submission mean epochs:")]
+    if not records or not means:
+        return None
+    found: Any = records[0]
+    ours: Any = means[0]
+    return Reference(
+        batch=found["BS"],
+        mean=float(found["RCP Mean"]),
+        std=float(found["RCP Stdev"]),
+        least=float(found["RCP Mean"] / found["Max Speedup"]),
+        ours=float(ours[0]),
+        interval=_interval([log.epochs for log in logs]),
+    )
+
+
+def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
+    """Return the 95 % percentile interval of the mean less its extremes, from a fixed seed."""
+    known = [epoch for epoch in epochs if epoch is not None]
+    if len(known) < len(epochs):
+        return None
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    def olympic(drawn: Any, axis: int) -> Any:  # noqa: ANN401 -- arrays of any shape
+        return np.sort(drawn, axis=axis).take(range(1, len(known) - 1), axis).mean(axis)
+
+    found = bootstrap(
+        (known,), olympic, n_resamples=_DRAWS, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
+    """Say how our runs compare with the reference, and what follows from it."""
+    ours = f"{reference.ours:.2f}"
+    if reference.interval is not None:
+        low, high = reference.interval
+        ours += f" (95 % by bootstrap: {low:.2f} to {high:.2f})"
+    batch = logs[0].batch or 0
+    there = "" if reference.batch == batch else f" at {reference.batch:,}, its smallest batch,"
+    text = (
+        f"{_count(logs)} at batch {batch:,} reach {TARGET:.1%} after {ours} epochs, without the "
+        f"fastest and the slowest; the reference{there} takes {reference.mean:.2f} (std "
+        f"{reference.std:.2f}), and a mean below {reference.least:.2f} is too fast to be it"
+    )
+    if passed and factor > 1:
+        return f"{text}; that is faster, as chance allows, and times are multiplied by {factor:.4f}"
+    return text
+
+
+def _points() -> tuple[Point, ...]:
+    """Return all reference points, in the order of their batches."""
+    package = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
+    checker = package.RCP_Checker(_USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
+    return tuple(
+        Point(
+            batch=record["BS"],
+            epochs=tuple(map(float, record["Epochs to converge"])),
+            mean=float(record["RCP Mean"]),
+            least=float(record["Min Epochs"]),
+            counts=name in checker.pruned_rcp_data,
+        )
+        for name, record in checker.rcp_data.items()
+    )
+
+
+def _check_system(path: Path | None) -> Verdict:
+    """Check a system description, if there is one."""
+    if path is None:
+        text = "no description of the system is given (--describe drafts one)"
+        return Verdict("system", None, text)
+    try:
+        found = problems(path)
+    except TypeError as error:  # the checker joins some of the values
+        found, sentence = [str(error)], _NO_TEXT
+    else:
+        sentence = f"{path} is not as MLPerf asks for it"
+    if not found:
+        return Verdict("system", passed=True, sentence=f"{path} has every field asked for")
+    reasons = tuple(f"{path}: {reason}" for reason in found)
+    return Verdict("system", passed=False, sentence=sentence, reasons=reasons)
+
+
+def _count(logs: Sequence[Log]) -> str:
+    return f"{len(logs)} run" + "s" * (len(logs) > 1)

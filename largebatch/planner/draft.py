@@ -1,0 +1,274 @@
+"""The text of a suggested recipe, and in words what each of its settings is from."""
+
+import json
+import math
+import re
+import textwrap
+from collections.abc import Iterator
+from statistics import median
+
+from largebatch.planner.suggest import (
+    LARGEST,
+    SETTINGS,
+    SPANS,
+    Suggestion,
+    epoch_errors,
+    fit_epochs,
+    left_out,
+    margin,
+    place,
+    reference_points,
+)
+from largebatch.recipe.installed import installed, origin
+
+COMMENT = 34
+"""The column in which comments behind values begin."""
+
+UNSURE = 0.5
+"""Median error of a setting from which its interpolation is remarked on."""
+
+STATISTICS = 50_000
+"""Clean images that the statistics pass measures, at most."""
+
+SMALL = 64
+"""Images up to this side, in pixels, are cropped less: 5 % of their area would be a few pixels."""
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+"""Model names that YAML reads as they are."""
+
+
+def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
+    """Return what was taken from where, how good that is, and what no point says anything about.
+
+    `has_warmup`: whether the warm-up is the points' too, and not that of a measured policy.
+    """
+    return [
+        *_between(found),
+        *_settings(found, has_warmup=has_warmup),
+        *_epochs(found),
+        (
+            f"polishing: added, no reference point has it; the last {found.clean_epochs:g} epochs "
+            "on clean images, the share of Fujitsu's entry, then statistics"
+        ),
+        *_elsewhere(found, has_warmup=has_warmup),
+        f"range: batches up to {LARGEST:,} on ImageNet; no run with a larger one is known here",
+    ]
+
+
+def _between(found: Suggestion) -> Iterator[str]:
+    lower, upper = found.lower, found.upper
+    if found.elsewhere:
+        yield (
+            f"{found.data.samples:,} images in batches of {found.batch:,} make as many updates an "
+            f"epoch ({found.data.samples / found.batch:.1f}) as ImageNet in batches of "
+            f"{found.alike:,.0f}, which is what is looked up"
+        )
+    if found.extrapolated:
+        yield (
+            f"extrapolates: {found.alike:,.0f} is {found.alike / upper.batch:.2f} times the "
+            f"largest reference point, {upper.name}, whose learning rate, momentum, weight decay "
+            "and share of warm-up it keeps; resnet50_86016_fujitsu has settings that were run"
+        )
+    elif found.a_point:
+        yield f"it is a reference point: {lower.name}"
+    else:
+        yield (
+            f"between {lower.name} and {upper.name}, MLPerf's reference convergence points with "
+            f"LARS, {_percent(place(found.alike, lower, upper))} of the way on a logarithmic scale"
+        )
+    same = [] if found.elsewhere else _of_this_batch(found.batch)
+    if same:
+        yield f"published recipes for this batch: {', '.join(same)}"
+
+
+def _of_this_batch(batch: int) -> list[str]:
+    """Return the installed recipes for ImageNet in batches of this size, with their origin."""
+    return [
+        f"{name} ({origin(text).after})"
+        for name, text in installed().items()
+        if name.startswith(f"resnet50_{batch}_")
+    ]
+
+
+def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
+    lower, upper = found.lower, found.upper
+    share = found.warmup_epochs / found.epochs
+    yield f"{'':20}{'here':>9}   {'neighbours':<19}  each point from its own neighbours misses by"
+    for name, label, here, below, above in (
+        ("learning rate", "", found.peak_lr, lower.peak_lr, upper.peak_lr),
+        ("warm-up, share of the run", "warm-up / run", share, lower.warmup, upper.warmup),
+        ("1 - momentum", "", 1 - found.momentum, 1 - lower.momentum, 1 - upper.momentum),
+        ("weight decay", "", found.weight_decay, lower.weight_decay, upper.weight_decay),
+        ("BatchNorm span", "", found.bn_span, lower.bn_span, upper.bn_span),
+    ):
+        if name.startswith("warm-up") and not has_warmup:
+            continue
+        both = f"{below:.4g}" if lower is upper else f"{below:.4g}, {above:.4g}"
+        yield f"{label or name:20}{here:>9.4g}   {both:<19}  {_missed(name)}"
+    yield (
+        f"the span is a divisor of {found.batch:,} from {SPANS[0]} to {SPANS[-1]}; what misses by "
+        f"{_percent(UNSURE)} or more is hardly a function of the batch: try others"
+    )
+
+
+def _missed(name: str) -> str:
+    """Return how well the points that are left out are found from their neighbours."""
+    errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
+    return f"{_percent(median(errors))} in the median, at most {_percent(errors[-1])}"
+
+
+def _epochs(found: Suggestion) -> Iterator[str]:
+    points = reference_points()
+    law, errors = fit_epochs(points), sorted(map(abs, epoch_errors(points)))
+    low, high = (found.law_epochs * (1 + sign * errors[-1]) for sign in (-1, 1))
+    beyond = ", which may be too narrow beyond the points" if found.extrapolated else ""
+    yield (
+        f"epochs to 75.9 % top-1{' on ImageNet' if found.elsewhere else ''}: "
+        f"{found.law_epochs:.1f} ({low:.1f} to {high:.1f}), from epochs(B) = {law.shortest:.1f} "
+        f"(1 + B / {law.critical:,.0f}), fitted to the ten points; fits to nine miss the tenth by "
+        f"{100 * median(errors):.1f} % in the median, at most {100 * errors[-1]:.1f} %, which is "
+        f"the interval{beyond}"
+    )
+    ratio = found.epochs / found.law_epochs
+    if found.given_epochs and found.elsewhere:
+        reason = "as given; how many these images take, no reference point says"
+    elif found.given_epochs and ratio < 1:
+        reason = f"as given: {_percent(ratio)} of the law's, so 75.9 % is not to be expected"
+    elif found.given_epochs:
+        reason = f"as given: {ratio:.2f} times the law's; theirs are {margin(points):.2f} times"
+    elif found.a_point:
+        reason = f"that of the point, which reached 75.9 % after {found.lower.mean_epochs:g}"
+    else:
+        reason = f"{margin(points):.2f} times the law's, as theirs are in the median"
+    yield f"schedule: {found.epochs:g} epochs, {reason}"
+
+
+def _elsewhere(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
+    shares = "warm-up and polishing as shares" if has_warmup else "polishing as a share"
+    if found.elsewhere:
+        updates = math.ceil(found.epochs * found.data.samples / found.batch)
+        yield (
+            "taken over: learning rate, eta, momentum and weight decay, which act in every "
+            f"update, and {shares} of the run"
+        )
+        yield (
+            f"not taken over, so try it out: how many epochs (these make {updates:,} updates; both "
+            "numbers of the law are ImageNet's, ResNet-50's and 75.9 %'s; --epochs E), crops, "
+            "flips, mean and std, label smoothing"
+        )
+    if found.model != "resnet50":
+        yield (
+            f"all points are ResNet-50: none was measured with {found.model}; without "
+            "BatchNorm it needs bn_span: null and no polish"
+        )
+
+
+def draft(found: Suggestion, *, schedule: str | None = None) -> str:
+    """Return the text of a recipe that holds a suggestion; the rule stands beside each number.
+
+    `schedule`: the keys of that section as YAML, where a policy was measured.
+    """
+    data = found.data
+    small = data.image_size <= SMALL
+    name, model = recipe_name(found), found.model
+    head = "\n  head_std: 0.01  # MLPerf's ResNet-50" if model == "resnet50" else ""
+    text = f"""\
+# {name}: written by `largebatch suggest`.
+# After: {_source(found)}.
+# Where to begin, not a result. Measured here: not yet.
+
+name: {name}
+seed: 1
+duration: {{epochs: {found.epochs:g}}}  # {found.law_epochs:.1f} to 75.9 % on ImageNet, by the law
+
+data:
+  source: folder
+  classes: {data.classes}
+  train_samples: {data.samples}
+  val_samples: {data.val_samples}
+  image_size: {data.image_size}
+  crop_area: {"[0.35, 1.0]  # for small images" if small else "[0.05, 1.0]  # MLPerf's"}
+  crop_aspect: [0.75, 1.3333333]
+  flip: true  # false where left and right mean something
+  eval_resize: {data.image_size if small else round(data.image_size * 256 / 224)}
+
+model:
+  name: {model if _PLAIN.fullmatch(model) else json.dumps(model)}{head}
+
+batch:
+  global_batch: {found.batch}
+  bn_span: {found.bn_span}  # the nearest divisor; {_points_have(found, "bn_span")}
+
+optimizer:
+  kind: lars
+  convention: reference
+  momentum: {found.momentum:g}  # {_points_have(found, "momentum")}
+  weight_decay: {found.weight_decay:g}  # {_points_have(found, "weight_decay")}
+  eta: 1e-3  # MLPerf's, as eps, power, end_lr and label smoothing
+  eps: 0.0
+
+{_schedule(found) if schedule is None else _measured(schedule)}
+loss:
+  label_smoothing: 0.1
+
+polish:  # no reference point has it
+  clean: {{epochs: {found.clean_epochs:g}}}  # the share of Fujitsu's entry
+  statistics: {{samples: {min(STATISTICS, data.samples)}}}
+
+evaluation:
+  every_epochs: 4
+"""
+    return "".join(map(_aligned, text.splitlines(keepends=True)))
+
+
+def _schedule(found: Suggestion) -> str:
+    share = found.warmup_epochs / found.epochs
+    return f"""\
+schedule:
+  peak_lr: {found.peak_lr:g}  # {_points_have(found, "peak_lr")}
+  warmup: {{epochs: {found.warmup_epochs:g}}}  # {_percent(share)} of the run
+  decay: {{kind: polynomial, power: 2.0, end_lr: 1e-4}}
+  first_step: 1
+"""
+
+
+def _measured(schedule: str) -> str:
+    return "schedule:  # its shape was measured, its peak is from the points\n" + textwrap.indent(
+        schedule, "  "
+    )
+
+
+def _source(found: Suggestion) -> str:
+    """Return the points that a suggestion is from, and the rule, for the head of the recipe."""
+    lower, upper = found.lower.name, found.upper.name
+    where = f" (at {found.alike:,.0f} by updates in an epoch)" if found.elsewhere else ""
+    if found.extrapolated:
+        return f"{upper}, whose settings are kept beyond it{where}"
+    if found.a_point:
+        return f"{lower}{where}"
+    return f"{lower} and {upper}, power laws of the batch between them{where}"
+
+
+def _points_have(found: Suggestion, key: str) -> str:
+    lower, upper = getattr(found.lower, key), getattr(found.upper, key)
+    return (
+        f"the point has {lower:g}"
+        if found.lower is found.upper
+        else (f"the points have {lower:g} and {upper:g}")
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def recipe_name(found: Suggestion) -> str:
+    """Return the name of a suggested recipe, which its file may have too."""
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", found.model).strip("-._") or "model"
+    return f"{model[:60]}-{found.batch}-suggested"
+
+
+def _aligned(line: str) -> str:
+    """Put the comment behind a value where all of them begin."""
+    value, mark, comment = line.partition("  # ")
+    return f"{value:{COMMENT}}{mark[2:]}{comment}" if mark else line

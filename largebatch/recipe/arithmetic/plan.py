@@ -1,0 +1,401 @@
+"""The arithmetic of a run, before anything heavy is imported.
+
+A recipe fixes the updates: how many, at which rate, from which positions of the sample order. A
+plan divides each of them over workers and micro-batches. Epochs become steps here, once; below
+this module everything counts steps and positions.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from largebatch.errors import PlanError, RecipeError
+from largebatch.recipe.arithmetic.division import DEVICE_BATCH_LIMIT, device_batches, divide_batch
+from largebatch.recipe.arithmetic.pieces import (
+    BatchPiece,
+    Pieces,
+    SizePiece,
+    find_pieces,
+    find_sizes,
+    piece_at,
+    position_at,
+    steps_for,
+    steps_from_start,
+    steps_to_end,
+    whole,
+    within,
+)
+from largebatch.recipe.problems import set_words
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
+from largebatch.recipe.text import Text
+
+MAX_EVALUATIONS = 100_000
+"""On the way of a run: more of them would take longer to plan than a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one recipe runs on `workers` workers. Positions count samples from the run's start."""
+
+    workers: int
+    global_batch: int
+    """Samples in an update, until the batch schedule changes them."""
+
+    device_batch: int
+    accumulation: int
+    """Device batches each worker goes through for one update of global_batch."""
+
+    batch_changes: tuple[BatchPiece, ...] = ()
+    """The pieces of the batch schedule after the first."""
+
+    bn_span: int | None
+    """Samples that share BatchNorm statistics."""
+
+    sync_workers: int = 1
+    """How many workers side by side share each span while training; 1: each holds whole spans."""
+
+    parts: int = 1
+    """Runs of consecutive samples of a global batch whose gradients Adasum combines."""
+
+    train_samples: int
+    """Those that are trained on: images held out are not among them."""
+
+    val_samples: int
+    steps: int
+    """Optimizer updates of the schedule, clean ones included."""
+
+    warmup_steps: int
+    clean_steps: int
+    swa_steps: int = 0
+    swa_every: int = 0
+    """Updates at the end of the schedule over which weights are averaged, and their interval."""
+
+    affine_steps: int = 0
+    """Updates after the schedule, in which few weights move."""
+
+    sizes: tuple[SizePiece, ...] = ()
+    """Image sizes of the updates on augmented images; none: that of the evaluation."""
+
+    evaluate_after: tuple[int, ...]
+    """Numbers of updates after which accuracy is measured; every stage ends with one."""
+
+    @property
+    def train_steps(self) -> int:
+        """Updates on augmented images; the clean ones follow."""
+        return self.steps - self.clean_steps
+
+    @property
+    def swa_after(self) -> range:
+        """Numbers of updates after which the weights are averaged, the last ones first."""
+        return range(self.steps, self.steps - self.swa_steps, -max(1, self.swa_every))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in the whole run."""
+        return self.steps + self.affine_steps
+
+    @property
+    def statistics_batch(self) -> int:
+        """Samples a worker shows the model at a time to measure BatchNorm statistics.
+
+        The fewest whole spans that hold a device batch: workers do not communicate there, because
+        their shares may be unequal, and forward passes alone need little memory.
+        """
+        span = self.bn_span or 1
+        return math.ceil(self.device_batch / span) * span
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of the run in which the global batch is the same."""
+        return BatchPiece(global_batch=self.global_batch), *self.batch_changes
+
+    def within(self, steps: range) -> list[tuple[range, int, int]]:
+        """Return the steps of each piece, its global batch and the accumulation for that."""
+        return [
+            (part, piece.global_batch, self.accumulation * piece.global_batch // self.global_batch)
+            for piece, part in within(self.pieces, steps)
+        ]
+
+    def sized(self, steps: range, *, otherwise: int) -> list[tuple[range, int]]:
+        """Return steps on augmented images with their image sizes; `otherwise` without a schedule.
+
+        All of them are before the clean ones.
+        """
+        if not self.sizes:
+            return [(steps, otherwise)]
+        ends = [0, *(piece.end for piece in self.sizes)]
+        return [
+            (range(max(steps.start, begin), min(steps.stop, piece.end)), piece.image_size)
+            for begin, piece in zip(ends, self.sizes, strict=False)
+            if max(steps.start, begin) < min(steps.stop, piece.end)
+        ]
+
+    def image_size(self, position: int, *, otherwise: int) -> int:
+        """Return the side of the augmented image at a position of the run."""
+        step = steps_for(self.pieces, position + 1) - 1
+        found = self.sized(range(step, step + 1), otherwise=otherwise)
+        return found[0][1] if found else otherwise
+
+    def batch_at(self, step: int) -> int:
+        """Return the global batch of this update."""
+        return piece_at(self.pieces, step).global_batch
+
+    def position(self, step: int) -> int:
+        """Return the position of the first sample of this update."""
+        return position_at(self.pieces, step)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Updates of global_batch in one pass over the training data; batches wrap over its end."""
+        return self.train_samples / self.global_batch
+
+    def epoch(self, steps: int) -> float:
+        """Return how many passes over the training data the first `steps` updates make."""
+        return self.position(steps) / self.train_samples
+
+    def positions(self, step: int, micro: int, rank: int) -> range:
+        """Return the positions of one device batch.
+
+        The workers' device batches of one micro-batch lie side by side, so the samples that share
+        BatchNorm statistics are the same contiguous run however the global batch is divided. For
+        Adasum, whose parts are such runs too, those of one worker do, and each holds whole spans.
+        """
+        if self.parts > 1:
+            place = rank * self.accumulation + micro
+            start = self.position(step) + place * self.device_batch
+            return range(start, start + self.device_batch)
+        per_micro = self.workers * self.device_batch
+        start = self.position(step) + micro * per_micro + rank * self.device_batch
+        return range(start, start + self.device_batch)
+
+
+def make_plan(recipe: Recipe, *, workers: int) -> Plan:
+    """Divide a recipe over workers.
+
+    Where `execution.device_batch` is null it is the largest that fits DEVICE_BATCH_LIMIT. Whole
+    BatchNorm spans in a device batch are preferred; where a worker's share has none, several
+    workers share each span. The device batch is the same in all pieces of a batch schedule.
+
+    Raises PlanError where a global batch cannot be divided so, RecipeError where the recipe's
+    own lengths contradict each other.
+    """
+    device_batch = divide_batch(recipe, workers=workers)
+    batch, pieces = recipe.batch, find_pieces(recipe)
+    accumulation = batch.global_batch // (workers * device_batch)
+    if recipe.protocol is not None:
+        accumulation = 1  # whoever computes them, an update takes whole mini-batches
+    steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
+    warmup, steps_in = recipe.schedule.warmup, converter(recipe)
+    polish = recipe.polish or Polish.model_construct()
+    clean, swa, affine = polish.clean, polish.swa, polish.affine
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
+            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
+        )
+    clean_steps = steps_to_end(pieces, recipe, clean, end=steps) if clean else 0
+    plan = Plan(
+        workers=workers,
+        global_batch=batch.global_batch,
+        device_batch=device_batch,
+        accumulation=accumulation,
+        batch_changes=pieces[1:],
+        bn_span=batch.bn_span,
+        sync_workers=max(1, (batch.bn_span or 1) // device_batch),
+        parts=recipe.reduction.parts or 1,
+        train_samples=recipe.train_samples,
+        val_samples=recipe.data.val_split,
+        steps=steps,
+        warmup_steps=steps_for(pieces, steps_in(warmup) * batch.global_batch) if warmup else 0,
+        clean_steps=clean_steps,
+        swa_steps=steps_to_end(pieces, recipe, swa.over, end=steps) if swa else 0,
+        swa_every=converter(recipe, recipe.batch.last)(swa.every) if swa else 0,
+        affine_steps=converter(recipe, recipe.batch.last)(affine) if affine else 0,
+        evaluate_after=_evaluations(recipe, pieces, steps=steps),
+    )
+    _check_lengths(recipe, plan)
+    if polish.swap is not None:
+        replica_plan(recipe, plan)
+    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
+
+
+def require_workers(recipe: Recipe, *, workers: int) -> None:
+    """Raise PlanError where a recipe's protocol is for another number of workers."""
+    protocol = recipe.protocol
+    if protocol is None or workers == protocol.workers:
+        return
+    servers = f" + {protocol.dedicated} servers" if protocol.dedicated else ""
+    raise PlanError(
+        f"protocol has {protocol.learners} learners{servers}, which are {protocol.workers} "
+        f"workers, got {workers}: start --workers {protocol.workers}, or change protocol.learners"
+    )
+
+
+def _check_lengths(recipe: Recipe, plan: Plan) -> None:
+    """Raise RecipeError where a part of the schedule is as long as all of it, or comes after it."""
+    for place, piece in enumerate(plan.batch_changes):
+        if piece.step >= plan.steps:
+            raise RecipeError(
+                f"batch.schedule.{place}.after (step {piece.step}) must lie before the end of the "
+                f"run ({plan.steps} steps): no update would have that batch"
+            )
+    parts = {
+        "schedule.warmup": plan.warmup_steps,
+        "polish.clean": plan.clean_steps,
+        "polish.swa.over": plan.swa_steps,
+    }
+    long = {key: length for key, length in parts.items() if length >= plan.steps}
+    if long:
+        found = " and ".join(f"{key} ({length} steps)" for key, length in long.items())
+        shorter = f"{{steps: {max(1, plan.steps // 8)}}}" if plan.steps > 1 else "null"
+        raise RecipeError(
+            f"{found} must be shorter than duration ({plan.steps} steps): train longer, or add "
+            + " ".join(set_words(key, shorter) for key in long)
+        )
+    if plan.swa_steps and plan.swa_every >= plan.swa_steps:
+        raise RecipeError(
+            f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
+            f"({plan.swa_steps} steps): the mean would hold one state of the weights"
+        )
+    _check_interval(recipe, plan)
+    ema = recipe.polish.ema if recipe.polish else None
+    if ema is not None and 1 / (1 - ema) > plan.steps:
+        raise RecipeError(
+            f"polish.ema ({ema:g}) reaches back over {1 / (1 - ema):,.0f} updates and the schedule "
+            f"has {plan.steps:,}: the EMA would hold weights from the start; give less than "
+            f"{1 - 1 / plan.steps:.6g}"
+        )
+
+
+def _check_interval(recipe: Recipe, plan: Plan) -> None:
+    """Raise RecipeError where an interval in epochs would change with the batch on its way."""
+    swa = recipe.polish.swa if recipe.polish else None
+    first = plan.steps - plan.swa_steps
+    if swa is None or swa.every.steps is not None or not plan.batch_changes:
+        return
+    if first < plan.batch_changes[-1].step:
+        raise RecipeError(
+            f"polish.swa.over (from step {first}) begins before the last change of batch.schedule "
+            f"(step {plan.batch_changes[-1].step}), so that {swa.every.epochs:g} epochs are not as "
+            "many updates throughout; give polish.swa.every in steps, or a shorter over"
+        )
+
+
+def replica_plan(recipe: Recipe, plan: Plan) -> Plan:
+    """Return how one worker trains one replica of `polish.swap`, whatever the other workers do.
+
+    Raises RecipeError where a replica is trained for longer than a run may be.
+    """
+    assert recipe.polish is not None
+    assert recipe.polish.swap is not None
+    section = recipe.polish.swap
+    steps = section.steps or whole((section.epochs or 0) * plan.train_samples / section.batch)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"polish.swap: {section.epochs:g} epochs are {steps:,} updates of each replica, "
+            f"expected at most {MAX_UPDATES:,}; give fewer epochs or a larger batch"
+        )
+    possible = device_batches(section.batch, workers=1, span=plan.bn_span or 1)
+    most = recipe.execution.device_batch or DEVICE_BATCH_LIMIT
+    device_batch = max((size for size in possible if size <= most), default=possible[0])
+    return Plan(
+        workers=1,
+        global_batch=section.batch,
+        device_batch=device_batch,
+        accumulation=section.batch // device_batch,
+        bn_span=plan.bn_span,
+        train_samples=plan.train_samples,
+        val_samples=plan.val_samples,
+        steps=steps,
+        warmup_steps=0,
+        clean_steps=0,
+        evaluate_after=(),
+    )
+
+
+def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:
+    """Plan to evaluate or polish on any number of workers, with any device batch.
+
+    Its positions are no updates of the recipe; only forward passes may use it.
+    """
+    alone = make_plan(recipe.mathematics, workers=1)
+    device_batch = recipe.execution.device_batch or alone.device_batch
+    return replace(alone, workers=workers, device_batch=device_batch)
+
+
+def describe_spans(plan: Plan) -> str:
+    """Say where the BatchNorm spans of a plan lie, and why workers share them if they do."""
+    if plan.bn_span is None:
+        return "no BatchNorm"
+    if plan.sync_workers == 1:
+        return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
+    share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
+    reason = "as the device batch asks for"
+    if share % plan.bn_span:
+        reason = f"a worker's {share} samples of the global batch are no whole spans"
+    return (
+        f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, who exchange "
+        f"statistics ({reason})"
+    )
+
+
+def describe_decoding(recipe: Recipe) -> str:
+    """Say where pixels come from."""
+    execution = recipe.execution
+    if isinstance(recipe.data, Text):
+        return f"none: windows of {recipe.data.window} words"
+    if recipe.data.source == "synthetic":
+        return "synthetic"
+    if execution.cache is None:
+        return f"decoded by {execution.decoder or 'torchvision'}"
+    where = "; on CPU workers: the same as memory" if execution.cache == "device" else ""
+    return f"decoded once, cached as bytes (execution.cache: {execution.cache}{where})"
+
+
+def converter(recipe: Recipe, global_batch: int | None = None) -> Callable[[Duration], int]:
+    """Return what turns epochs into updates of one global batch, by default the first of the run.
+
+    It is the nearest number, but at least one.
+    """
+    steps_per_epoch = recipe.train_samples / (global_batch or recipe.batch.global_batch)
+
+    def steps_in(duration: Duration) -> int:
+        if duration.steps is not None:
+            return duration.steps
+        assert duration.epochs is not None
+        return whole(duration.epochs * steps_per_epoch)
+
+    return steps_in
+
+
+def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ...]:
+    every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
+    if every is None:
+        return ()
+    last_epoch = position_at(pieces, steps) / recipe.train_samples
+    smallest = min(piece.global_batch for piece in pieces)
+    each_step = every * (recipe.train_samples / smallest) <= 1  # as often as can be, or more often
+    number = steps if each_step else round(last_epoch / every)
+    if number > MAX_EVALUATIONS:
+        raise RecipeError(
+            f"evaluation.every_epochs: {every:g} makes {number:,} evaluations, expected at most "
+            f"{MAX_EVALUATIONS:,}"
+        )
+
+    def at(epoch: float) -> int:
+        return steps_from_start(pieces, recipe, Duration.model_construct(epochs=epoch))
+
+    if each_step:
+        return tuple(range(at(offset), steps + 1))
+    epochs = (offset + k * every for k in range(math.ceil(last_epoch / every) + 1))
+    points = {at(epoch) for epoch in epochs if epoch > 0}
+    return tuple(sorted(point for point in points if point <= steps))
+
+
+def may_share_spans(recipe: Recipe, *, workers: int) -> bool:
+    """Return whether several workers may have to normalise together; what is no plan may."""
+    try:
+        return make_plan(recipe, workers=workers).sync_workers > 1
+    except PlanError:
+        return True

@@ -1,0 +1,1 @@
+"""Which learning-rate policy: standings, recommendation and page."""

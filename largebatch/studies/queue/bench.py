@@ -1,0 +1,217 @@
+"""A study carried out: every policy's rate is searched, then every seed is run at the rate found.
+
+Any number of processes, on one machine or many, do the same with the same storage: each takes the
+next run that is free until none is left. Nothing else is shared, so each may be killed at any
+moment and started again.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from largebatch.distributed.environment import available_cores
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, Requests, answering
+from largebatch.studies.queue.cells import Cell, Values, rungs
+from largebatch.studies.queue.database import Claim, open_storage
+from largebatch.studies.queue.owners import Owners, beating
+from largebatch.studies.queue.phases import Bench, Phase, Progress, rounded
+from largebatch.studies.queue.study import ConfigurationStudy
+from largebatch.studies.queue.trial import Machine, Result, train
+
+_LOG = logging.getLogger(__name__)
+
+JOB = TypeAdapter(tuple[Bench, str])
+"""What local processes are given, as JSON: the study and the URL of its storage."""
+
+Report = Callable[[Progress, Phase, Claim, Result], None]
+"""Called after every run."""
+
+_COMPARED = 3
+"""Trials that a later one is held against, at the least, before it can be stopped early."""
+
+_POLL_SECONDS = 1.0
+"""Between looks at the storage while all runs that are left are under way elsewhere."""
+
+
+def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -> bool:
+    """Do what is free until nothing is left; return False where this process was asked to stop."""
+    from optuna.exceptions import UpdateFinishedTrialError
+
+    owners = owners or Owners()
+    with open_storage(url) as storage:
+        progress = Progress(bench, storage)
+        try:
+            with _stopping():
+                while not progress.is_done:
+                    taken = _take(progress, owners)
+                    if taken is None:
+                        time.sleep(_POLL_SECONDS)
+                        continue
+                    try:
+                        result = _carry_out(bench, *taken, owners)
+                    except UpdateFinishedTrialError:
+                        _LOG.warning(
+                            "%s: another process took this one for gone, and goes on with the run",
+                            taken[1].slot,
+                        )
+                    else:
+                        report(progress, *taken, result)
+        except (InterruptedStudyError, KeyboardInterrupt):
+            return False
+    return True
+
+
+def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
+    """Do the same in several processes of this machine, each with its share of cores and GPUs.
+
+    Returns their exit codes: 0 where nothing is left, 75 where one was asked to stop, the negative
+    number of a signal where one ended by it.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as job:  # too long for an argument
+        job.write(JOB.dump_json((bench, url)))
+        job.flush()
+        command = [sys.executable, "-m", "largebatch.studies.queue.worker", job.name]
+        started = [
+            subprocess.Popen(command, env={**os.environ, **share})  # noqa: S603 -- our words
+            for share in _shares(processes)
+        ]
+
+        def pass_on(number: int, _: object) -> None:
+            for process in started:
+                process.send_signal(number)
+
+        with answering(pass_on, *STOPS):
+            return [process.wait() for process in started]
+
+
+def _shares(processes: int) -> list[dict[str, str]]:
+    """Return what differs in the environments of processes that share this machine."""
+    from largebatch import accelerator  # torch takes a second to import
+
+    threads = str(max(1, available_cores() // processes))
+    shares = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}] * processes
+    own = ",".join(map(str, range(accelerator.count())))
+    variable = accelerator.visible_devices_variable()
+    devices = list(filter(None, os.environ.get(variable, own).split(",")))
+    if not devices:
+        return shares
+    return [
+        {**share, variable: visible}
+        for share, visible in zip(shares, share_out(devices, processes), strict=True)
+    ]
+
+
+def share_out(devices: Sequence[str], processes: int) -> list[str]:
+    """Return the devices of each process: several, or one that it has beside others.
+
+    >>> share_out(["0", "1", "2"], 2), share_out(["0", "1"], 3)
+    (['0,2', '1'], ['0', '1', '0'])
+    """
+    return [
+        ",".join(devices[place::processes]) or devices[place % len(devices)]
+        for place in range(processes)
+    ]
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a request to stop, wherever no run answers it itself."""
+    requests = Requests()
+
+    def stop(*_: object) -> None:
+        first = not requests.any
+        requests.add()
+        if first or requests.again:
+            raise KeyboardInterrupt
+
+    with answering(stop, *STOPS):
+        yield
+
+
+def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
+    """Return a run that is free: searches first, and of the cell with the fewest runs begun.
+
+    Two trials of a search at a time would know nothing of each other.
+    """
+    phases = progress.phases()
+    for phase in sorted(phases, key=lambda one: (not one.is_search, one.queue.num_begun)):
+        claim = phase.queue.claim(owners)
+        if claim is not None:
+            return phase, claim
+    return None
+
+
+def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Result:
+    """Train what was claimed and record its result; a run without one is given back."""
+    folder = bench.out / phase.cell.configuration / phase.cell.variant / claim.slot
+    make = _search if phase.is_search else _train_seed
+    with beating(claim.trial, owners):
+        try:
+            values, result = make(bench, phase, claim, folder)
+        except BaseException:
+            phase.queue.give_back(claim)
+            raise
+    result = {"values": dict(values), **result}
+    search = bench.study.search
+    phase.queue.finish(claim, result, value=result[search.metric if search else "top1"])
+    return result
+
+
+def machine_of(bench: Bench, cell: Cell) -> Machine:
+    """Return what the machine decides about the runs of a cell.
+
+    A run whose cost is measured has a process of its own: else its threads would be those of the
+    first run in the process, and its memory what the runs before it have left.
+    """
+    backend = bench.machine.backend if cell.backend == "auto" else cell.backend
+    return replace(
+        bench.machine, backend=backend, workers=cell.workers, threads=cell.threads,
+        apart=isinstance(bench.study, ConfigurationStudy),
+    )  # fmt: skip
+
+
+def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
+    """Make one trial of a search.
+
+    One that is stopped early has the accuracy where it stopped, so that the search learns from it;
+    Optuna's state for such trials would hide it from the Gaussian process.
+    """
+    import optuna
+
+    cell, trial, search = phase.cell, claim.trial, bench.study.search
+    assert search is not None
+    phase.queue.study.pruner = optuna.pruners.MedianPruner(
+        n_startup_trials=_COMPARED, n_min_trials=_COMPARED
+    )
+    values = {
+        key: rounded(trial.suggest_float(key, low, high, log=True))
+        for key, (low, high) in cell.ranges.items()
+    }
+    recipe = cell.trial_recipe(values)
+    stops = rungs(make_plan(recipe, workers=cell.workers)) if search.prune else []
+
+    def hopeless(step: int, found: object) -> bool:
+        trial.report(search.value_of(found), step)
+        return trial.should_prune()
+
+    return values, train(recipe, folder, machine_of(bench, cell), stops=stops, hopeless=hopeless)
+
+
+def _train_seed(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
+    """Make the run of one seed at the values found, or at a multiple of the rate."""
+    assert phase.values is not None
+    about = phase.queue.slots[claim.slot].about
+    recipe = phase.cell.seed_recipe(phase.values, seed=int(about["seed"]), scale=about["scale"])
+    machine = machine_of(bench, phase.cell)
+    result = train(recipe, folder, machine, stops=(), hopeless=lambda *_: False)
+    return phase.values, result

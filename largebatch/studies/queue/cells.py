@@ -1,0 +1,277 @@
+"""A cell of a study: one recipe with one policy or setting, and the recipes of its runs.
+
+A policy is a shape. All rates of its schedule are multiples of one base rate, which is searched for
+each shape (arXiv:2603.10301); at one rate for all, a bench would rank base rates.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from largebatch.distributed.environment import BackendName
+from largebatch.errors import LargebatchError, RecipeError, nearest
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.loading import load_recipe, validate_tree
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.schedule import (
+    CosineCyclesExp,
+    Exponential,
+    Inverse,
+    Restarts,
+    Sigmoid,
+    SineExp,
+    TriangleExp,
+)
+from largebatch.recipe.sections import Duration, Section
+from largebatch.recipe.text import Text
+from largebatch.schedules.build import build_schedule
+from largebatch.studies.queue.study import (
+    RATE,
+    AnyStudy,
+    Configuration,
+    ConfigurationStudy,
+    Search,
+    Setting,
+    settings_of,
+)
+
+Values = Mapping[str, float]
+"""Keys of a recipe and what a trial has there."""
+
+RUNGS = 4
+"""A trial that may be stopped early is evaluated after so many equal parts."""
+
+_RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
+_BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
+"""Schedules whose gamma multiplies the rate at every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One recipe with one policy, or with one setting."""
+
+    configuration: str
+    variant: str
+    """The name of the policy, or of the setting."""
+
+    recipe: Recipe
+    """As the study file has it; the searched keys are the centre of the search."""
+
+    search: Search | None
+    """None: nothing is searched."""
+
+    workers: int = 1
+    backend: BackendName = "auto"
+    threads: int | None = None
+    """As in Setting."""
+
+    @property
+    def name(self) -> str:
+        """Its name within the study."""
+        return f"{self.configuration}/{self.variant}"
+
+    @property
+    def plan(self) -> Plan:
+        """How a run with a seed is divided."""
+        return make_plan(self.recipe, workers=self.workers)
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The lowest and highest value of every key that is searched."""
+        keys = {} if self.search is None else self.search.keys
+        return {
+            key: (low * self.own(key), high * self.own(key)) for key, (low, high) in keys.items()
+        }
+
+    def own(self, key: str) -> float:
+        """Return the recipe's own value; raise RecipeError where there is no number above 0."""
+        value: Any = self.recipe.model_dump(mode="json")
+        for word in key.split("."):
+            if isinstance(value, dict) and word not in value:
+                hint = nearest(word, value, otherwise=f"known keys: {', '.join(value)}")
+                raise RecipeError(f"search.keys.{key}: unknown key; {hint}")
+            value = value[word] if isinstance(value, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise RecipeError(
+                f"search.keys.{key}: the recipe has {json.dumps(value)} there, expected a number "
+                "above 0 to search around"
+            )
+        return float(value)
+
+    def trial_recipe(self, values: Values) -> Recipe:
+        """Return the recipe of a trial, which is judged on training images held out."""
+        search = self.search
+        assert search is not None
+        left = self.recipe.train_samples - search.held_out
+        share = left / self.recipe.train_samples  # of the updates in an epoch
+        epochs = steps = search.part
+        if self.recipe.duration.epochs is not None:
+            steps *= share
+        else:
+            epochs /= share
+        tree = shortened(self.at(values), epochs, steps=steps).model_dump(mode="json")
+        tree["seed"] = search.seed
+        tree["data"]["held_out"] = {"samples": search.held_out}
+        for section, key in ((tree["polish"], "statistics"), (tree, "optimizer")):
+            _bound_samples(section and section[key], left)
+        recipe = validate_tree(Recipe, tree, source=self.name)
+        if not search.prune or recipe.schedule.plateau is not None:  # it reads its own evaluations
+            return recipe
+        plan = make_plan(recipe, workers=self.workers)
+        every = max(1, plan.steps // RUNGS) / plan.steps_per_epoch
+        tree["evaluation"] = {"every_epochs": every}
+        return validate_tree(Recipe, tree, source=self.name)
+
+    def seed_recipe(self, values: Values, *, seed: int, scale: float = 1.0) -> Recipe:
+        """Return the recipe of one seed on all training images, at a multiple of the rate."""
+        scaled = {**values, RATE: values.get(RATE, self.own(RATE)) * scale}
+        return self.at(scaled).model_copy(update={"seed": seed})
+
+    def at(self, values: Values) -> Recipe:
+        """Return the recipe with these values; all rates of the schedule move with the peak."""
+        recipe = self.recipe
+        if RATE in values:
+            recipe = scaled(recipe, values[RATE] / self.own(RATE))
+        tree = recipe.model_dump(mode="json")
+        for key, value in values.items():
+            if key == RATE:
+                continue
+            *words, last = key.split(".")
+            section = tree
+            for word in words:
+                section = section[word]
+            section[last] = value
+        return validate_tree(Recipe, tree, source=self.name)
+
+    def check(self) -> None:
+        """Raise LargebatchError where a run of the cell could not be made."""
+        if isinstance(self.recipe.data, Text):
+            raise RecipeError(
+                "a study compares accuracies of images, and data.source is text; "
+                "`largebatch report RUN RUN ...` compares runs on a text"
+            )
+        if self.recipe.protocol is not None:
+            raise RecipeError(
+                "the recipe has a protocol; `largebatch study staleness` compares protocols, and "
+                "`largebatch report RUN RUN ...` runs"
+            )
+        if self.recipe.data.held_out is not None:
+            raise RecipeError(
+                "the recipe has data.held_out, and a study holds out images by itself; leave it "
+                "out of the recipe"
+            )
+        for end in (0, 1):
+            values = {key: bounds[end] for key, bounds in self.ranges.items()}
+            trials = [self.trial_recipe(values)] if self.search else []
+            for recipe in (*trials, self.seed_recipe(values, seed=1)):
+                make_plan(recipe, workers=self.workers)
+                build_schedule(recipe)
+
+
+def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
+    """Return the cells of a study whose file lies in `folder`, each checked.
+
+    Those of settings monitor what the workers use. Raises LargebatchError naming the recipe and the
+    policy, or the setting, that do not fit each other.
+    """
+    cells = []
+    monitor = ("system",) if isinstance(study, ConfigurationStudy) else ()
+    for name, configuration in study.recipes.items():
+        for variant, setting in settings_of(study).items():
+            try:
+                recipe = _load(configuration, setting, folder)
+                watched = tuple(dict.fromkeys((*recipe.monitor, *monitor)))
+                cell = Cell(
+                    configuration=name, variant=variant,
+                    recipe=recipe.model_copy(update={"monitor": watched}), search=study.search,
+                    workers=setting.workers, backend=setting.backend, threads=setting.threads,
+                )  # fmt: skip
+                cell.check()
+            except LargebatchError as error:
+                raise RecipeError(f"recipe {name} with {study.kind} {variant}: {error}") from None
+            cells.append(cell)
+    return cells
+
+
+def _load(configuration: Configuration, setting: Setting, folder: Path) -> Recipe:
+    file = folder / configuration.recipe
+    changes = {**configuration.set, **setting.set}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return load_recipe(file if file.is_file() else configuration.recipe, overrides)
+
+
+def rungs(plan: Plan) -> list[int]:
+    """Return after how many updates a trial is compared: the evaluations next to equal parts.
+
+    None lies within the warm-up, where a policy that rises for longer looks worse than it is.
+    """
+    near = {
+        min(plan.evaluate_after, key=lambda step: abs(step - plan.steps * part / RUNGS), default=0)
+        for part in range(1, RUNGS)
+    }
+    return [step for step in sorted(near) if plan.warmup_steps < step < plan.train_steps]
+
+
+def shortened(recipe: Recipe, epochs: float, *, steps: float | None = None) -> Recipe:
+    """Return the recipe with all its lengths times `epochs`, and its decays by the step steeper.
+
+    `steps`: the factor of lengths in updates and of decays by the step, for another number of
+    updates in an epoch; None: as `epochs`.
+    """
+    steps = epochs if steps is None else steps
+    if epochs == steps == 1:
+        return recipe
+    tree = _shortened(recipe, epochs, steps).model_dump(mode="json")
+    every = tree["evaluation"]["every_epochs"]
+    if every is not None:
+        tree["evaluation"]["every_epochs"] = every * epochs
+        tree["evaluation"]["offset_epochs"] *= epochs
+    return validate_tree(Recipe, tree, source=recipe.name)
+
+
+def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 -- any field
+    if isinstance(value, tuple):
+        return tuple(_shortened(each, epochs, steps) for each in value)
+    if not isinstance(value, Section):
+        return value
+    changes = {
+        key: _shortened(getattr(value, key), epochs, steps) for key in type(value).model_fields
+    }
+    if isinstance(value, Duration):
+        if value.epochs is not None:
+            changes["epochs"] = value.epochs * epochs
+        elif value.steps is not None:
+            changes["steps"] = max(1, round(value.steps * steps))
+    if isinstance(value, _BY_FACTOR):
+        changes["gamma"] = value.gamma ** (1 / steps)
+    elif isinstance(value, Inverse | Sigmoid):
+        changes["gamma"] = value.gamma / steps
+    return value.model_copy(update=changes)
+
+
+def scaled(recipe: Recipe, factor: float) -> Recipe:
+    """Return the recipe with all learning rates of its schedule times a factor above 0."""
+    tree = recipe.model_dump(mode="json")
+    tree["schedule"] = _scaled(tree["schedule"], factor)
+    return validate_tree(Recipe, tree, source=recipe.name)
+
+
+def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
+    """Multiply the rates of a schedule; 0.3, and not 0.1 x 3 to the last bit."""
+    if isinstance(tree, list):
+        return [_scaled(each, factor) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: float(f"{value * factor:.12g}") if key in _RATES else _scaled(value, factor)
+        for key, value in tree.items()
+    }
+
+
+def _bound_samples(section: dict[str, Any] | None, most: int) -> None:
+    """Measure no more images than are trained on."""
+    for key in ("samples", "statistics_samples"):
+        if section and section.get(key):
+            section[key] = min(section[key], most)

@@ -1,0 +1,397 @@
+"""The policy database: an Optuna storage that many processes and machines fill at once.
+
+For every cell it holds two Optuna studies, the search (trials judged on images held out) and the
+seeds (runs at the rate found). Both are queues of a fixed number of slots, each of which is done
+once: a slot is a waiting trial of Optuna's; `ask` gives it to one process; and where that process
+ends without a result the trial is failed and the slot enqueued again, to go on in its run folder.
+
+Nothing but Optuna's own records is used, so that the count stays exact however many processes see
+the same gap at once: of two trials of one slot the one of the lower number counts, and a trial that
+`ask` makes because another process took the last waiting one has no slot and is given back.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from largebatch.errors import LONGEST_NAME, StudyError, clip, shorten
+from largebatch.optional import require_optuna
+from largebatch.recipe.loading import differences
+from largebatch.studies.queue.owners import Owners
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage, RDBStorage
+    from optuna.trial import FrozenTrial
+
+FORMAT = 2
+"""Of the attributes of studies and trials. A reader of another one refuses them."""
+
+JOURNAL = ".journal"
+"""The ending of a storage that is Optuna's journal file, which a network file system may hold."""
+
+DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
+"""Attributes: the first one of studies, the others of trials."""
+
+KINDS = ("policy", "setting")
+"""What studies compare: the key of a definition that has its name."""
+
+_MADE_BY = (
+    "`largebatch lr bench` and `largebatch bench` make one, by default study.db in their --out"
+)
+
+_BUSY_SECONDS = 120
+"""How long a process waits for others that write to the same SQLite file."""
+
+Json = Mapping[str, Any]
+
+
+@contextmanager
+def open_storage(url: str, *, only_read: bool = False) -> "Iterator[BaseStorage]":
+    """Yield the storage at an SQL URL, or in a file whose name ends with .journal.
+
+    Raises StudyError where there is none of this version, where a file is another program's, and
+    where it fails later; `only_read`: also where a database has no tables of Optuna's, which are
+    made otherwise.
+    """
+    require_optuna()
+    import optuna
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield _connect(url, only_read=only_read)
+    except (SQLAlchemyError, StorageInternalError, json.JSONDecodeError) as error:
+        raise _unusable(url, error) from None
+
+
+def _unusable(url: str, error: Exception) -> StudyError:
+    cause = error.__cause__ or error
+    reason = clip(" ".join(str(getattr(cause, "orig", cause)).split()), 2 * LONGEST_NAME)
+    return StudyError(
+        f"{shown(url)}: cannot be used: {reason}; a file that is damaged or no "
+        "database is not changed: give another --storage, or put a copy in its place"
+    )
+
+
+@contextmanager
+def open_existing(url: str) -> "Iterator[BaseStorage]":
+    """Yield the storage as open_storage does, and make no file and no tables.
+
+    Raises StudyError where there is none.
+    """
+    require_optuna()
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    file: str | None = url if url.endswith(JOURNAL) else None
+    with suppress(ArgumentError):  # of no URL: open_storage's message
+        found = make_url(url)
+        file = found.database if found.get_backend_name() == "sqlite" else file
+    if file is not None and not Path(file).is_file():
+        raise StudyError(f"{shown(url)}: no such file; {_MADE_BY}")
+    with open_storage(url, only_read=True) as storage:
+        yield storage
+
+
+def _connect(url: str, *, only_read: bool) -> "BaseStorage":
+    from sqlalchemy.engine import make_url
+
+    try:
+        if url.endswith(JOURNAL):
+            return _replay(url)
+        is_sqlite = make_url(url).get_backend_name() == "sqlite"
+        arguments = {"timeout": _BUSY_SECONDS} if is_sqlite else {}
+        if is_sqlite or only_read:
+            _require_own_tables(url, arguments, only_read=only_read)
+        storage = _open_tables(url, arguments)
+    except ModuleNotFoundError as error:
+        raise StudyError(f"{shown(url)}: needs the package {error.name}") from None
+    except OSError as error:
+        raise StudyError(f"{shown(url)}: {error.strerror}") from None
+    except RuntimeError as error:  # Optuna's, of a schema that another version of it made
+        reason = " ".join(str(error).split())
+        raise StudyError(f"{shown(url)}: is of another version: {reason}") from None
+    if is_sqlite:
+        _write_one_at_a_time(storage)
+    return storage
+
+
+def _replay(journal: str) -> "BaseStorage":
+    """Open a journal; Optuna replays its lines, and says of damaged ones what it stumbles over."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    try:
+        return JournalStorage(JournalFileBackend(journal))
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        found = ValueError(f"one of its lines is no record of Optuna ({type(error).__name__})")
+        raise _unusable(journal, found) from None
+
+
+def _require_own_tables(url: str, arguments: dict[str, Any], *, only_read: bool) -> None:
+    """Raise StudyError where a database has tables, and none of Optuna's.
+
+    `only_read`: where it has not all of Optuna's. To be filled it may have some, which another
+    process is making: of these `studies` is the first, or `version_info`.
+    """
+    from sqlalchemy import create_engine, inspect
+    from sqlalchemy.pool import NullPool
+
+    engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
+    with engine.connect() as connection:
+        found = inspect(connection)
+        tables = found.get_table_names()
+        if "version_info" in tables and ("trials" in tables or not only_read):
+            return
+        columns = found.get_columns("studies") if "studies" in tables else []
+    if only_read:
+        raise StudyError(f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}")
+    if tables and "study_name" not in {column["name"] for column in columns}:
+        raise StudyError(
+            f"{shown(url)}: holds tables of another program ({shorten(tables)}), and is left as it "
+            "is: give another --storage"
+        )
+
+
+def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":
+    """Connect; where another process makes the same tables at this moment, do it again."""
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import DBAPIError, IntegrityError
+
+    for left in reversed(range(5)):
+        try:
+            return RDBStorage(url, engine_kwargs={"connect_args": arguments})
+        except DBAPIError as error:
+            made_elsewhere = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not left or not made_elsewhere:
+                raise
+            time.sleep(0.2)
+    raise AssertionError
+
+
+def _write_one_at_a_time(storage: "RDBStorage") -> None:
+    """Let every transaction lock an SQLite file from its start.
+
+    SQLite knows no SELECT ... FOR UPDATE, by which Optuna gives a waiting trial to one process:
+    two that read before either writes would both be given it.
+    """
+    from sqlalchemy import event
+
+    @event.listens_for(storage.engine, "connect")
+    def _(connection: Any, _: object) -> None:  # noqa: ANN401 -- sqlite3's
+        connection.isolation_level = None  # sqlite3 itself begins none
+
+    @event.listens_for(storage.engine, "begin")
+    def _(connection: Any) -> None:  # noqa: ANN401 -- SQLAlchemy's
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    storage.engine.dispose()  # connections that were made before
+
+
+def shown(url: str) -> str:
+    """Return a URL without its password."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return url if url.endswith(JOURNAL) else make_url(url).render_as_string()
+    except ArgumentError:
+        return clip(url, LONGEST_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One run that a queue is to have."""
+
+    name: str
+    """Unique in the queue; names the run folder."""
+
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    """What its trial has for keys that are searched; what is missing is drawn."""
+
+    about: Mapping[str, float] = field(default_factory=dict)
+    """What else is known of the run: its seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A slot that this process alone works on."""
+
+    slot: str
+    trial: "optuna.Trial"
+
+
+class Queue:
+    """The slots of one Optuna study."""
+
+    def __init__(
+        self,
+        storage: "BaseStorage",
+        name: str,
+        definition: Json,
+        slots: Sequence[Slot],
+        *,
+        sampler: "Callable[[int], BaseSampler] | None" = None,
+    ) -> None:
+        """Open the queue of this name, or make it.
+
+        `sampler` makes what draws the values of a trial from the number of trials before it.
+        Raises StudyError where it was made for something else than `definition`, or by a program
+        with another format.
+        """
+        import optuna
+
+        self.name, self.slots = name, {slot.name: slot for slot in slots}
+        self._sampler = sampler
+        self._all_done: dict[str, FrozenTrial] | None = None
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=name,
+            direction="maximize",
+            load_if_exists=True,
+            pruner=optuna.pruners.NopPruner(),
+        )
+        _require_same(self.study, {"format": FORMAT, **definition})
+
+    def trials(self) -> "dict[str, FrozenTrial]":
+        """Return the trial that counts of every slot that has one."""
+        found: dict[str, FrozenTrial] = {}
+        for trial in self.study.get_trials(deepcopy=False):
+            slot = trial.user_attrs.get(SLOT)
+            if isinstance(slot, str) and slot in self.slots and trial.state.name != "FAIL":
+                found.setdefault(slot, trial)
+        return found
+
+    def done(self) -> "dict[str, FrozenTrial]":
+        """Return the trials with a result."""
+        if self._all_done is not None:
+            return self._all_done
+        found = {name: one for name, one in self.trials().items() if one.state.is_finished()}
+        if len(found) == len(self.slots):
+            self._all_done = found
+        return found
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every slot has its result."""
+        return len(self.done()) == len(self.slots)
+
+    @property
+    def num_begun(self) -> int:
+        """How many slots have a result or are under way."""
+        if self.is_done:
+            return len(self.slots)
+        return sum(one.state.name != "WAITING" for one in self.trials().values())
+
+    def claim(self, owners: Owners) -> Claim | None:
+        """Return a slot for this process to work on; None if none is free."""
+        if self.is_done:
+            return None
+        self._release(owners)
+        self._enqueue_missing()
+        while any(trial.state.name == "WAITING" for trial in self.trials().values()):
+            if self._sampler is not None:  # before it asks: then values are drawn together
+                before = [one.state.name != "WAITING" for one in self.study.get_trials()]
+                self.study.sampler = self._sampler(sum(before))
+            trial = self.study.ask()
+            slot = trial.user_attrs.get(SLOT)
+            counts = self.trials().get(slot) if slot else None
+            if slot and counts is not None and counts.number == trial.number:
+                trial.set_user_attr(OWNER, owners.own(beat=0))
+                return Claim(slot, trial)
+            self.tell(trial.number, state="FAIL")
+        return None
+
+    def give_back(self, claim: Claim) -> None:
+        """Let another process, or this one later, go on with a slot."""
+        self.tell(claim.trial.number, state="FAIL")
+        self._enqueue_missing()
+
+    def finish(self, claim: Claim, result: Json, *, value: float) -> None:
+        """Record the result of a slot, and the value that is maximized."""
+        claim.trial.set_user_attr(RESULT, result)
+        self.tell(claim.trial.number, state="COMPLETE", value=value)
+
+    def tell(self, number: int, *, state: str, value: float | None = None) -> bool:
+        """End a trial; return False if another process has ended it."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        if self.study.get_trials(deepcopy=False)[number].state.is_finished():
+            return False
+        with suppress(UpdateFinishedTrialError):
+            self.study.tell(number, value, TrialState[state])
+            return True
+        return False
+
+    def _release(self, owners: Owners) -> None:
+        """Fail the trials of processes that are gone."""
+        for trial in self.study.get_trials(deepcopy=False):
+            is_running = trial.state.name == "RUNNING"
+            if is_running and owners.is_gone((self.name, trial.number), trial.user_attrs):
+                self.tell(trial.number, state="FAIL")
+
+    def _enqueue_missing(self) -> None:
+        """Enqueue every slot that has no trial, one that failed with what it had."""
+        present = self.trials()
+        missing = [slot for name, slot in self.slots.items() if name not in present]
+        if not missing:
+            return
+        before = self.study.get_trials(deepcopy=False)
+        had = {one.user_attrs.get(SLOT): one.params for one in before if one.params}
+        for slot in missing:
+            fixed = {**slot.fixed, **had.get(slot.name, {})}
+            self.study.enqueue_trial(fixed, user_attrs={SLOT: slot.name, **slot.about})
+
+
+def _require_same(study: "optuna.Study", definition: Json) -> None:
+    """Note what a queue is made for; raise StudyError where it was made for something else."""
+    is_empty = not study.get_trials(deepcopy=False)  # read first: trials come after the definition
+    there = study.user_attrs.get(DEFINITION)
+    here = json.loads(json.dumps(definition))
+    if there is None and is_empty:
+        study.set_user_attr(DEFINITION, here)
+        return
+    require_format(study.study_name, there)
+    if there != here:
+        where, old, new = next(differences(there, here))
+        raise StudyError(
+            f"{study.study_name}: the database holds another study of this name: {where} is "
+            f"{clip(json.dumps(old), LONGEST_NAME)} there and {clip(json.dumps(new), LONGEST_NAME)}"
+            " here; give this one another name, or another --storage"
+        )
+
+
+def require_kind(storage: "BaseStorage", name: str, kind: str) -> None:
+    """Raise StudyError where a storage holds a study of this name that compares something else."""
+    import optuna
+
+    for each in optuna.get_all_study_names(storage):
+        if not each.startswith(f"{name}/"):
+            continue
+        there = optuna.load_study(study_name=each, storage=storage).user_attrs.get(DEFINITION)
+        if isinstance(there, dict) and there.get("study") == name and kind not in there:
+            found = next((one for one in KINDS if one in there), "something else")
+            raise StudyError(
+                f"{name}: the database holds another study of this name: it compares every "
+                f"{found}, and this one every {kind}; give this one another name, or another "
+                "--storage"
+            )
+
+
+def require_format(name: str, definition: object) -> None:
+    """Raise StudyError where a study of this name was written with another format."""
+    number = definition.get("format") if isinstance(definition, dict) else None
+    if number != FORMAT:
+        found = "no format" if number is None else f"format {number}"
+        raise StudyError(
+            f"{name}: the database holds a study of this name with {found}, expected {FORMAT}: "
+            "another program or version wrote it; give another --storage"
+        )

@@ -1,0 +1,251 @@
+"""The phases of a study: what runs each cell has, which are done, and what they have found.
+
+All of it is read from the storage, so that every process sees the same.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.studies.queue.cells import Cell, Values
+from largebatch.studies.queue.database import Queue, Slot, require_kind
+from largebatch.studies.queue.results import Result, read_result
+from largebatch.studies.queue.study import RATE, SCALES, AnyStudy, Search, Study
+from largebatch.studies.queue.trial import Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+
+FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
+"""The first trials of every search have the recipe's own rate times these, within the range."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What a study is carried out with; the same in all of its processes."""
+
+    study: AnyStudy
+    cells: tuple[Cell, ...]
+    out: Path
+    """The folder that holds the run folders."""
+
+    machine: Machine
+
+    @property
+    def num_runs(self) -> int:
+        """Trials and seeds of all cells."""
+        trials = self.study.search.trials if self.study.search else 0
+        return len(self.cells) * (trials + len(seed_slots(self.study)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """The search of a cell, or its seeds: a queue of runs."""
+
+    cell: Cell
+    queue: Queue
+    updates: int
+    """Of one run."""
+
+    values: Values | None = None
+    """What was found, for the seeds; None: this is the search."""
+
+    @property
+    def is_search(self) -> bool:
+        """Whether its trials are judged on images held out."""
+        return self.values is None
+
+    def results(self) -> dict[str, Result]:
+        """Return the results of the slots that have one; raise StudyError where one is damaged."""
+        name, done = self.queue.name, self.queue.done()
+        return {
+            slot: read_result(name, trial, is_search=self.is_search) for slot, trial in done.items()
+        }
+
+
+class Progress:
+    """The phases of a study as far as they can begin: seeds follow the search of their cell.
+
+    Raises StudyError where the storage holds a study of the same name and of the other kind.
+    """
+
+    def __init__(self, bench: Bench, storage: "BaseStorage") -> None:
+        require_kind(storage, bench.study.name, bench.study.kind)
+        self.bench, self._storage = bench, storage
+        self._searches: dict[str, Phase] = {}
+        self._seeds: dict[str, Phase] = {}
+
+    def phases(self) -> list[Phase]:
+        """Return them cell by cell; opened in the storage where they are new."""
+        found = []
+        for cell in self.bench.cells:
+            if cell.search is not None and cell.name not in self._searches:
+                self._searches[cell.name] = self._open_search(cell)
+            search = self._searches.get(cell.name)
+            if cell.name not in self._seeds and (search is None or search.queue.is_done):
+                values = chosen_values(search) if search else {}
+                self._seeds[cell.name] = self._open_seeds(cell, values)
+            found += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
+        return found
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every run of the study has its result."""
+        phases = self.phases()  # which opens the seeds where they can begin
+        begun = len(self._seeds) == len(self.bench.cells)
+        return begun and all(one.queue.is_done for one in phases)
+
+    @property
+    def num_done(self) -> int:
+        """How many runs have their result."""
+        return sum(len(phase.queue.done()) for phase in self.phases())
+
+    def remaining_seconds(self) -> float | None:
+        """Return how long the runs that are left take, by what those that are done took.
+
+        At the seconds an update of their configuration, or of the cell where settings are compared,
+        over as many processes as are at work, this one among them; None before each has a run.
+        """
+        left = {self._pace(cell): 0 for cell in self.bench.cells}
+        seconds, updates, at_work = dict.fromkeys(left, 0.0), dict.fromkeys(left, 0), 1
+        for phase in self.phases():
+            name, done = self._pace(phase.cell), phase.queue.done()
+            left[name] += phase.updates * (len(phase.queue.slots) - len(done))
+            running = (one.state.name == "RUNNING" for one in phase.queue.trials().values())
+            at_work += sum(running)
+            for one in phase.results().values():
+                seconds[name] += self._seconds(one)
+                updates[name] += one.updates if math.isfinite(one.seconds) else 0
+        for cell in self.bench.cells:
+            if cell.name not in self._seeds:
+                left[self._pace(cell)] += cell.plan.updates * len(seed_slots(self.bench.study))
+        unfinished = [name for name in left if left[name]]
+        if not all(updates[name] for name in unfinished):
+            return None
+        return sum(left[name] * seconds[name] / updates[name] for name in unfinished) / at_work
+
+    def _seconds(self, result: Result) -> float:
+        """Return how long a run has taken; one with a process of its own needs time to begin."""
+        taken = [result.seconds]
+        if not isinstance(self.bench.study, Study):
+            taken.append(result.ended - result.begun)
+        return max(filter(math.isfinite, taken), default=0.0)
+
+    def _pace(self, cell: Cell) -> str:
+        """Return the name of the cells that take as long for an update as this one."""
+        return cell.configuration if isinstance(self.bench.study, Study) else cell.name
+
+    def _open_search(self, cell: Cell) -> Phase:
+        study = self.bench.study
+        assert study.search is not None
+        slots = [
+            Slot(name=f"search-{number:03}", fixed=fixed)
+            for number, fixed in enumerate(first_values(cell), start=1)
+        ]
+        definition = {**_define(study, cell), "search": study.search.model_dump(mode="json")}
+        name = f"{study.name}/{cell.name}/search"
+        queue = Queue(self._storage, name, definition, slots, sampler=_sampler(study.search))
+        return Phase(cell=cell, queue=queue, updates=trial_updates(cell))
+
+    def _open_seeds(self, cell: Cell, values: Values) -> Phase:
+        study = self.bench.study
+        definition = {**_define(study, cell), "values": dict(values)}
+        slots = seed_slots(study)
+        queue = Queue(self._storage, f"{study.name}/{cell.name}/seeds", definition, slots)
+        return Phase(cell=cell, queue=queue, updates=cell.plan.updates, values=values)
+
+
+def _sampler(search: Search) -> "Callable[[int], BaseSampler]":
+    """Return what makes the sampler of a trial: a Gaussian process over the trials so far.
+
+    With so few trials it comes closer to the summit of a noisy bell over the logarithm of the rate
+    than TPE does, and begun after three trials it spends the next ones at the ends of the range.
+    The seed differs from trial to trial, so that no two processes draw the same.
+    """
+    from optuna.samplers import GPSampler
+
+    first = len(FIRST_FACTORS)
+    return lambda number: GPSampler(seed=(search.seed + number) % 2**32, n_startup_trials=first)
+
+
+def _define(study: AnyStudy, cell: Cell) -> dict[str, object]:
+    """Return what identifies the runs of a cell, and what a reader of the database looks for.
+
+    The machine is part of a setting, and not of what policies are compared by.
+    """
+    names = {"study": study.name, "configuration": cell.configuration, study.kind: cell.variant}
+    if isinstance(study, Study):
+        return {**names, "recipe": cell.recipe.mathematics.model_dump(mode="json")}
+    machine = {"workers": cell.workers, "backend": cell.backend, "threads": cell.threads}
+    return {**names, "recipe": cell.recipe.model_dump(mode="json"), "machine": machine}
+
+
+def trial_updates(cell: Cell) -> int:
+    """Return how many updates a trial of its search has, if it is not stopped early."""
+    return make_plan(cell.trial_recipe({}), workers=cell.workers).updates
+
+
+def first_values(cell: Cell) -> list[dict[str, float]]:
+    """Return what every trial of a search begins with: the first ones are fixed, others drawn.
+
+    The rate varies first, or the first key where it is not searched, and the rest stays in place.
+    """
+    ranges = cell.ranges
+    centre = {key: min(max(cell.own(key), low), high) for key, (low, high) in ranges.items()}
+    varied = RATE if RATE in ranges else next(iter(ranges))
+    low, high = ranges[varied]
+    rates = {rounded(rate): rate for rate in (centre[varied] * each for each in FIRST_FACTORS)}
+    inside = [rate for rate in rates.values() if low <= rate <= high]
+    assert cell.search is not None
+    fixed = [{**centre, varied: rate} for rate in inside][: cell.search.trials]
+    return [*fixed, *({} for _ in range(cell.search.trials - len(fixed)))]
+
+
+def seed_slots(study: AnyStudy) -> list[Slot]:
+    """Return the runs at the rate found, then those at multiples of it."""
+    robustness_seeds = study.robustness_seeds if isinstance(study, Study) else 0
+    slots = [
+        Slot(name=f"seed-{seed}", about={"seed": seed, "scale": 1.0})
+        for seed in range(1, study.seeds + 1)
+    ]
+    slots += [
+        Slot(name=f"seed-{seed}-rate-x{scale:g}", about={"seed": seed, "scale": scale})
+        for seed in range(1, robustness_seeds + 1)
+        for scale in SCALES
+        if scale != 1
+    ]
+    return slots
+
+
+def rounded(value: float) -> float:
+    """Return a value with four digits, as recipes have them.
+
+    >>> rounded(0.123456)
+    0.1235
+    """
+    return float(f"{value:.4g}")
+
+
+def chosen_values(search: Phase) -> Values:
+    """Return the values of the lowest rate whose trial is as good as the best one.
+
+    That is within the standard error of its accuracy on the images held out (Breiman et al. 1984,
+    the one-standard-error rule): the best of a few trials of one seed is often one at the edge of
+    what diverges. Of trials at one rate the most accurate, and of these that of the lowest loss.
+    """
+    settings = search.cell.search
+    assert settings is not None
+    whole = [one for one in search.results().values() if one.pruned_after is None]
+    best = max(settings.value_of(one) for one in whole)
+    least = best - math.sqrt(best * (1 - best) / settings.held_out)
+
+    def merit(one: Result) -> tuple[float, float, float]:
+        loss = one.loss if math.isfinite(one.loss) else math.inf
+        return -one.values.get(RATE, 0.0), settings.value_of(one), -loss
+
+    return max((one for one in whole if settings.value_of(one) >= least), key=merit).values

@@ -1,0 +1,366 @@
+"""The results in a policy database, cell by cell, for whoever compares policies.
+
+Everything is read from the storage alone: the run folders may be on other machines, or gone.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from largebatch.errors import LargebatchError, StudyError
+from largebatch.recipe.loading import validate_tree
+from largebatch.recipe.recipe import Recipe
+from largebatch.studies.metrics import (
+    Cost,
+    Measurement,
+    Robustness,
+    at_every_scale,
+    cost,
+    robustness,
+)
+from largebatch.studies.queue.cells import Cell
+from largebatch.studies.queue.database import DEFINITION, RESULT, SLOT, Json, require_format
+from largebatch.studies.queue.study import SCALES, Search, Setting
+from largebatch.studies.queue.usage import Usage
+from largebatch.tracking.events import Measured
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classes:
+    """The validation images by class, at the last evaluation; columns in the order of labels."""
+
+    names: tuple[str, ...]
+    samples: tuple[int, ...]
+    correct: tuple[int, ...]
+    average_confidence: tuple[Measured, ...] = ()
+    """Of the correct images; NaN of a class without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run as its database records it; accuracies are parts of 1."""
+
+    slot: str
+    is_search: bool
+    """Whether it is a trial, judged on training images held out."""
+
+    seed: int
+    scale: float = 1.0
+    """What the rate found is multiplied by."""
+
+    values: Mapping[str, float]
+    """Those searched, by the keys of the recipe: of a trial its own, else those found."""
+
+    updates: int
+    """Of the whole run, also where it was stopped."""
+
+    top1: float
+    top5: float
+    """At the end, or where a trial was stopped early; of chance where the run diverged."""
+
+    loss: Measured
+    average_confidence: Measured = math.nan
+    confidence_deviation: Measured = math.nan
+    class_confidence_deviation: Measured = math.nan
+    classes_never_correct: int | None = None
+    loss_difference: Measured = math.nan
+    """Validation loss minus training loss; NaN without monitor: generalization_gap."""
+
+    diverged: str | None = None
+    """Why, where it did."""
+
+    pruned_after: int | None = None
+    """Updates after which a trial was stopped early; None: it was not."""
+
+    evaluations: tuple[Measurement, ...] = ()
+    classes: Classes | None = None
+    seconds: Measured = math.nan
+    """Of the whole run."""
+
+    images_per_second: float | None = None
+    peak_memory_bytes: int | None = None
+    workers: int = 1
+    usage: Usage | None = None
+    begun: Measured = math.nan
+    ended: Measured = math.nan
+    """When the run, or its last part, was begun and ended: seconds since 1970."""
+
+    other_cores: Measured = math.nan
+    """That other programs of the machine used meanwhile, on average."""
+
+    hardware: str = ""
+    host: str = ""
+    commit: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    weights_sha256: str | None = None
+    folder: str = ""
+    """The run folder, on its host."""
+
+    def cost(self, target: float) -> Cost | None:
+        """Return what the run took to a top-1 accuracy, a part of 1.
+
+        None where it never reached it, or diverged: then it had not kept what it had reached.
+        """
+        return None if self.diverged else cost(self.evaluations, target)
+
+
+_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+_VALUES = TypeAdapter(dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResults:
+    """One recipe with one policy: its search, and the runs at the rate found."""
+
+    study: str
+    configuration: str
+    policy: str
+    recipe: Recipe
+    """As the study has it, before anything was found."""
+
+    settings: Search
+    """How it was searched."""
+
+    values: Mapping[str, float]
+    """Those found; none before the search is done."""
+
+    search: tuple[Result, ...]
+    seeds: tuple[Result, ...]
+    """At the rate found, by seed."""
+
+    scaled: tuple[Result, ...]
+    """At multiples of the rate found, by seed and scale."""
+
+    finished: bool
+    """Whether every run has its result."""
+
+    @property
+    def cell(self) -> Cell:
+        """The cell, which has the recipes of its runs."""
+        return Cell(
+            configuration=self.configuration,
+            variant=self.policy,
+            recipe=self.recipe,
+            search=self.settings,
+        )
+
+    @property
+    def edges(self) -> dict[str, str]:
+        """The keys whose value found is the `lowest` tried, or the `highest`."""
+        return edges(self.values, [one.values for one in self.search])
+
+    @property
+    def reads_validation(self) -> bool:
+        """Whether its runs change their rate by the validation images that they are measured on."""
+        return self.recipe.schedule.plateau is not None
+
+    @property
+    def by_scale(self) -> dict[int, dict[float, list[float]]]:
+        """Top-1 by seed and multiple of the rate, as metrics.at_every_scale has it."""
+        runs = (*self.seeds, *self.scaled)
+        return at_every_scale((one.seed, one.scale, one.top1) for one in runs)
+
+    @property
+    def robustness(self) -> Robustness | None:
+        """Over the seeds that were run at every multiple of the rate; None without one."""
+        every = self.by_scale.values()
+        if not every:
+            return None
+        return robustness({scale: [one[scale][0] for one in every] for scale in SCALES})
+
+
+def edges(found: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """Return the keys found at an end of what was tried: the best value may lie beyond it."""
+    every = list(tried)
+    ends = {}
+    for key, value in found.items():
+        here = [one[key] for one in every]
+        if len(set(here)) > 1 and value in {min(here), max(here)}:
+            ends[key] = "lowest" if value == min(here) else "highest"
+    return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingResults:
+    """One recipe with one setting, whose name stands for it."""
+
+    study: str
+    configuration: str
+    setting: str
+    recipe: Recipe
+    """With the changes of the setting."""
+
+    workers: int
+    backend: str
+    threads: int | None
+    """As in study.Setting."""
+
+    values: Mapping[str, float]
+    """Those found; none where nothing was searched."""
+
+    search: tuple[Result, ...]
+    seeds: tuple[Result, ...]
+    """By seed."""
+
+    finished: bool
+    """Whether every run has its result."""
+
+
+def read_results(storage: "BaseStorage") -> list[CellResults]:
+    """Return the cells of all studies of policies in a storage, in the order of their begin.
+
+    An Optuna study of another origin is left out. Raises StudyError for a format of another
+    version, and for a record that cannot be read.
+    """
+    searches, seeds = _queues(storage, "policy")
+    return [_cell(search, seeds.get(names)) for names, search in searches.items()]
+
+
+def read_settings(storage: "BaseStorage") -> list[SettingResults]:
+    """Return the cells of all studies of settings in a storage, as read_results does."""
+    searches, seeds = _queues(storage, "setting")
+    names = dict.fromkeys((*searches, *seeds))
+    return [_setting(searches.get(one), seeds.get(one)) for one in names]
+
+
+_Queues = dict[tuple[str, ...], "_Queue"]
+
+
+def _queues(storage: "BaseStorage", kind: str) -> tuple[_Queues, _Queues]:
+    """Return the searches and the seeds of studies that compare this kind, by their names."""
+    searches: _Queues = {}
+    seeds: _Queues = {}
+    names = ("study", "configuration", kind)
+    for study in _studies(storage):
+        definition = study.user_attrs.get(DEFINITION)
+        if not isinstance(definition, dict) or not definition.keys() >= {"format", *names}:
+            continue
+        require_format(study.study_name, definition)
+        to = searches if "search" in definition else seeds
+        to[tuple(str(definition[key]) for key in names)] = _read(study, definition)
+    return searches, seeds
+
+
+class _Queue(NamedTuple):
+    """An Optuna study as far as it was carried out."""
+
+    name: str
+    definition: Json
+    results: tuple[Result, ...]
+    is_done: bool
+    """Whether no slot that was begun is without a result."""
+
+
+def _studies(storage: "BaseStorage") -> "list[Study]":
+    import optuna
+
+    names = optuna.get_all_study_names(storage)
+    return [optuna.load_study(study_name=name, storage=storage) for name in names]
+
+
+def _read(study: "Study", definition: Json) -> _Queue:
+    counting: dict[str, FrozenTrial] = {}
+    for trial in study.get_trials(deepcopy=False):
+        slot = trial.user_attrs.get(SLOT)
+        if isinstance(slot, str) and trial.state.name != "FAIL":
+            counting.setdefault(slot, trial)
+    done = [trial for trial in counting.values() if trial.state.is_finished()]
+    results = [
+        read_result(study.study_name, trial, is_search="search" in definition) for trial in done
+    ]
+    return _Queue(
+        name=study.study_name,
+        definition=definition,
+        results=tuple(results),
+        is_done=len(done) == len(counting) > 0,
+    )
+
+
+def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
+    """Return what a trial of the study of this name holds; raise StudyError where it is damaged."""
+    about = trial.user_attrs
+    found = about.get(RESULT)
+    record: dict[str, Any] = {
+        "slot": about[SLOT],
+        "is_search": is_search,
+        "scale": about.get("scale", 1.0),
+        **(found if isinstance(found, dict) else {}),
+    }
+    try:
+        return _RESULT.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise StudyError(
+            f"{name}: the record of {about[SLOT]} cannot be read: {where}: {first['msg']}; "
+            "another program wrote it, or it is damaged: give another --storage"
+        ) from None
+
+
+def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
+    study, configuration, policy = (
+        str(search.definition[key]) for key in ("study", "configuration", "policy")
+    )
+    try:
+        recipe = validate_tree(Recipe, search.definition["recipe"], source=search.name)
+        settings = validate_tree(Search, search.definition["search"], source=search.name)
+    except (KeyError, TypeError, LargebatchError) as error:
+        raise StudyError(f"{search.name}: its definition cannot be read: {error}") from None
+    done = sorted(seeds.results, key=lambda one: (one.seed, one.scale)) if seeds else []
+    searched = search.is_done and len(search.results) >= settings.trials
+    return CellResults(
+        study=study,
+        configuration=configuration,
+        policy=policy,
+        recipe=recipe,
+        settings=settings,
+        values=_values(seeds),
+        search=search.results,
+        seeds=tuple(one for one in done if one.scale == 1),
+        scaled=tuple(one for one in done if one.scale != 1),
+        finished=searched and seeds is not None and seeds.is_done,
+    )
+
+
+def _values(seeds: _Queue | None) -> dict[str, float]:
+    """Return the values found; none before there are seeds."""
+    try:
+        return _VALUES.validate_python(seeds.definition.get("values")) if seeds else {}
+    except ValidationError as error:
+        assert seeds is not None
+        first = error.errors()[0]
+        raise StudyError(
+            f"{seeds.name}: its definition cannot be read: values: {first['msg']}"
+        ) from None
+
+
+def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
+    of = seeds or search
+    assert of is not None
+    definition = of.definition
+    try:
+        recipe = validate_tree(Recipe, definition["recipe"], source=of.name)
+        machine = validate_tree(Setting, definition["machine"], source=of.name)
+    except (KeyError, TypeError, LargebatchError) as error:
+        raise StudyError(f"{of.name}: its definition cannot be read: {error}") from None
+    return SettingResults(
+        study=str(definition["study"]),
+        configuration=str(definition["configuration"]),
+        setting=str(definition["setting"]),
+        recipe=recipe,
+        workers=machine.workers,
+        backend=machine.backend,
+        threads=machine.threads,
+        values=_values(seeds),
+        search=search.results if search else (),
+        seeds=tuple(sorted(seeds.results, key=lambda one: one.seed)) if seeds else (),
+        finished=seeds is not None and seeds.is_done,
+    )

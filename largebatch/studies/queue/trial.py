@@ -1,0 +1,264 @@
+"""One run of a study: trained in a run folder of its own, and what is recorded of it.
+
+The record holds all that a reader of the database needs, for the run folder may be on another
+machine, or gone: `results.Result` has its fields.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from largebatch import accelerator
+from largebatch.distributed.environment import TIMEOUT_SECONDS, BackendName
+from largebatch.errors import CheckpointError, DivergedError, LargebatchError, WorkerFailedError
+from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.recipe import Recipe
+from largebatch.report.run import Run, read_run
+from largebatch.runs.interrupts import STOPS, InterruptedStudyError, answering, noting_requests
+from largebatch.runs.launch import DIVERGED, STOPPED, USER
+from largebatch.runs.run import run
+from largebatch.studies.metrics import has_diverged, measurements
+from largebatch.studies.queue.usage import usage_of, watch_others
+from largebatch.tracking.environment import source_commit, versions
+from largebatch.tracking.events import SUMMARY, Evaluation, Mistakes, Summary
+
+Result = dict[str, Any]
+"""What is recorded of a run, as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the machine decides about the runs of a study, as `run` takes it."""
+
+    data: Path | None = None
+    dataset: str | None = None
+    imports: tuple[str, ...] = ()
+    backend: BackendName = "auto"
+    timeout: float = TIMEOUT_SECONDS
+    workers: int = 1
+    apart: bool = False
+    """Whether each run has a process of its own."""
+
+    threads: int | None = None
+    """Of each worker of such a run; None: those of the environment."""
+
+    def options(self, recipe: Recipe) -> dict[str, Any]:
+        """Return the options of a run; recipes whose images are no folder's are given none."""
+        reads = recipe.data.source == "folder"
+        return {
+            "data": self.data if reads else None,
+            "dataset": self.dataset if reads else None,
+            "imports": self.imports,
+            "backend": self.backend,
+            "timeout": self.timeout,
+            "workers": self.workers,
+        }
+
+
+Hopeless = Callable[[int, Evaluation], bool]
+"""Decides after so many updates, by the evaluation there, whether to stop a run early."""
+
+
+def train(
+    recipe: Recipe, folder: Path, machine: Machine, *, stops: Sequence[int], hopeless: Hopeless
+) -> Result:
+    """Train in a folder, or go on there, and return what is recorded.
+
+    What it prints is beside the folder, in <its name>.log. After each of `stops` updates `hopeless`
+    decides whether to go on. A run that diverges is a result, as good as chance. Raises
+    InterruptedStudyError where it was asked to stop.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    output = folder.with_name(f"{folder.name}.log")
+    with (
+        noting_requests() as was_asked_to_stop,
+        output.open("a", encoding="utf-8") as log,
+        redirect_stdout(log),
+    ):
+
+        def go_on(until: int | None) -> Summary:
+            part = Part(recipe, folder, machine, until)
+            summary = _carry_out_apart(part, log) if machine.apart else carry_out(part)
+            if summary.status == "interrupted" or was_asked_to_stop():
+                raise InterruptedStudyError
+            return summary
+
+        begun, others = time.time(), watch_others() if machine.apart else None
+        try:
+            reached = _in_parts(folder, go_on, stops=stops, hopeless=hopeless)
+        except (DivergedError, WorkerFailedError) as error:
+            if was_asked_to_stop():  # a process that is about to begin ends by the signal itself
+                raise InterruptedStudyError from None
+            if isinstance(error, WorkerFailedError):
+                raise
+            reached = {**_chance(recipe), "diverged": str(error)}
+        times = {"begun": begun, "ended": time.time(), "other_cores": others() if others else None}
+    run_read = read_run(folder)
+    if "diverged" not in reached and has_diverged(run_read):
+        reached = {**_chance(recipe), "diverged": "the validation loss at the end is no number"}
+    if not reached and run_read.result:
+        reached = _end(run_read.result)
+    record = {**_circumstances(recipe, folder), **times, **_measured(run_read), **reached}
+    plain: Result = json.loads(to_json(record, inf_nan_mode="null"))  # JSON has no NaN
+    return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run as far as so many updates; None: to its end."""
+
+    recipe: Recipe
+    folder: Path
+    machine: Machine
+    until: int | None
+
+
+PART = TypeAdapter(Part)
+"""What the process of a run is given, as JSON."""
+
+
+def carry_out(part: Part) -> Summary:
+    """Begin a run, or go on with it, in this process or in its workers."""
+    return run(
+        part.recipe, out=part.folder, resume="auto", max_steps=part.until, report=False,
+        **part.machine.options(part.recipe),
+    )  # fmt: skip
+
+
+def _carry_out_apart(part: Part, log: IO[str]) -> Summary:
+    """Do the same in a process of its own, which ends with this one; raise what it raised."""
+    threads = {} if part.machine.threads is None else {"OMP_NUM_THREADS": str(part.machine.threads)}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    words = ["largebatch.studies.queue.one_run", PART.dump_json(part).decode(), str(os.getpid())]
+    process = subprocess.Popen(  # noqa: S603 -- the words are ours
+        [sys.executable, "-m", *words],
+        env={**os.environ, **paths, **threads}, stdout=log, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process, answering(lambda number, _: process.send_signal(number), *STOPS):
+        _, errors = process.communicate()
+    log.write(errors)
+    code = process.returncode
+    if code == 0:
+        return TypeAdapter(Summary).validate_json((part.folder / SUMMARY).read_bytes())
+    if code == STOPPED:
+        raise KeyboardInterrupt
+    if code in {DIVERGED, USER}:
+        raise (DivergedError if code == DIVERGED else LargebatchError)(errors.strip())
+    raise WorkerFailedError(f"{part.folder}: its process ended with exit code {code}:\n{errors}")
+
+
+def _in_parts(
+    folder: Path,
+    go_on: Callable[[int | None], Summary],
+    *,
+    stops: Sequence[int],
+    hopeless: Hopeless,
+) -> Result:
+    """Train from stop to stop, and to the end unless a run is hopeless.
+
+    Returns what one reached that was stopped early; of one that went to its end its log tells.
+    """
+    for stop in stops:
+        if stop not in _evaluations(folder):
+            go_on(stop)
+        found = _evaluations(folder).get(stop)
+        if found is not None and hopeless(stop, found):
+            return {**_end(found), "pruned_after": stop}
+    go_on(None)
+    return {}
+
+
+def _evaluations(folder: Path) -> dict[int, Evaluation]:
+    """Return the evaluations of a run folder, on the way and after its stages, by updates."""
+    with suppress(CheckpointError):  # nothing was logged yet
+        return {each.step: each for each in read_run(folder).evaluations}
+    return {}
+
+
+def _circumstances(recipe: Recipe, folder: Path) -> Result:
+    """Return what is known of a run however it ends."""
+    return {
+        "seed": recipe.seed,
+        "folder": str(folder.resolve()),
+        "host": platform.node(),
+        "hardware": _hardware(),
+        "commit": source_commit(),
+        "versions": versions(),
+        "updates": make_plan(recipe, workers=1).updates,
+    }
+
+
+def _hardware() -> str:
+    """Return the GPU that trains, or the processor and how many threads use it."""
+    if gpus := accelerator.names():
+        return gpus[0]
+    threads = torch.get_num_threads()
+    return f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def _measured(run: Run) -> Result:
+    """Return what was measured on the way and, by class, at the last evaluation of the model."""
+    last = run.last_stage
+    gaps = {found.stage: found.gap for found in run.gaps}
+    return {
+        "evaluations": measurements(run),
+        "classes": _classes(last.mistakes) if last and last.mistakes else None,
+        "loss_difference": gaps.get(last.name) if last else None,
+        "workers": run.plan.workers,
+        "usage": asdict(usage_of(run)),
+        **_summed_up(run.summary),
+    }
+
+
+def _classes(found: Mistakes) -> Result:
+    """Return columns by class: in databases that hold at most 64 KB, 1,000 classes fit."""
+    wrong = Counter(found.labels)
+    return {
+        "names": found.classes,
+        "samples": found.sizes,
+        "correct": [size - wrong[label] for label, size in enumerate(found.sizes)],
+        "average_confidence": [float(f"{one:.5g}") for one in found.confidences],
+    }
+
+
+def _summed_up(summary: Summary | None) -> Result:
+    """Return what the summary of a run that went to its end has besides."""
+    if summary is None or summary.status != "finished":
+        return {}
+    return {
+        "seconds": summary.seconds,
+        "images_per_second": summary.images_per_second,
+        "peak_memory_bytes": summary.peak_memory_bytes,
+        "weights_sha256": summary.weights_sha256,
+    }
+
+
+def _end(found: Evaluation) -> Result:
+    """Return the metrics that a run ends with."""
+    return {
+        "top1": found.top1,
+        "top5": found.top5,
+        "loss": found.loss,
+        "average_confidence": found.average_confidence,
+        "confidence_deviation": found.confidence_deviation,
+        "class_confidence_deviation": found.class_confidence_deviation,
+        "classes_never_correct": found.classes_never_correct,
+    }
+
+
+def _chance(recipe: Recipe) -> Result:
+    classes = recipe.data.classes
+    return {"top1": 1 / classes, "top5": min(1.0, 5 / classes), "loss": None}
