@@ -51,8 +51,8 @@ from polishing_data import prepare
 from largebatch import load_recipe, run
 from largebatch.errors import DivergedError
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.polish import Polish, Statistics
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Polish, Statistics
 from largebatch.report.run import read_run
 from largebatch.tracking.events import RECIPE, StageResult, Summary
 

@@ -12,10 +12,10 @@ sys.path.append(str(ROOT / "benchmarks"))
 import learning_rates_statistics as statistics  # noqa: E402
 import learning_rates_tables as tables  # noqa: E402
 from learning_rates import CONFIGURATIONS, FACTORIAL, Configuration  # noqa: E402
+from schedules_of import schedule_of  # noqa: E402
 
 from largebatch.recipe.arithmetic.plan import make_plan  # noqa: E402
 from largebatch.recipe.loading import validate_tree  # noqa: E402
-from largebatch.schedules.build import build_schedule  # noqa: E402
 from largebatch.studies.queue.cells import cells_of  # noqa: E402
 from largebatch.studies.queue.study import Study  # noqa: E402
 
@@ -28,7 +28,7 @@ def test_every_configuration_can_be_planned(one: Configuration) -> None:
     assert set(FACTORIAL) <= {cell.variant for cell in cells}
     for cell in cells:
         plan = make_plan(cell.recipe, workers=1)
-        rates = build_schedule(cell.recipe)
+        rates = schedule_of(cell.recipe)
         assert max(rates(step) for step in range(plan.steps)) <= cell.recipe.schedule.peak_lr
 
 
@@ -38,7 +38,7 @@ def test_whole_cycles_end_low_and_those_of_the_tables_at_the_peak() -> None:
     ends = {}
     for cell in cells_of(study, ROOT):
         last = make_plan(cell.recipe, workers=1).steps - 1
-        ends[cell.variant] = build_schedule(cell.recipe)(last) / cell.recipe.schedule.peak_lr
+        ends[cell.variant] = schedule_of(cell.recipe)(last) / cell.recipe.schedule.peak_lr
     assert max(ends[name] for name in ("tri", "tri2", "triexp", "sin", "sinexp", "cos")) < 0.2
     assert ends["tri-tables"] > 0.9
 

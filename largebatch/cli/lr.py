@@ -20,6 +20,7 @@ from largebatch.cli.arguments import (
 )
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import RecipeError, printable
+from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.build import follow
@@ -86,7 +87,7 @@ def _show(args: argparse.Namespace) -> int:
     for path, recipe in zip(args.recipes, recipes, strict=True):
         label = recipe.name if names.count(recipe.name) == 1 else str(path)
         try:
-            drawn.append(Rates(label, recipe, follow(recipe)))
+            drawn.append(Rates(label, recipe, follow(recipe.schedule, plan_updates(recipe))))
         except RecipeError as error:  # of several recipes: which?
             raise RecipeError(f"{path}: {error}") from None
     figure = args.out or Path("learning-rates.png")

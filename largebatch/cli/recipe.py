@@ -14,21 +14,18 @@ from largebatch.cli import planning
 from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
-from largebatch.recipe.arithmetic.plan import (
-    Plan,
+from largebatch.recipe.arithmetic.describe import (
     describe_decoding,
+    describe_protocol,
     describe_spans,
-    make_plan,
-    replica_plan,
-    require_workers,
 )
+from largebatch.recipe.arithmetic.plan import Plan, make_plan, plan_updates, require_workers
 from largebatch.recipe.explain import explain
 from largebatch.recipe.installed import by_data_set, origin, read_installed
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
-from largebatch.recipe.protocols import describe_protocol
+from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
 
 BREAKS_RULES = 1
@@ -90,7 +87,7 @@ def _plan(args: argparse.Namespace) -> int:
         return planning.plan_elsewhere(args)
     recipe = load_recipe(args.recipe, args.set)
     plan = make_plan(recipe, workers=_workers(args, recipe))
-    course = follow(recipe)
+    course = follow(recipe.schedule, plan)
     rates, peak = course.rates, course.peak
     rows = {
         "recipe": recipe.name,
@@ -162,9 +159,9 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
 
     found = estimate(recipe, plan)
     step, run = found.step_seconds, found.run_seconds
-    if recipe.polish is not None and recipe.polish.swap is not None:
+    replica = plan.replica
+    if recipe.polish is not None and recipe.polish.swap is not None and replica is not None:
         rounds = math.ceil(recipe.polish.swap.replicas / plan.workers)
-        replica = replica_plan(recipe, plan)
         share = plan.device_batch * plan.accumulation
         run += step * rounds * replica.steps * replica.global_batch / share
     return (
@@ -197,10 +194,10 @@ def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
             f"the mean of {len(plan.swa_after):,} states of the weights, every {plan.swa_every:,} "
             f"of the last {plan.swa_steps:,} steps"
         )
-    if polish.swap:
+    if polish.swap and plan.replica:
         rows["SWAP"] = (
             f"the mean of {polish.swap.replicas:,} replicas, "
-            f"{replica_plan(recipe, plan).steps:,} steps of {polish.swap.batch:,} samples each, "
+            f"{plan.replica.steps:,} steps of {polish.swap.batch:,} samples each, "
             f"learning rate from {polish.swap.lr:g} to 0"
         )
     if polish.affine:
@@ -219,8 +216,7 @@ def _check(args: argparse.Namespace) -> int:
     for path in args.recipes:
         try:
             recipe = load_recipe(path, args.set)
-            make_plan(recipe.mathematics, workers=1)
-            build_schedule(recipe)
+            build_schedule(recipe.schedule, plan_updates(recipe))
         except LargebatchError as error:
             problems.append(str(error))
         else:
@@ -260,7 +256,7 @@ def _explain(args: argparse.Namespace) -> int:
     from largebatch.report.figures import write_rates
 
     recipe = load_recipe(args.recipe, args.set)
-    course = follow(recipe)
+    course = follow(recipe.schedule, plan_updates(recipe))
     figure = args.out or Path(f"{recipe.name}-schedule.png")
     write_rates(figure, course, name=recipe.name)
     for name, value in {**course.facts(), "drawn": figure}.items():
@@ -285,7 +281,7 @@ def _recipes(_args: argparse.Namespace) -> int:
         print(f"\n{data_set} ({'needs --data DIR' if needs_data else 'embedded, needs no --data'})")
         for name in sorted(found, key=lambda name: not found[name][1].measured):
             recipe, header = found[name]
-            plan = make_plan(recipe.mathematics, workers=1)
+            plan = plan_updates(recipe)
             source = f"after {header.after}" if header.after else "not measured here"
             words = re.split(r" \(|, ", header.measured)[0] or source
             print(

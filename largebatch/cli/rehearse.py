@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import Call, add_execution, add_imports, add_set, count
 from largebatch.errors import LargebatchError, printable, shorten
-from largebatch.recipe.arithmetic.plan import describe_spans
+from largebatch.recipe.arithmetic.describe import describe_spans
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
 

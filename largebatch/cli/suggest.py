@@ -43,8 +43,7 @@ def _suggest(args: argparse.Namespace) -> int:
     shape = _measured(found, args.storage)
     text = draft(found, schedule=shape.yaml if shape else None)
     recipe = parse_recipe(text, source=str(out))
-    make_plan(recipe, workers=1)
-    build_schedule(recipe)
+    build_schedule(recipe.schedule, make_plan(recipe, workers=1))
     write_recipe(out, text)
     for line in words(found, has_warmup=shape is None or shape.schedule is None):
         print(wrapped(line))

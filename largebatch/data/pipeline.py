@@ -28,8 +28,8 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.environment import available_cores
 from largebatch.errors import DataError
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Data
 from largebatch.recipe.text import Text
 from largebatch.storage import Progress, silent
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from largebatch.recipe.sections import Interpolation, Triple
+from largebatch.recipe.data import Interpolation, Triple
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

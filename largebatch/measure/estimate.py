@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from largebatch import accelerator
 from largebatch.distributed.serial import Serial
 from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.sections import Polish
 from largebatch.recipe.text import Text
 from largebatch.runs.build import build_model
 from largebatch.runs.optimizer import build_optimizer

@@ -19,8 +19,8 @@ from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.measure.estimate import estimate
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Triple
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Triple
 
 SAMPLE = 512
 """Training images whose colours are measured, spread evenly over all."""

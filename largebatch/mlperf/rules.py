@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
+from largebatch.recipe.data import Data
 from largebatch.recipe.model import RESNET50
 from largebatch.recipe.optimizers import LARS, SGD
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.schedule import Polynomial
-from largebatch.recipe.sections import Data
 
 BENCHMARK, ROUND = "resnet", "4.0.0"
 TARGET = 0.759

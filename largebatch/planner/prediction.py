@@ -25,8 +25,9 @@ from largebatch.planner.model import (
     step_seconds,
 )
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
+from largebatch.recipe.execution import ConstantGroups, Groups, GroupsByBytes
+from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import ConstantGroups, Groups, GroupsByBytes, Polish
 
 CLASSES, HEAD_INPUTS = 1000, 2049
 """Of ResNet-50's classifier, with its bias."""

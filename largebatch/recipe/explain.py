@@ -9,10 +9,16 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
-from largebatch.recipe.kinds import CHOOSERS, chooser_of, every_field, kinds_of, sections_of
 from largebatch.recipe.problems import meant_key
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section
+from largebatch.recipe.sections import (
+    CHOOSERS,
+    Section,
+    chooser_of,
+    every_field,
+    kinds_of,
+    sections_of,
+)
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _WIDTH = 100

@@ -27,10 +27,9 @@ from ruamel.yaml.tokens import Token
 
 from largebatch.errors import LONGEST_NAME, RecipeError, clip, nearest
 from largebatch.recipe.installed import installed, read_installed
-from largebatch.recipe.kinds import CHOOSERS, kinds_of, sections_of
 from largebatch.recipe.problems import explain_problems
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section
+from largebatch.recipe.sections import CHOOSERS, Section, kinds_of, sections_of
 
 Kind = TypeVar("Kind", bound=Section)
 

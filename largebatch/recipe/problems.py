@@ -10,8 +10,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from largebatch.errors import LONGEST_NAME, SHOWN, clip, nearest, shorten
-from largebatch.recipe.kinds import chooser_of, every_field, kinds_of, sections_of
-from largebatch.recipe.sections import Duration, Section
+from largebatch.recipe.sections import (
+    Duration,
+    Section,
+    chooser_of,
+    every_field,
+    kinds_of,
+    sections_of,
+)
 
 _MOVED = {
     **{f"data.{key}": f"now execution.{key}" for key in ("decoder", "cache")},

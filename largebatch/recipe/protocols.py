@@ -1,22 +1,19 @@
-"""Protocols: who waits for whom between gradients and updates.
+"""The section `protocol`: which workers wait for which between gradients and updates.
 
-Without a section, all workers wait for each other in every update (the synchronous core). With one,
-learners compute gradients of mini-batches and push them to parameter servers, which update the
+Without the section, all workers wait for each other in every update (the synchronous core). With
+it, learners compute gradients of mini-batches and push them to parameter servers, which update the
 weights that the learners pull (Rudra, arXiv:1509.04210; staleness-aware SGD, arXiv:1511.05950).
 
 `batch.global_batch` keeps its meaning, the samples of one update; a learner's mini-batch (mu) is
-its part of it, global_batch over the gradients that an update takes. How many learners there are
-decides what asynchronous training computes, so it is a part of the recipe.
+its part of it. The number of learners decides what asynchronous training computes, so it is a part
+of the recipe.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from largebatch.recipe.sections import Batch, Duration, Momentum, Positive, Section, Updates
-
-if TYPE_CHECKING:
-    from largebatch.recipe.recipe import Recipe
 
 MAX_LEARNERS = 65_536
 
@@ -25,12 +22,12 @@ class Centralised(Section):
     """Servers that train nothing."""
 
     centralised: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    """How many. Each holds whole tensors of the model, about as many bytes as the others. With
-    softsync and asynchronous, a learner that is lost does not end the run."""
+    """Number of servers. Each holds whole tensors of the model, about as many bytes as the others.
+    With softsync and asynchronous, a lost learner does not end the run."""
 
 
 class _Protocol(Section):
-    """What all protocols have."""
+    """Keys of all protocols."""
 
     learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
     """Workers that compute gradients (lambda)."""
@@ -40,29 +37,33 @@ class _Protocol(Section):
     part of the weights; --workers is the number of learners. `{centralised: S}`: in S processes of
     their own, which --workers counts too: it is learners + S."""
 
+    def mini_batch(self, global_batch: int) -> int:
+        """Return the samples of one gradient (mu)."""
+        return global_batch // self.gradients
+
     @property
     def dedicated(self) -> int:
-        """Workers that are servers and nothing else."""
+        """Number of workers that are servers only."""
         return self.servers.centralised if isinstance(self.servers, Centralised) else 0
 
     @property
     def num_servers(self) -> int:
-        """Parts that the weights are divided into."""
+        """Number of parts that the weights are divided into."""
         return self.dedicated or self.learners
 
     @property
     def workers(self) -> int:
-        """Processes in all."""
+        """Number of processes in all."""
         return self.learners + self.dedicated
 
     @property
     def gradients(self) -> int:
-        """Gradients that an update takes; here one of every learner."""
+        """Number of gradients per update; here one of every learner."""
         return self.learners
 
     @property
     def spare(self) -> range:
-        """Learners that the others go on without when they are lost; here none."""
+        """Learners whose loss does not end the run; here none."""
         return range(0)
 
 
@@ -71,21 +72,21 @@ class _Free(_Protocol):
 
     @property
     def spare(self) -> range:
-        """All but learner 0, which keeps the record, where no server is lost with a learner."""
+        """All but learner 0, which writes the log; none where a server is lost with its learner."""
         return range(1, self.learners) if self.dedicated else range(0)
 
 
 class Hardsync(_Protocol):
-    """Every update takes one gradient of each learner, and all of them wait for it."""
+    """Every update takes one gradient of each learner, and all learners wait for it."""
 
     kind: Literal["hardsync"]
 
     modulation: Literal["none", "sqrt"] = "none"
-    """`sqrt`: the rate is that of `schedule` times sqrt(global_batch / reference_batch)
+    """`sqrt`: the learning rate is that of `schedule` times sqrt(global_batch / reference_batch)
     (arXiv:1509.04210)."""
 
     reference_batch: Batch | None = None
-    """With modulation: sqrt, the batch for which schedule.peak_lr was found."""
+    """With modulation: sqrt, the batch that schedule.peak_lr was tuned for."""
 
     @model_validator(mode="after")
     def _sqrt_has_a_reference(self) -> Self:
@@ -103,15 +104,16 @@ class Softsync(_Free):
     kind: Literal["softsync"]
 
     n: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    """From 1, as many gradients as learners, to the number of learners: asynchronous."""
+    """From 1, where an update takes as many gradients as there are learners, to the number of
+    learners, where it takes one, as asynchronous does."""
 
     modulation: Literal["none", "n", "staleness"]
-    """The rate of `schedule` as it is (`none`), over n (`n`, arXiv:1509.04210), or for each
-    gradient over its own staleness (`staleness`, arXiv:1511.05950)."""
+    """The learning rate of `schedule` as it is (`none`), divided by n (`n`, arXiv:1509.04210), or
+    for each gradient divided by its staleness (`staleness`, arXiv:1511.05950)."""
 
     @property
     def gradients(self) -> int:
-        """Gradients that an update takes."""
+        """Number of gradients per update."""
         return self.learners // self.n
 
     @model_validator(mode="after")
@@ -127,22 +129,22 @@ class Softsync(_Free):
 class Asynchronous(_Free):
     """Every gradient is an update: softsync with n = learners.
 
-    At a fixed rate this is Downpour SGD (Dean et al. 2012).
+    At a fixed learning rate this is Downpour SGD (Dean et al. 2012).
     """
 
     kind: Literal["asynchronous"]
 
     modulation: Literal["none", "n", "staleness"]
-    """As of softsync, with n = learners."""
+    """The same as with softsync, with n = learners."""
 
     @property
     def gradients(self) -> int:
-        """Gradients that an update takes."""
+        """Number of gradients per update."""
         return 1
 
 
 class Outer(Section):
-    """The optimizer of the servers, whose gradient is the mean of what local steps changed."""
+    """The optimizer of the servers; its gradient is the mean change by the local steps."""
 
     lr: Positive = 1.0
     momentum: Momentum = 0.0
@@ -157,7 +159,7 @@ class Outer(Section):
 
 
 class LocalSteps(_Protocol):
-    """Learners make updates of their own, and at intervals average what these changed.
+    """Learners make their own updates, and average the changes at intervals.
 
     Post-local SGD (arXiv:1808.07217); with an outer optimizer, DiLoCo (arXiv:2311.08105). A step is
     one local update of every learner, so global_batch is learners times a mini-batch here too.
@@ -166,75 +168,13 @@ class LocalSteps(_Protocol):
     kind: Literal["local_steps"]
 
     steps: Updates
-    """Local updates between two averages (H). An evaluation, and a checkpoint on the way, come at
-    the first average after their time; the last average of a stage may come after fewer."""
+    """Local updates between two averages (H). An evaluation or a checkpoint that is due before an
+    average waits for it; the last average of a stage may come after fewer updates."""
 
     begin: Duration | None = None
-    """Until here all updates are those of hardsync, for post-local SGD; null: from the start."""
+    """End of the updates by hardsync, for post-local SGD; null: local steps from the start."""
 
     outer: Outer = Outer()
 
 
 Protocol = Annotated[Hardsync | Softsync | Asynchronous | LocalSteps, Field(discriminator="kind")]
-
-
-def mini_batch(recipe: "Recipe") -> int:
-    """Return the samples of one gradient (mu)."""
-    assert recipe.protocol is not None
-    return recipe.batch.global_batch // recipe.protocol.gradients
-
-
-def describe_protocol(recipe: "Recipe") -> str:
-    """Return in words what an update is made of, and where the weights are."""
-    protocol = recipe.protocol
-    assert protocol is not None
-    where = f"{protocol.dedicated} servers" if protocol.dedicated else "a server beside each"
-    return (
-        f"{protocol.kind}: {recipe.batch.global_batch:,} samples an update = {protocol.gradients} "
-        f"gradients x {mini_batch(recipe):,}; {protocol.learners} learners, {where}: "
-        f"{protocol.workers} workers"
-    )
-
-
-def require_fit(recipe: "Recipe") -> None:
-    """Raise ValueError where other sections and the protocol cannot be had together."""
-    protocol = recipe.protocol
-    assert protocol is not None
-    for setting, given in _without_meaning(recipe).items():
-        if given:
-            raise ValueError(f"{setting} has no meaning with protocol: leave one of the two out")
-    batch, size = recipe.batch, mini_batch(recipe)
-    if batch.global_batch % protocol.gradients:
-        raise ValueError(
-            f"batch.global_batch ({batch.global_batch}) must be a multiple of the "
-            f"{protocol.gradients} gradients that an update of protocol.kind: {protocol.kind} takes"
-        )
-    if size % (batch.bn_span or 1):
-        raise ValueError(
-            f"batch.bn_span ({batch.bn_span}) must divide the {size} samples of a learner's "
-            "mini-batch (batch.global_batch over the gradients of an update): with protocol each "
-            "learner normalises by itself"
-        )
-    if recipe.execution.device_batch not in {None, size}:
-        raise ValueError(
-            f"execution.device_batch ({recipe.execution.device_batch}) must be a learner's "
-            f"mini-batch with protocol, which is {size}; leave it out"
-        )
-
-
-def _without_meaning(recipe: "Recipe") -> dict[str, bool]:
-    """Return the settings that only the synchronous core has, and whether each is given."""
-    polish, monitored = recipe.polish, set(recipe.monitor) - {"generalization_gap"}
-    return {
-        f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
-        "batch.schedule": bool(recipe.batch.schedule),
-        f"reduction.kind: {recipe.reduction.kind}": recipe.reduction.kind != "sum",
-        f"reduction.dtype: {recipe.reduction.dtype}": recipe.reduction.dtype != "fp32",
-        "precision: fp16": recipe.precision == "fp16",
-        f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
-        f"monitor: {min(monitored, default='')}": bool(monitored),
-        "execution.decoder: dali": recipe.execution.decoder == "dali",
-        "polish.ema": polish is not None and polish.ema is not None,
-        "polish.swa": polish is not None and polish.swa is not None,
-        "polish.swap": polish is not None and polish.swap is not None,
-    }

@@ -26,9 +26,10 @@ from largebatch.data.pipeline import ImagePipeline, open_images
 from largebatch.data.types import Batches, IntArray, Request
 from largebatch.distributed.serial import Serial
 from largebatch.errors import LargebatchError
-from largebatch.recipe.arithmetic.plan import Plan, describe_decoding, make_plan
+from largebatch.recipe.arithmetic.describe import describe_decoding
+from largebatch.recipe.arithmetic.plan import Plan, plan_updates
+from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Data
 from largebatch.report.mistakes import WORST, drawn_side, write_worst
 from largebatch.report.run import read_run
 from largebatch.report.style import COLOURS, INK, MUTED, PAPER, font_file, require_png
@@ -206,7 +207,7 @@ def write_sheet(
     read or the file cannot be written.
     """
     require_png(path, what="sheet")
-    plan = make_plan(recipe.mathematics, workers=1)
+    plan = plan_updates(recipe)
     pipeline = open_images(recipe, plan, Serial(), folder=folder, progress=progress)
     shown = show(pipeline)
     sheet = draw_sheet(shown, recipe, plan)

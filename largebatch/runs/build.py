@@ -35,13 +35,7 @@ from largebatch.models.compiled import compile_model
 from largebatch.models.image_sizes import require_inputs
 from largebatch.optim.sgd import build_sgd
 from largebatch.recipe import optimizers
-from largebatch.recipe.arithmetic.plan import (
-    Plan,
-    make_plan,
-    may_share_spans,
-    measuring_plan,
-    replica_plan,
-)
+from largebatch.recipe.arithmetic.plan import Plan, make_plan, may_share_spans, measuring_plan
 from largebatch.recipe.recipe import Recipe, anywhere, require_backend
 from largebatch.runs.interrupts import stop_requests
 from largebatch.runs.optimizer import build_optimizer
@@ -334,7 +328,8 @@ def _retention(recipe: Recipe) -> Retention:
 
 def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> TrainState:
     """Build what training changes: the optimizer, the schedule, what sums gradients, averages."""
-    schedule, plateau = build_schedule(recipe), recipe.schedule.plateau
+    section = recipe.schedule
+    schedule, plateau = build_schedule(section, plan), section.plateau
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
     reducer = build_reducer(recipe, plan, model, backend)
@@ -363,8 +358,8 @@ def _build_affine(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
 def _build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
     assert recipe.polish is not None
     assert recipe.polish.swap is not None
-    lr = recipe.polish.swap.lr
-    own = replica_plan(recipe, plan)
+    lr, own = recipe.polish.swap.lr, plan.replica
+    assert own is not None
     fall = cosine(peak=lr, steps=own.steps)
     alone = Serial(next(model.parameters()).device)
     copies = copies_gradients(recipe, own, alone.device)

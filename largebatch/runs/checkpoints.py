@@ -12,8 +12,8 @@ from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.loading import dump_recipe, parse_recipe
+from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
-from largebatch.recipe.sections import Affine, Polish, Statistics
 from largebatch.runs.build import build_extra, open_trainer
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options

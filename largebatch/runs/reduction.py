@@ -19,7 +19,7 @@ from largebatch.distributed.reducer import (
 from largebatch.distributed.serial import Serial
 from largebatch.models import build, norm_parameters
 from largebatch.models.compiled import reuses_memory
-from largebatch.recipe import sections
+from largebatch.recipe import execution
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.recipe import Recipe
 
@@ -100,20 +100,20 @@ def kept_exact(recipe: Recipe, model: nn.Module) -> set[nn.Parameter]:
 
 
 def grouping_of(
-    section: sections.CubicGroups
-    | sections.QuadraticGroups
-    | sections.ConstantGroups
-    | sections.GroupsByBytes,
+    section: execution.CubicGroups
+    | execution.QuadraticGroups
+    | execution.ConstantGroups
+    | execution.GroupsByBytes,
 ) -> Grouping:
     """Return how gradients are divided into groups."""
     match section:
-        case sections.CubicGroups():
+        case execution.CubicGroups():
             return cubic
-        case sections.QuadraticGroups():
+        case execution.QuadraticGroups():
             return quadratic
-        case sections.ConstantGroups():
+        case execution.ConstantGroups():
             return constant(section.tensors)
-        case sections.GroupsByBytes():
+        case execution.GroupsByBytes():
             return by_bytes(section.megabytes * 1e6)
         case _:
             assert_never(section)

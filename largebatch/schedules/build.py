@@ -13,8 +13,7 @@ from typing import assert_never
 from largebatch.errors import RecipeError
 from largebatch.recipe import schedule
 from largebatch.recipe.arithmetic.pieces import Pieces, piece_at
-from largebatch.recipe.arithmetic.plan import Plan, converter, make_plan
-from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.sections import Duration
 from largebatch.schedules import cycles, functions
 from largebatch.schedules.functions import Policy, Schedule
@@ -23,23 +22,21 @@ FEW = 8
 """Up to this many stretches of equal learning rates are listed one by one."""
 
 
-def build_schedule(recipe: Recipe) -> Schedule:
-    """Return the rate of every update of this recipe, whatever machine runs it.
+def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
+    """Return the learning rate of every update of a plan, which is the same on any machine.
 
     With a batch schedule the policy follows the samples seen, in updates of the first batch, and
     its rate is multiplied by the factor of each piece.
 
     Raises RecipeError where the lengths in the recipe contradict each other.
     """
-    section = recipe.schedule
-    plan, steps_in = make_plan(recipe.mathematics, workers=1), converter(recipe)
-    warmup_steps = steps_in(section.warmup) if section.warmup else 0
+    warmup_steps = plan.steps_in(section.warmup) if section.warmup else 0
     steps = math.ceil(plan.position(plan.steps) / plan.global_batch)
     stretch = _Stretch(
         key="schedule.decay",
         before=warmup_steps,
         steps=steps + section.first_step - warmup_steps,
-        steps_in=steps_in,
+        steps_in=plan.steps_in,
     )
     after = _build(section.decay, section.peak_lr, stretch)
     if warmup_steps and section.start_lr >= after(0):
@@ -262,12 +259,11 @@ class Course:
         return f"{self.epoch(step):.2f}"
 
 
-def follow(recipe: Recipe) -> Course:
-    """Compute every rate of a recipe's run."""
-    plan = make_plan(recipe.mathematics, workers=1)
+def follow(section: schedule.Schedule, plan: Plan) -> Course:
+    """Compute every learning rate of a run."""
     return Course(
-        rates=tuple(map(build_schedule(recipe), range(plan.steps))),
-        begin=max(0, plan.warmup_steps - recipe.schedule.first_step),
+        rates=tuple(map(build_schedule(section, plan), range(plan.steps))),
+        begin=max(0, plan.warmup_steps - section.first_step),
         clean=plan.train_steps,
         plan=plan,
     )

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from largebatch.errors import CheckpointError, DivergedError
 from largebatch.polish.statistics import QUANTILES
 from largebatch.polish.statistics import Drift as PolishDrift
-from largebatch.recipe.arithmetic.plan import Plan, replica_plan
-from largebatch.recipe.sections import Statistics
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
@@ -119,7 +119,8 @@ def _swap(trainer: Trainer, _: range, __: int) -> None:
         trained.store()
         unsettled = _measure_if_judged(trainer, "swap")
     state.replicas = None
-    steps = replica_plan(trainer.recipe, trainer.plan).steps
+    assert trainer.plan.replica is not None
+    steps = trainer.plan.replica.steps
     note = f"{section.replicas} replicas, {steps:,} updates of {section.batch:,} samples each"
     note = diverged or "; ".join(filter(None, [note, unsettled]))
     trainer.end_stage("swap", num_steps=0, note=note, failed=diverged is not None)

@@ -17,8 +17,8 @@ from largebatch.data.order import replica_seed
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError
 from largebatch.models.batchnorm import Spans
-from largebatch.recipe.arithmetic.plan import Plan, replica_plan
-from largebatch.recipe.sections import SWAP
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.recipe.polish import SWAP
 from largebatch.training.averages import ReplicaMean
 from largebatch.training.loop import Update, step_seeds, train
 from largebatch.training.trainer import Trainer
@@ -56,7 +56,8 @@ def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
 
     Raises DivergedError on every worker where one of them diverged.
     """
-    steps = range(replica_plan(trainer.recipe, trainer.plan).steps)
+    assert trainer.plan.replica is not None
+    steps = range(trainer.plan.replica.steps)
     skipped = torch.zeros((), device=trainer.backend.device)
     with closing(_updates(trainer, replica)) as updates:
         for first in steps[::EXCHANGE_EVERY]:
@@ -97,7 +98,8 @@ def _replica_scaler(trainer: Trainer, plan: Plan) -> GradScaler:
 def _updates(trainer: Trainer, replica: int) -> Generator[Update, None, None]:
     """Make the updates of one replica, from the model as it is."""
     recipe, state, device = trainer.recipe, trainer.state, trainer.backend.device
-    plan, seed = replica_plan(recipe, trainer.plan), replica_seed(recipe.seed, replica)
+    plan, seed = trainer.plan.replica, replica_seed(recipe.seed, replica)
+    assert plan is not None
     steps = range(plan.steps)
     scaler = _replica_scaler(trainer, plan)
     updater = trainer.build_replica()

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
+from schedules_of import course_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.recipe.loading import load_recipe
 from largebatch.report import rates
 from largebatch.report.rates import Rates, remarks
 from largebatch.report.style import save_png
-from largebatch.schedules.build import follow
 
 
 def rates_of(name: str, *changes: str) -> Rates:
     recipe = load_recipe(name, changes)
-    return Rates(recipe.name, recipe, follow(recipe))
+    return Rates(recipe.name, recipe, course_of(recipe))
 
 
 def drawn_lines(drawn: list[Rates], by: rates.By, path: Path) -> dict[str, tuple[float, ...]]:

@@ -25,8 +25,8 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.data import Interpolation
 from largebatch.recipe.loading import load_recipe
-from largebatch.recipe.sections import Interpolation
 
 CPU = torch.device("cpu")
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from schedulefree import SGDScheduleFree
+from schedules_of import schedule_of
 from short_runs import DIGITS
 from torch import Tensor, nn
 
 from largebatch import load_recipe
 from largebatch.optim.schedule_free import at_average, is_averaging, store_average
 from largebatch.runs.optimizer import build_optimizer
-from largebatch.schedules.build import build_schedule
 
 WARMUP = 5
 FREE = (
@@ -39,7 +39,7 @@ def test_a_warm_up_of_the_recipe_is_that_of_the_library() -> None:
     """The average weighs an update by the highest rate so far, which the recipe sets."""
     ours, theirs = a_model(), a_model()
     recipe = load_recipe(DIGITS, [FREE, CONSTANT])
-    optimizer, rate = build_optimizer(recipe, ours), build_schedule(recipe)
+    optimizer, rate = build_optimizer(recipe, ours), schedule_of(recipe)
     decayed = {
         True: [p for p in theirs.parameters() if p.ndim > 1],
         False: [p for p in theirs.parameters() if p.ndim == 1],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from schedules_of import schedule_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
@@ -26,7 +27,6 @@ from largebatch.planner.suggest import (
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
-from largebatch.schedules.build import build_schedule
 
 CIFAR = DataSet(samples=50_000, val_samples=10_000, classes=10, image_size=32)
 PAGE = Path(__file__).parents[2] / "docs" / "which-batch.md"
@@ -142,7 +142,7 @@ def test_what_is_suggested_loads_plans_and_polishes(batch: int, epochs: int | No
     assert plan.clean_steps == pytest.approx(plan.steps * 75 / 1350, rel=5e-3, abs=1)
     assert recipe.polish is not None
     assert recipe.polish.statistics is not None
-    rates = list(map(build_schedule(recipe), range(plan.steps)))
+    rates = list(map(schedule_of(recipe), range(plan.steps)))
     assert max(rates) == pytest.approx(recipe.schedule.peak_lr, rel=0.01)
     if epochs:
         assert recipe.duration.epochs == epochs

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
+from schedules_of import course_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import RecipeError
 from largebatch.recipe.explain import explain
-from largebatch.recipe.kinds import sections_of
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Section
+from largebatch.recipe.sections import Section, sections_of
 from largebatch.report.figures import draw_rates
 from largebatch.report.style import COLOURS, MUTED
-from largebatch.schedules.build import follow
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml")
 DELL = "schedule={peak_lr: 0.4, warmup: null, decay: {kind: steps, at: [{epochs: 5}, {epochs: 9}]}}"
@@ -167,7 +166,7 @@ def test_a_schedule_is_drawn_with_overrides_to_any_file(
     ],
 )
 def test_the_drawing_holds_every_rate_at_its_epoch(overrides: list[str]) -> None:
-    course = follow(load_recipe(DIGITS, overrides))
+    course = course_of(load_recipe(DIGITS, overrides))
     figure = Figure()
     draw_rates(figure, course, name="digits")
     (axes,) = figure.axes
@@ -185,7 +184,7 @@ def test_the_drawing_holds_every_rate_at_its_epoch(overrides: list[str]) -> None
 def test_a_drawing_names_few_rates_each_and_many_by_peak_and_last() -> None:
     def words(*overrides: str) -> set[str]:
         figure = Figure()
-        draw_rates(figure, follow(load_recipe(DIGITS, overrides)), name="digits")
+        draw_rates(figure, course_of(load_recipe(DIGITS, overrides)), name="digits")
         return {text.get_text() for text in figure.axes[0].texts}
 
     assert words(DELL, "polish=null") == {"train", "0.4", "0.04", "0.004"}

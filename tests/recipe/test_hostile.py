@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from schedules_of import schedule_of
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.arithmetic.plan import MAX_EVALUATIONS, make_plan
-from largebatch.recipe.kinds import sections_of
 from largebatch.recipe.loading import MAX_LENGTH, load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import MAX_UPDATES, Section
-from largebatch.schedules.build import build_schedule
+from largebatch.recipe.sections import MAX_UPDATES, Section, sections_of
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
 TEXT = DIGITS.read_text()
@@ -265,7 +264,7 @@ def judged(text: str, overrides: list[str]) -> None:
     try:
         recipe = parse_recipe(text, overrides)
         make_plan(recipe, workers=1)
-        build_schedule(recipe)(0)
+        schedule_of(recipe)(0)
     except LargebatchError as error:
         assert 10 < len(str(error)) < LIMIT  # noqa: PT017 -- either outcome is right
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from schedules_of import schedule_of
 
 from largebatch import load_recipe
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import origin
 from largebatch.recipe.optimizers import LAMB, ScheduleFree, Shampoo
-from largebatch.schedules.build import build_schedule
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "imagenet"
 
@@ -74,7 +74,7 @@ def test_lamb_is_the_code_of_its_authors() -> None:
     assert recipe.loss.label_smoothing == 0.1
     plan = make_plan(recipe, workers=256)
     assert (plan.global_batch, plan.steps, plan.warmup_steps) == (32768, 3519, 782)
-    rate = build_schedule(recipe)
+    rate = schedule_of(recipe)
     for step in (0, 300, 782, 2000, 3400):
         expected = 0.04 * (step / 782 if step <= 782 else (3519 - step) / (3519 - 782))
         assert rate(step) == pytest.approx(expected, rel=1e-3)
@@ -89,7 +89,7 @@ def test_schedule_free_is_the_public_configuration() -> None:
     assert (section.weight_power, section.weight_lr_power) == (0.75, 2.0)
     assert section.statistics_samples == 102400
     assert recipe.loss.label_smoothing == 0.1
-    warmup, rate = make_plan(recipe, workers=8).warmup_steps, build_schedule(recipe)
+    warmup, rate = make_plan(recipe, workers=8).warmup_steps, schedule_of(recipe)
     assert warmup == pytest.approx(5 * 1281167 / 1024, abs=1)
     assert rate(0) == pytest.approx(10 / warmup, rel=1e-6)  # the library's (k + 1) / warm-up
     assert rate(warmup) == rate(50_000) == 10.0

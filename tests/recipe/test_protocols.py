@@ -9,8 +9,8 @@ from short_runs import DIGITS
 from largebatch import load_recipe
 from largebatch.cli.main import USER, main
 from largebatch.errors import PlanError, RecipeError
+from largebatch.recipe.arithmetic.describe import describe_protocol
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
-from largebatch.recipe.protocols import describe_protocol
 
 SOFTSYNC = "protocol={kind: softsync, learners: 4, n: 2, modulation: staleness}"
 """Updates of 2 gradients of 48 samples."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from real_subsets import CLASSES, SAMPLES, TRAIN, write_subset
+from schedules_of import schedule_of
 
 from largebatch import load_recipe, run
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.build import build_schedule
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = {path.stem: path for path in sorted(RECIPES.glob("*/*.yaml"))}
@@ -42,7 +42,7 @@ def test_every_recipe_loads_and_can_be_planned(name: str) -> None:
     recipe = load(name)
     assert recipe.name == name.replace("_", "-")
     plan = make_plan(recipe, workers=1)
-    rates = list(map(build_schedule(recipe), range(plan.steps)))
+    rates = list(map(schedule_of(recipe), range(plan.steps)))
     assert max(rates) == pytest.approx(recipe.schedule.peak_lr, rel=0.01)
     text = FILES[name].read_text()
     assert "\n# Measured" in text
@@ -118,7 +118,7 @@ def test_it_starts_on_real_images(
     summary = run(changed, data=folders[data], out=tmp_path / "run", max_steps=3)
     records = steps_of(tmp_path / "run")
     assert summary.steps == len(records) == 3
-    rate = build_schedule(changed)
+    rate = schedule_of(changed)
     assert [record["lr"] for record in records] == pytest.approx([rate(step) for step in range(3)])
     assert records[0]["loss"] == pytest.approx(math.log(10), abs=1.0)
     assert all(math.isfinite(record["loss"]) for record in records)

@@ -10,8 +10,8 @@ import torch
 from fake_runs import FakeRun
 
 from largebatch.recipe.choices import OffTarget
+from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import dump_recipe, load_recipe
-from largebatch.recipe.recipe import Loss
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
 from largebatch.report.verdict import Verdict, smoothing_floor, verdict

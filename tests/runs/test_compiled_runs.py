@@ -9,7 +9,7 @@ from short_runs import AFFINE, CLEAN, DIGITS, STATISTICS, a_recipe, content
 from torch import Tensor, nn
 
 from largebatch import load_recipe, models, run
-from largebatch.recipe.arithmetic.plan import make_plan, replica_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.reduction import copies_gradients
 
@@ -115,5 +115,6 @@ def test_replicas_that_accumulate_copy_too() -> None:
     swap = "polish={swap: {steps: 2, replicas: 2, batch: 96, lr: 0.1}, statistics: {samples: 96}}"
     for device_batch, copied in ((96, False), (48, True)):
         chosen = load_recipe(DIGITS, [GRAPHS, f"execution.device_batch={device_batch}", swap])
-        plan = replica_plan(chosen, make_plan(chosen, workers=1))
+        plan = make_plan(chosen, workers=1).replica
+        assert plan is not None
         assert copies_gradients(chosen, plan, torch.device("cuda")) == copied

@@ -6,11 +6,11 @@ from typing import Any
 import lrbench
 import numpy as np
 import pytest
+from schedules_of import course_of, schedule_of
 
 from largebatch.errors import RecipeError
 from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.build import build_schedule, follow
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 DIGITS = (
@@ -40,14 +40,14 @@ def pieces(*parts: str) -> str:
 
 
 def test_fujitsus_rates_are_the_published_ones() -> None:
-    rate = build_schedule(load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml"))
+    rate = schedule_of(load_recipe(FOLDER / "imagenet" / "resnet50_86016_fujitsu.yaml"))
     assert rate(540) == 13.0
     assert rate(1275) == pytest.approx(0.057, abs=5e-4)  # FACTS: 0.057 -> 0.0325 while polishing
     assert rate(1349) == pytest.approx(0.0325)
 
 
 def test_mlperfs_rates_follow_the_rule() -> None:
-    rate = build_schedule(load_recipe(FOLDER / "imagenet" / "resnet50_32768_mlperf.yaml"))
+    rate = schedule_of(load_recipe(FOLDER / "imagenet" / "resnet50_32768_mlperf.yaml"))
     assert rate(0) == pytest.approx(21.2 / 626)
     assert rate(625) == pytest.approx(21.2)
     decay = 2268 - 626 + 1
@@ -77,7 +77,7 @@ def test_mlperfs_rates_follow_the_rule() -> None:
 def test_the_recipes_schedule_has_these_rates(
     overrides: list[str], expected: dict[int, float]
 ) -> None:
-    rate = build_schedule(digits("schedule.peak_lr=1", *overrides))
+    rate = schedule_of(digits("schedule.peak_lr=1", *overrides))
     assert {step: rate(step) for step in expected} == pytest.approx(expected)
 
 
@@ -130,7 +130,7 @@ def test_every_kind_is_lrbenchs_function_after_the_warm_up(
 ) -> None:
     name = words.split(",", maxsplit=1)[0].removeprefix("kind: ")
     words = words.replace(f"kind: {name}", LRBENCHS_LATER.get(name, f"kind: {name}"))
-    rate = build_schedule(digits("schedule.peak_lr=1.5", f"schedule.decay={{{words}}}"))
+    rate = schedule_of(digits("schedule.peak_lr=1.5", f"schedule.decay={{{words}}}"))
     known = {"k0": 1.5, "k1": 0.0, "n": 1, "gamma": 1.0, "p": 1.0} | reference
     expected = lrbench.rates(name, np.arange(STEPS - WARMUP, dtype=float), **known)
     rates = [rate(step) for step in range(STEPS)]
@@ -149,7 +149,7 @@ def test_every_kind_is_lrbenchs_function_after_the_warm_up(
 )
 def test_lrbenchs_name_is_a_second_spelling(short: str, long: str) -> None:
     ours, other = (digits(f"schedule.decay={{{words}}}") for words in (short, long))
-    assert follow(ours).rates == follow(other).rates
+    assert course_of(ours).rates == course_of(other).rates
     assert parse_recipe(dump_recipe(ours)) == ours
 
 
@@ -158,7 +158,7 @@ def test_an_exponential_that_begins_low_is_numpys_geometric_series(first: int) -
     words = ("duration={steps: 41}", "schedule.warmup=null", f"schedule.first_step={first}")
     gamma = (1e-3 / 20) ** (1 / 40)
     decay = f"schedule.decay={{kind: exp, gamma: {gamma!r}, begin: low}}"
-    rates = follow(digits("polish=null", "schedule.peak_lr=20", decay, *words)).rates
+    rates = course_of(digits("polish=null", "schedule.peak_lr=20", decay, *words)).rates
     expected = np.geomspace(1e-3, 20, 41)
     np.testing.assert_allclose(rates, expected, rtol=1e-12)
     assert rates[-1] == 20
@@ -166,7 +166,7 @@ def test_an_exponential_that_begins_low_is_numpys_geometric_series(first: int) -
 
 def test_a_spline_goes_through_its_points_after_the_warm_up() -> None:
     words = "{kind: spline, end_lr: 0.1, points: [[0.25, 0.8], [0.5, 0.3]], over: {steps: 400}}"
-    rate = build_schedule(digits("schedule.peak_lr=2", f"schedule.decay={words}"))
+    rate = schedule_of(digits("schedule.peak_lr=2", f"schedule.decay={words}"))
     rates = {step: rate(WARMUP + step) for step in (0, 100, 200, 400, 450)}
     assert rates == pytest.approx({0: 2.0, 100: 1.6, 200: 0.6, 400: 0.1, 450: 0.1})
 
@@ -175,13 +175,13 @@ def test_dells_schedule_is_a_line_of_a_recipe() -> None:
     """FACTS section 9: 0.4 for 10 epochs, 0.04 until 60, 0.004 until 90."""
     assert f"schedule: {DELL}" in (FOLDER.parent / "docs" / "schedules.md").read_text()
     recipe = digits(f"schedule={DELL}", "duration.epochs=90")
-    rate = build_schedule(recipe)
+    rate = schedule_of(recipe)
     per_epoch = 1437 / 96
     for step in range(1348):
         epoch = step / per_epoch
         if abs(epoch - 10) > 1 / per_epoch and abs(epoch - 60) > 1 / per_epoch:
             assert rate(step) == pytest.approx(0.4 if epoch < 10 else 0.04 if epoch < 60 else 0.004)
-    assert follow(recipe).stretches == (0, 150, 898)  # 149.69 and 898.12 steps
+    assert course_of(recipe).stretches == (0, 150, 898)  # 149.69 and 898.12 steps
 
 
 def test_pieces_begin_at_the_end_of_the_warm_up_and_epochs_do_not_drift() -> None:
@@ -189,7 +189,7 @@ def test_pieces_begin_at_the_end_of_the_warm_up_and_epochs_do_not_drift() -> Non
     part = "{length: {epochs: 3.1}, peak_lr: %s, decay: {kind: exp, gamma: 0.9}}"
     rates = [0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1]
     last = "{length: null, peak_lr: 0.05, decay: {kind: fix}}"
-    rate = build_schedule(digits(pieces(*(part % peak for peak in rates), last)))
+    rate = schedule_of(digits(pieces(*(part % peak for peak in rates), last)))
     starts = [75, 121, 168, 214, 261, 307, 353, 400]
     for start, peak in zip(starts, [*rates, 0.05], strict=True):
         assert rate(start) == peak
@@ -200,7 +200,7 @@ def test_pieces_begin_at_the_end_of_the_warm_up_and_epochs_do_not_drift() -> Non
 
 
 def test_a_piece_holds_any_policy_on_a_clock_of_its_own() -> None:
-    rate = build_schedule(
+    rate = schedule_of(
         digits(
             pieces(
                 "{length: {steps: 100}, peak_lr: 0.2, decay: {kind: nstep, at: [{steps: 60}]}}",
@@ -283,7 +283,7 @@ def test_lengths_and_rates_that_contradict_each_other_are_refused(
     override: str, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
-        build_schedule(digits(override))
+        schedule_of(digits(override))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_lengths_and_rates_that_contradict_each_other_are_refused(
     ],
 )
 def test_lengths_that_just_fit_are_taken(overrides: list[str]) -> None:
-    rates = follow(digits(*overrides)).rates
+    rates = course_of(digits(*overrides)).rates
     assert len(set(rates[WARMUP:])) > 1
 
 
@@ -304,7 +304,7 @@ def test_lengths_that_just_fit_are_taken(overrides: list[str]) -> None:
 def test_the_longest_cycle_reaches_its_other_rate_at_the_last_step(kind: str) -> None:
     name, length = ("cycle", 1046) if kind == "cos" else ("half_cycle", 523)
     words = f"kind: {kind}, low_lr: 0.1, {name}: {{steps: {length}}}"
-    rates = follow(digits(f"schedule.decay={{{words}}}")).rates[WARMUP:]
+    rates = course_of(digits(f"schedule.decay={{{words}}}")).rates[WARMUP:]
     assert rates[-1] == (0.1 if kind == "cos" else 0.5)
     assert rates.index(rates[-1]) == len(rates) - 1
 

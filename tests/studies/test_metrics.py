@@ -10,6 +10,7 @@ import pytest
 from fake_runs import FakeRun
 from hypothesis import given
 from hypothesis import strategies as st
+from schedules_of import schedule_of
 from scipy import stats
 from short_runs import DIGITS
 
@@ -17,7 +18,6 @@ from largebatch import load_recipe
 from largebatch.errors import CheckpointError
 from largebatch.recipe.loading import dump_recipe
 from largebatch.report.run import Run, read_run
-from largebatch.schedules.build import build_schedule
 from largebatch.studies.metrics import (
     Cost,
     Interval,
@@ -297,7 +297,7 @@ PIECES = (
 def test_a_scaled_recipe_has_that_multiple_of_every_rate(scale: float, change: str) -> None:
     recipe = load_recipe(DIGITS, [change])
     changed = scaled(recipe, scale)
-    before, after = (build_schedule(one) for one in (recipe, changed))
+    before, after = (schedule_of(one) for one in (recipe, changed))
     for step in range(0, 600, 7):
         assert after(step) == pytest.approx(scale * before(step), rel=1e-9)
     assert changed.model_copy(update={"schedule": recipe.schedule}) == recipe

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from schedules_of import schedule_of
 from short_text import BATCH, cut_by_hand, text_recipe, words_of, write_text
 from threads import Thread, on_threads
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from largebatch.distributed.serial import Serial
 from largebatch.models import Spans, build
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.runs.optimizer import build_optimizer
-from largebatch.schedules.build import build_schedule
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
@@ -54,7 +54,7 @@ def solve(
             model,
             optimizer,
             pipeline.training(range(STEPS), clean=False),
-            build_schedule(recipe),
+            schedule_of(recipe),
             cross_entropy(smoothing=smoothing, off_target="all"),
             reducer,
             Spans(model, backend),
@@ -97,7 +97,7 @@ def plain_pytorch(folder: Path, state: State, *, smoothing: float = 0.0) -> tupl
     decayed = [weight for weight in net.parameters() if weight.ndim > 1]
     others = [weight for weight in net.parameters() if weight.ndim == 1]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
-    optimizer, rate = torch.optim.SGD(groups, momentum=0.9), build_schedule(recipe)
+    optimizer, rate = torch.optim.SGD(groups, momentum=0.9), schedule_of(recipe)
     for step, ids in enumerate(torch.from_numpy(order).split(BATCH)):
         for group in optimizer.param_groups:
             group["lr"] = rate(step)

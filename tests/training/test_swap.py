@@ -23,7 +23,7 @@ from largebatch.data.order import replica_seed
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.serial import Serial
 from largebatch.errors import DivergedError, RecipeError
-from largebatch.recipe.arithmetic.plan import make_plan, replica_plan
+from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.runs.checkpoints import polish_checkpoint
 from largebatch.runs.options import Options
@@ -49,7 +49,8 @@ def by_plain_pytorch(recipe: Recipe, begun: dict[str, Tensor], replica: int) -> 
     plan = make_plan(recipe, workers=1)
     pipeline = open_pipeline(recipe, plan, Serial(torch.device("cpu")), folder=None)
     seed = replica_seed(recipe.seed, replica)
-    own = pipeline.replica(replica_plan(recipe, plan), seed=seed)
+    assert plan.replica is not None
+    own = pipeline.replica(plan.replica, seed=seed)
     for step, (images, labels) in enumerate(own.training(range(2), clean=False)):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (1 + math.cos(math.pi * step / 2)) / 2
@@ -185,9 +186,10 @@ def test_a_mean_of_replicas_is_judged_by_its_own_statistics(tmp_path: Path) -> N
 
 def test_every_replica_has_an_order_of_its_own_whatever_the_workers() -> None:
     recipe = a_recipe("swap: {epochs: 0.5, replicas: 2, batch: 96, lr: 0.1}", MEASURED)
-    plans = [replica_plan(recipe, make_plan(recipe, workers=workers)) for workers in (1, 2, 8)]
-    assert plans[0] == plans[1] == plans[2]
-    assert plans[0].steps == round(0.5 * recipe.train_samples / 96)
+    first, *others = [make_plan(recipe, workers=workers).replica for workers in (1, 2, 8)]
+    assert first is not None
+    assert others == [first, first]
+    assert first.steps == round(0.5 * recipe.train_samples / 96)
     seeds = [replica_seed(recipe.seed, replica) for replica in range(1000)]
     assert len({*seeds, recipe.seed}) == 1001
     assert all(0 <= seed < 2**63 for seed in seeds)

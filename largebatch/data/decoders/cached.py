@@ -32,7 +32,7 @@ from largebatch.data.types import (
     View,
 )
 from largebatch.errors import DataError
-from largebatch.recipe.sections import Interpolation
+from largebatch.recipe.data import Interpolation
 
 SMALL = 40
 """Up to how many pixels a side images of one size are resized together: one by one, two threads

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from largebatch.data.types import BoolArray, Bytes, Floats, IntArray
-from largebatch.recipe.sections import Interpolation
+from largebatch.recipe.data import Interpolation
 
 
 def resample(

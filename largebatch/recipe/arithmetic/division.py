@@ -3,7 +3,6 @@
 import math
 
 from largebatch.errors import PlanError
-from largebatch.recipe.protocols import mini_batch
 from largebatch.recipe.recipe import Recipe
 
 DEVICE_BATCH_LIMIT = 256
@@ -16,7 +15,7 @@ def divide_batch(recipe: Recipe, *, workers: int) -> int:
     With a protocol it is a learner's mini-batch, on however many workers.
     """
     if recipe.protocol is not None:
-        return mini_batch(recipe)
+        return recipe.protocol.mini_batch(recipe.batch.global_batch)
     batch, span = recipe.batch, recipe.batch.bn_span or 1
     together = math.gcd(*batch.by_key.values())  # what divides this divides the batch of each piece
     for key, size in batch.by_key.items():

@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 from largebatch.errors import RecipeError
+from largebatch.recipe.data import Data
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import Data, Duration
+from largebatch.recipe.sections import Duration
 from largebatch.recipe.text import Text
 
 Rounding = Callable[[float], int]
@@ -155,6 +156,17 @@ def steps_to_end(pieces: Pieces, recipe: Recipe, duration: Duration, *, end: int
 def whole(steps: float, rounding: Rounding = round) -> int:
     """Return a whole number of steps, at least one; sums of floats may lie beside it."""
     return max(1, rounding(round(steps, 9)))
+
+
+def steps_of(duration: Duration, *, samples: int, global_batch: int) -> int:
+    """Return a length as updates of one global batch: the nearest number, but at least one.
+
+    `samples` are those of an epoch.
+    """
+    if duration.steps is not None:
+        return duration.steps
+    assert duration.epochs is not None
+    return whole(duration.epochs * (samples / global_batch))
 
 
 def within(pieces: Pieces, steps: range) -> list[tuple[BatchPiece, range]]:

@@ -1,12 +1,11 @@
-"""The arithmetic of a run, before anything heavy is imported.
+"""The plan of a run: its updates, and their division over workers and micro-batches.
 
-A recipe fixes the updates: how many, at which rate, from which positions of the sample order. A
-plan divides each of them over workers and micro-batches. Epochs become steps here, once; below
-this module everything counts steps and positions.
+A recipe fixes the updates: their number, their learning rates and the positions of their samples. A
+plan divides each of them over workers and micro-batches. Epochs become steps here, once; everything
+that is given a plan counts steps and positions.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from largebatch.errors import PlanError, RecipeError
@@ -21,17 +20,17 @@ from largebatch.recipe.arithmetic.pieces import (
     position_at,
     steps_for,
     steps_from_start,
+    steps_of,
     steps_to_end,
-    whole,
     within,
 )
+from largebatch.recipe.polish import Polish
 from largebatch.recipe.problems import set_words
 from largebatch.recipe.recipe import Recipe
-from largebatch.recipe.sections import MAX_UPDATES, Duration, Polish
-from largebatch.recipe.text import Text
+from largebatch.recipe.sections import MAX_UPDATES, Duration
 
 MAX_EVALUATIONS = 100_000
-"""On the way of a run: more of them would take longer to plan than a second."""
+"""Evaluations of a run: to plan more of them would take longer than a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +39,11 @@ class Plan:
 
     workers: int
     global_batch: int
-    """Samples in an update, until the batch schedule changes them."""
+    """Samples in an update at the start of the run; batch_changes has the later ones."""
 
     device_batch: int
     accumulation: int
-    """Device batches each worker goes through for one update of global_batch."""
+    """Device batches that each worker processes for one update of global_batch."""
 
     batch_changes: tuple[BatchPiece, ...] = ()
     """The pieces of the batch schedule after the first."""
@@ -53,13 +52,13 @@ class Plan:
     """Samples that share BatchNorm statistics."""
 
     sync_workers: int = 1
-    """How many workers side by side share each span while training; 1: each holds whole spans."""
+    """Number of adjacent workers that share each span while training; 1: each holds whole spans."""
 
     parts: int = 1
-    """Runs of consecutive samples of a global batch whose gradients Adasum combines."""
+    """Number of parts of a global batch, of consecutive samples, that Adasum combines."""
 
     train_samples: int
-    """Those that are trained on: images held out are not among them."""
+    """Number of training images, without held-out ones."""
 
     val_samples: int
     steps: int
@@ -80,6 +79,9 @@ class Plan:
     evaluate_after: tuple[int, ...]
     """Numbers of updates after which accuracy is measured; every stage ends with one."""
 
+    replica: "Plan | None" = None
+    """How one worker trains one replica of `polish.swap`, whatever the other workers do."""
+
     @property
     def train_steps(self) -> int:
         """Updates on augmented images; the clean ones follow."""
@@ -97,7 +99,7 @@ class Plan:
 
     @property
     def statistics_batch(self) -> int:
-        """Samples a worker shows the model at a time to measure BatchNorm statistics.
+        """Samples in a worker's batch when it measures BatchNorm statistics.
 
         The fewest whole spans that hold a device batch: workers do not communicate there, because
         their shares may be unequal, and forward passes alone need little memory.
@@ -109,6 +111,15 @@ class Plan:
     def pieces(self) -> Pieces:
         """The pieces of the run in which the global batch is the same."""
         return BatchPiece(global_batch=self.global_batch), *self.batch_changes
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Updates of global_batch in one pass over the training data; batches wrap over its end."""
+        return self.train_samples / self.global_batch
+
+    def steps_in(self, duration: Duration) -> int:
+        """Return a length as updates of global_batch: the nearest number, but at least one."""
+        return steps_of(duration, samples=self.train_samples, global_batch=self.global_batch)
 
     def within(self, steps: range) -> list[tuple[range, int, int]]:
         """Return the steps of each piece, its global batch and the accumulation for that."""
@@ -145,21 +156,17 @@ class Plan:
         """Return the position of the first sample of this update."""
         return position_at(self.pieces, step)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Updates of global_batch in one pass over the training data; batches wrap over its end."""
-        return self.train_samples / self.global_batch
-
     def epoch(self, steps: int) -> float:
-        """Return how many passes over the training data the first `steps` updates make."""
+        """Return the number of passes over the training data in the first `steps` updates."""
         return self.position(steps) / self.train_samples
 
     def positions(self, step: int, micro: int, rank: int) -> range:
         """Return the positions of one device batch.
 
-        The workers' device batches of one micro-batch lie side by side, so the samples that share
-        BatchNorm statistics are the same contiguous run however the global batch is divided. For
-        Adasum, whose parts are such runs too, those of one worker do, and each holds whole spans.
+        The workers' device batches of one micro-batch are adjacent, so the samples that share
+        BatchNorm statistics are the same consecutive ones however the global batch is divided. For
+        Adasum, whose parts are consecutive too, the device batches of one worker are adjacent, and
+        each holds whole spans.
         """
         if self.parts > 1:
             place = rank * self.accumulation + micro
@@ -181,20 +188,13 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
     own lengths contradict each other.
     """
     device_batch = divide_batch(recipe, workers=workers)
-    batch, pieces = recipe.batch, find_pieces(recipe)
+    batch, samples, pieces = recipe.batch, recipe.train_samples, find_pieces(recipe)
     accumulation = batch.global_batch // (workers * device_batch)
     if recipe.protocol is not None:
-        accumulation = 1  # whoever computes them, an update takes whole mini-batches
-    steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
-    warmup, steps_in = recipe.schedule.warmup, converter(recipe)
+        accumulation = 1  # an update takes whole mini-batches, whichever learners compute them
     polish = recipe.polish or Polish.model_construct()
     clean, swa, affine = polish.clean, polish.swa, polish.affine
-    if steps > MAX_UPDATES:
-        raise RecipeError(
-            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
-            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
-        )
-    clean_steps = steps_to_end(pieces, recipe, clean, end=steps) if clean else 0
+    steps = _count_steps(recipe, pieces)
     plan = Plan(
         workers=workers,
         global_batch=batch.global_batch,
@@ -204,20 +204,19 @@ def make_plan(recipe: Recipe, *, workers: int) -> Plan:
         bn_span=batch.bn_span,
         sync_workers=max(1, (batch.bn_span or 1) // device_batch),
         parts=recipe.reduction.parts or 1,
-        train_samples=recipe.train_samples,
+        train_samples=samples,
         val_samples=recipe.data.val_split,
         steps=steps,
-        warmup_steps=steps_for(pieces, steps_in(warmup) * batch.global_batch) if warmup else 0,
-        clean_steps=clean_steps,
+        warmup_steps=_count_warmup(recipe, pieces),
+        clean_steps=steps_to_end(pieces, recipe, clean, end=steps) if clean else 0,
         swa_steps=steps_to_end(pieces, recipe, swa.over, end=steps) if swa else 0,
-        swa_every=converter(recipe, recipe.batch.last)(swa.every) if swa else 0,
-        affine_steps=converter(recipe, recipe.batch.last)(affine) if affine else 0,
+        swa_every=steps_of(swa.every, samples=samples, global_batch=batch.last) if swa else 0,
+        affine_steps=steps_of(affine, samples=samples, global_batch=batch.last) if affine else 0,
         evaluate_after=_evaluations(recipe, pieces, steps=steps),
     )
-    _check_lengths(recipe, plan)
-    if polish.swap is not None:
-        replica_plan(recipe, plan)
-    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps))
+    _require_lengths(recipe, plan)
+    replica = _plan_replica(recipe, plan)
+    return replace(plan, sizes=find_sizes(recipe, pieces, end=plan.train_steps), replica=replica)
 
 
 def require_workers(recipe: Recipe, *, workers: int) -> None:
@@ -232,7 +231,7 @@ def require_workers(recipe: Recipe, *, workers: int) -> None:
     )
 
 
-def _check_lengths(recipe: Recipe, plan: Plan) -> None:
+def _require_lengths(recipe: Recipe, plan: Plan) -> None:
     """Raise RecipeError where a part of the schedule is as long as all of it, or comes after it."""
     for place, piece in enumerate(plan.batch_changes):
         if piece.step >= plan.steps:
@@ -258,7 +257,7 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
             f"polish.swa.every ({plan.swa_every} steps) must be shorter than polish.swa.over "
             f"({plan.swa_steps} steps): the mean would hold one state of the weights"
         )
-    _check_interval(recipe, plan)
+    _require_interval(recipe, plan)
     ema = recipe.polish.ema if recipe.polish else None
     if ema is not None and 1 / (1 - ema) > plan.steps:
         raise RecipeError(
@@ -268,8 +267,8 @@ def _check_lengths(recipe: Recipe, plan: Plan) -> None:
         )
 
 
-def _check_interval(recipe: Recipe, plan: Plan) -> None:
-    """Raise RecipeError where an interval in epochs would change with the batch on its way."""
+def _require_interval(recipe: Recipe, plan: Plan) -> None:
+    """Raise RecipeError where an interval in epochs would change with the batch."""
     swa = recipe.polish.swa if recipe.polish else None
     first = plan.steps - plan.swa_steps
     if swa is None or swa.every.steps is not None or not plan.batch_changes:
@@ -282,15 +281,35 @@ def _check_interval(recipe: Recipe, plan: Plan) -> None:
         )
 
 
-def replica_plan(recipe: Recipe, plan: Plan) -> Plan:
-    """Return how one worker trains one replica of `polish.swap`, whatever the other workers do.
+def _count_steps(recipe: Recipe, pieces: Pieces) -> int:
+    """Return the updates of the schedule; raise RecipeError where they are too many."""
+    steps = steps_from_start(pieces, recipe, recipe.duration, math.ceil)
+    if steps > MAX_UPDATES:
+        raise RecipeError(
+            f"duration: {recipe.duration.epochs:g} epochs are {steps:,} updates, expected at most "
+            f"{MAX_UPDATES:,}; give fewer epochs or a larger batch.global_batch"
+        )
+    return steps
+
+
+def _count_warmup(recipe: Recipe, pieces: Pieces) -> int:
+    """Return the updates of the warm-up, whose length is in updates of the first batch."""
+    warmup, batch = recipe.schedule.warmup, recipe.batch.global_batch
+    if warmup is None:
+        return 0
+    steps = steps_of(warmup, samples=recipe.train_samples, global_batch=batch)
+    return steps_for(pieces, steps * batch)
+
+
+def _plan_replica(recipe: Recipe, plan: Plan) -> Plan | None:
+    """Plan the training of one replica on one worker; None without `polish.swap`.
 
     Raises RecipeError where a replica is trained for longer than a run may be.
     """
-    assert recipe.polish is not None
-    assert recipe.polish.swap is not None
-    section = recipe.polish.swap
-    steps = section.steps or whole((section.epochs or 0) * plan.train_samples / section.batch)
+    section = recipe.polish.swap if recipe.polish else None
+    if section is None:
+        return None
+    steps = steps_of(section, samples=plan.train_samples, global_batch=section.batch)
     if steps > MAX_UPDATES:
         raise RecipeError(
             f"polish.swap: {section.epochs:g} epochs are {steps:,} updates of each replica, "
@@ -314,68 +333,29 @@ def replica_plan(recipe: Recipe, plan: Plan) -> Plan:
     )
 
 
-def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:
-    """Plan to evaluate or polish on any number of workers, with any device batch.
+def plan_updates(recipe: Recipe) -> Plan:
+    """Plan the updates of a recipe on one worker with any device batch."""
+    return make_plan(recipe.mathematics, workers=1)
 
-    Its positions are no updates of the recipe; only forward passes may use it.
+
+def measuring_plan(recipe: Recipe, *, workers: int) -> Plan:
+    """Plan an evaluation or a polishing on any number of workers, with any device batch.
+
+    Its positions are not those of updates: use it for forward passes only.
     """
-    alone = make_plan(recipe.mathematics, workers=1)
+    alone = plan_updates(recipe)
     device_batch = recipe.execution.device_batch or alone.device_batch
     return replace(alone, workers=workers, device_batch=device_batch)
 
 
-def describe_spans(plan: Plan) -> str:
-    """Say where the BatchNorm spans of a plan lie, and why workers share them if they do."""
-    if plan.bn_span is None:
-        return "no BatchNorm"
-    if plan.sync_workers == 1:
-        return f"{plan.bn_span} samples, {plan.device_batch // plan.bn_span} in a device batch"
-    share = math.gcd(*(piece.global_batch for piece in plan.pieces)) // plan.workers
-    reason = "as the device batch asks for"
-    if share % plan.bn_span:
-        reason = f"a worker's {share} samples of the global batch are no whole spans"
-    return (
-        f"{plan.bn_span} samples = {plan.sync_workers} workers x {plan.device_batch}, who exchange "
-        f"statistics ({reason})"
-    )
-
-
-def describe_decoding(recipe: Recipe) -> str:
-    """Say where pixels come from."""
-    execution = recipe.execution
-    if isinstance(recipe.data, Text):
-        return f"none: windows of {recipe.data.window} words"
-    if recipe.data.source == "synthetic":
-        return "synthetic"
-    if execution.cache is None:
-        return f"decoded by {execution.decoder or 'torchvision'}"
-    where = "; on CPU workers: the same as memory" if execution.cache == "device" else ""
-    return f"decoded once, cached as bytes (execution.cache: {execution.cache}{where})"
-
-
-def converter(recipe: Recipe, global_batch: int | None = None) -> Callable[[Duration], int]:
-    """Return what turns epochs into updates of one global batch, by default the first of the run.
-
-    It is the nearest number, but at least one.
-    """
-    steps_per_epoch = recipe.train_samples / (global_batch or recipe.batch.global_batch)
-
-    def steps_in(duration: Duration) -> int:
-        if duration.steps is not None:
-            return duration.steps
-        assert duration.epochs is not None
-        return whole(duration.epochs * steps_per_epoch)
-
-    return steps_in
-
-
 def _evaluations(recipe: Recipe, pieces: Pieces, *, steps: int) -> tuple[int, ...]:
+    """Return the numbers of updates after which accuracy is measured within the schedule."""
     every, offset = recipe.evaluation.every_epochs, recipe.evaluation.offset_epochs
     if every is None:
         return ()
     last_epoch = position_at(pieces, steps) / recipe.train_samples
     smallest = min(piece.global_batch for piece in pieces)
-    each_step = every * (recipe.train_samples / smallest) <= 1  # as often as can be, or more often
+    each_step = every * (recipe.train_samples / smallest) <= 1  # not possible more often
     number = steps if each_step else round(last_epoch / every)
     if number > MAX_EVALUATIONS:
         raise RecipeError(

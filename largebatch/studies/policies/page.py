@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from largebatch.errors import StudyError
+from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.report.interactive import (
     Series,
     add_hover,
@@ -290,7 +291,7 @@ def _costs(standings: Standings, one: Standing) -> Iterator[tuple[str, str]]:
 def _draw_shapes(drawn: Sequence[Drawn]) -> "Chart":
     """Draw the rate of every policy at the values found; of one being searched, its own rate."""
     recipes = [one.found.cell.seed_recipe(one.found.values, seed=1) for _, one in drawn]
-    courses = [follow(recipe) for recipe in recipes]
+    courses = [follow(recipe.schedule, plan_updates(recipe)) for recipe in recipes]
     peaks = [max(course.rates) for course in courses]
     log = max(peaks) > _WIDE * min(peaks)
     chart = new_chart(x="Epoch", y="Learning rate", height=400, log="y" if log else "")

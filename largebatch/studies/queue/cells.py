@@ -166,8 +166,7 @@ class Cell:
             values = {key: bounds[end] for key, bounds in self.ranges.items()}
             trials = [self.trial_recipe(values)] if self.search else []
             for recipe in (*trials, self.seed_recipe(values, seed=1)):
-                make_plan(recipe, workers=self.workers)
-                build_schedule(recipe)
+                build_schedule(recipe.schedule, make_plan(recipe, workers=self.workers))
 
 
 def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import validate_tree
-from largebatch.recipe.protocols import MAX_LEARNERS, Softsync, mini_batch
+from largebatch.recipe.protocols import MAX_LEARNERS, Softsync
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Batch, NonNegative, Positive, Section
 from largebatch.schedules.build import build_schedule
@@ -152,8 +152,10 @@ class Cell:
     @property
     def rule(self) -> Rule:
         """What its servers follow."""
-        assert self.recipe.protocol is not None
-        return Rule.of(self.recipe.protocol, mini_batch=mini_batch(self.recipe))
+        protocol = self.recipe.protocol
+        assert protocol is not None
+        samples = protocol.mini_batch(self.recipe.batch.global_batch)
+        return Rule.of(protocol, mini_batch=samples)
 
 
 def load_study(name: str) -> StalenessStudy:
@@ -211,8 +213,8 @@ def _cell(study: StalenessStudy, base: Recipe, point: _Point) -> Cell:
     tree["batch"]["global_batch"] = takes * point.mu
     tree["protocol"] = _protocol(point, reference=base.batch.global_batch)
     recipe = validate_tree(Recipe, tree, source=base.name)
-    make_plan(recipe.model_copy(update={"protocol": None}), workers=1)
-    build_schedule(recipe)
+    alone = make_plan(recipe.model_copy(update={"protocol": None}), workers=1)
+    build_schedule(recipe.schedule, alone)
     machines, times = study.machines, study.times[point.times]
     seconds = machines.overhead + machines.sample * point.mu
     cluster = Cluster(

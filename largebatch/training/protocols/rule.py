@@ -7,13 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Self, assert_never
 
-from largebatch.recipe.protocols import (
-    Asynchronous,
-    Hardsync,
-    LocalSteps,
-    Protocol,
-    Softsync,
-)
+from largebatch.recipe.protocols import Asynchronous, Hardsync, LocalSteps, Protocol, Softsync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

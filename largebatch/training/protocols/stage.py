@@ -19,8 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
 from largebatch.errors import CheckpointError, DivergedError
-from largebatch.recipe.arithmetic.plan import converter
-from largebatch.recipe.protocols import LocalSteps, mini_batch
+from largebatch.recipe.protocols import LocalSteps
 from largebatch.storage import write_whole
 from largebatch.tracking.events import ARRIVALS, LostLearner, StageName, Step
 from largebatch.training.protocols.exchange import MOMENTUM, Record
@@ -70,7 +69,7 @@ def _begin(trainer: Trainer) -> int:
     section = trainer.recipe.protocol
     if not isinstance(section, LocalSteps) or section.begin is None:
         return 0
-    return converter(trainer.recipe)(section.begin)
+    return trainer.plan.steps_in(section.begin)
 
 
 class _Stretch:
@@ -83,7 +82,7 @@ class _Stretch:
         assert trainer.exchange is not None
         self._section, self._exchange = section, trainer.exchange
         self._path = trainer.checkpoints.parent / ARRIVALS
-        self._size = mini_batch(trainer.recipe)
+        self._size = section.mini_batch(trainer.recipe.batch.global_batch)
         self._rule = Rule.of(section, mini_batch=self._size)
         self._optimizer = trainer.state.updater.optimizer
         groups = self._optimizer.param_groups

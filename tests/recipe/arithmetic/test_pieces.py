@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules_of import course_of, schedule_of
 
 from largebatch.cli.main import USER, main
 from largebatch.errors import PlanError, RecipeError
-from largebatch.recipe.arithmetic.plan import Plan, describe_spans, make_plan
+from largebatch.recipe.arithmetic.describe import describe_spans
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.build import build_schedule, follow
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 DIGITS = FOLDER / "quickstart" / "digits_96.yaml"
@@ -63,7 +64,7 @@ def test_recipes_with_one_batch_have_the_plans_and_rates_that_they_had(
 ) -> None:
     (path,) = FOLDER.glob(f"*/{name}.yaml")
     recipe = load_recipe(path)
-    plan, rate = make_plan(recipe, workers=1), build_schedule(recipe)
+    plan, rate = make_plan(recipe, workers=1), schedule_of(recipe)
     assert (plan.steps, plan.warmup_steps, plan.clean_steps) == (steps, warmup, clean)
     assert sum(plan.evaluate_after) == evaluations
     found = [rate(step) for step in (0, steps // 10, steps // 2, steps - 1)]
@@ -134,7 +135,7 @@ def test_the_rate_follows_the_samples_seen_so_that_epochs_mean_epochs() -> None:
     one = digits(*size, "polish=null")
     change = "batch.schedule=[{after: {epochs: 5}, global_batch: 192, lr_factor: 1}]"
     two = digits(*size, "polish=null", change)
-    constant, ours = build_schedule(one), build_schedule(two)
+    constant, ours = schedule_of(one), schedule_of(two)
     plan = make_plan(two, workers=1)
     assert plan.steps == 5 * 100 + 15 * 50
     assert plan.warmup_steps == 400
@@ -151,7 +152,7 @@ def test_between_two_updates_of_the_first_batch_the_policy_is_the_formula(batch:
         *("duration={steps: 30}", "polish=null", f"batch.schedule=[{change}]"),
         "schedule={peak_lr: 2.0, warmup: {steps: 4}, decay: {kind: poly, power: 2, end_lr: 0.0}}",
     )
-    rate = build_schedule(recipe)
+    rate = schedule_of(recipe)
     total = math.ceil((10 * 96 + 20 * batch) / 96)
     for step in range(30):
         t = step if step < 10 else 10 + (step - 10) * batch / 96
@@ -246,7 +247,7 @@ def test_the_plan_has_a_row_for_each_batch(
 
 
 def test_the_course_of_a_schedule_is_drawn_by_epoch_across_the_change() -> None:
-    course = follow(digits(DOUBLED))
+    course = course_of(digits(DOUBLED))
     epochs = [course.epoch(step) for step in range(len(course.rates) + 1)]
     widths = [round(1437 * (after - before)) for before, after in pairwise(epochs)]
     assert widths == batches(course.plan)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from optuna.storages import InMemoryStorage
 from policy_databases import Policy, fill_storage
+from schedules_of import schedule_of
 from short_studies import STUDY
 
 from largebatch.planner.draft import draft
@@ -16,7 +17,6 @@ from largebatch.planner.suggest import DataSet, Suggestion, suggest
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
-from largebatch.schedules.build import build_schedule
 from largebatch.studies.policies.groups import Group, groups_of
 from largebatch.studies.policies.shape import shape_for
 from largebatch.studies.queue.results import CellResults, read_results
@@ -48,7 +48,7 @@ def suggested(batch: int = 96) -> Suggestion:
 
 
 def rates(recipe: Recipe) -> list[float]:
-    schedule = build_schedule(recipe)
+    schedule = schedule_of(recipe)
     return [schedule(step) for step in range(make_plan(recipe, workers=1).steps)]
 
 

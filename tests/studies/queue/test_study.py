@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schedules_of import schedule_of
 from short_studies import STUDY, write_study
 
 from largebatch import load_recipe
@@ -13,7 +14,6 @@ from largebatch.errors import RecipeError
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.sections import Duration
-from largebatch.schedules.build import build_schedule
 from largebatch.studies.policies.page import PAGE
 from largebatch.studies.queue.cells import Cell, cells_of, rungs
 from largebatch.studies.queue.phases import first_values
@@ -37,7 +37,7 @@ def a_cell(folder: Path, *, search: dict[str, Any] | None = None, **parts: Any) 
 
 
 def rates(recipe: Recipe) -> list[float]:
-    schedule = build_schedule(recipe)
+    schedule = schedule_of(recipe)
     return [schedule(step) for step in range(make_plan(recipe, workers=1).steps)]
 
 

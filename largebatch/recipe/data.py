@@ -1,0 +1,124 @@
+"""The section `data` for images; for a text it is the one of `text`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.recipe.sections import Duration, Fraction, Positive, Samples, Section
+
+MAX_SIDE = 4096
+"""Side of the largest image in pixels; in fp32 one takes 200 MB."""
+
+Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
+Aspect = Annotated[float, Field(ge=0.01, le=100)]
+Interpolation = Literal["bilinear", "bicubic"]
+Triple = tuple[float, float, float]
+PositiveTriple = tuple[Positive, Positive, Positive]
+
+
+class Resolution(Section):
+    """A part of training on images of another size."""
+
+    until: Duration | None
+    """Where it ends, counted from the start of the run; epochs are rounded to whole updates. null
+    for the last one, and only there: where training on augmented images ends."""
+
+    image_size: Side
+    """Side of the square the model sees, in pixels."""
+
+
+class HeldOut(Section):
+    """Training images that validate instead of the validation images."""
+
+    samples: Samples
+    """Number of these images, drawn at random; the run trains on all others."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the draw. It is not the recipe's, so that runs with other seeds are measured on the
+    same images."""
+
+
+class Data(Section):
+    """The images, and how they are shown to the model."""
+
+    source: Literal["folder", "digits", "synthetic"]
+    """`folder`: images or tar shards under --data. `digits`: scikit-learn's 1,797 handwritten
+    digits, embedded. `synthetic`: generated, for trying a recipe without its data."""
+
+    classes: Annotated[int, Field(ge=2, le=100_000)]
+    """Number of classes; the folder must have exactly these. ImageNet-21k has 21,841."""
+
+    train_samples: Samples
+    """Number of training images; the folder must have exactly these."""
+
+    val_samples: Samples
+    """Number of validation images; the folder must have exactly these."""
+
+    held_out: HeldOut | None = None
+    """For choosing settings without the validation images: these training images validate, no stage
+    trains or is measured on them, and the validation images are not read. An epoch is the remaining
+    ones. null: none."""
+
+    image_size: Side
+    """Side of the square the model sees, in pixels."""
+
+    resolution: Annotated[tuple[Resolution, ...], Field(max_length=100)] = ()
+    """Other sizes of the augmented images, one after the other from the start of the run; after
+    them the size is image_size. Random crops show the same parts of the images at every size. Clean
+    images (validation, clean and affine updates, statistics) always have image_size, because
+    BatchNorm statistics depend on the size and must be those of the evaluation."""
+
+    mean: Triple = (0.485, 0.456, 0.406)
+    """Subtracted from red, green and blue on the scale 0 .. 1."""
+
+    std: PositiveTriple = (0.229, 0.224, 0.225)
+    """Red, green and blue are divided by these after the mean is subtracted."""
+
+    crop_area: tuple[Fraction, Fraction] | None
+    """Random crop while training: smallest and largest part of the image's area
+    (Inception crop, arXiv:1409.4842); null shows the whole image."""
+
+    crop_aspect: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
+    """Random crop while training: narrowest and widest shape, width over height."""
+
+    flip: bool
+    """Mirror half of the training images left to right."""
+
+    eval_resize: Annotated[int, Field(gt=0, le=2 * MAX_SIDE)] | None
+    """Clean images (validation, polishing): the short side is resized to this, then the centre
+    of image_size is cut out; null shows the whole image."""
+
+    interpolation: Interpolation = "bilinear"
+    """How a part is resized to image_size. `bicubic` is Catmull and Rom's, as in Pillow."""
+
+    @property
+    def train_split(self) -> int:
+        """Number of training images, without those that are held out to validate."""
+        return self.train_samples - (self.held_out.samples if self.held_out else 0)
+
+    @property
+    def val_split(self) -> int:
+        """Number of images that an evaluation measures."""
+        return self.held_out.samples if self.held_out else self.val_samples
+
+    @model_validator(mode="after")
+    def _only_the_last_size_is_open(self) -> Self:
+        for place, part in enumerate(self.resolution[:-1]):
+            if part.until is None:
+                raise ValueError(
+                    f"resolution.{place}.until: null is for the last one, {len(self.resolution)} "
+                    "are given"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _ranges_are_ordered(self) -> Self:
+        for key in ("crop_area", "crop_aspect"):
+            bounds = getattr(self, key)
+            if bounds is not None and bounds[0] > bounds[1]:
+                raise ValueError(f"{key}: the first bound must not exceed the second, got {bounds}")
+        if self.eval_resize is not None and self.eval_resize < self.image_size:
+            raise ValueError(
+                f"eval_resize ({self.eval_resize}) must be at least image_size ({self.image_size})"
+            )
+        return self

@@ -1,0 +1,133 @@
+"""The section `execution`: the settings of the machine."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.recipe.choices import Compile, Kernels
+from largebatch.recipe.sections import Batch, Positive, Section, Updates
+
+
+class Groups(Section):
+    """Base of the ways to put gradients into groups; each group is sent as one tensor."""
+
+
+class CubicGroups(Groups):
+    """3 (k+1)^3 - 3 k^3 tensors: 3, 21, 57, 111 ... (Fujitsu's MLPerf v0.6 entry)."""
+
+    kind: Literal["cubic"]
+
+
+class QuadraticGroups(Groups):
+    """3 (k+1)^2 - 3 k^2 tensors: 3, 9, 15, 21 ..."""
+
+    kind: Literal["quadratic"]
+
+
+class ConstantGroups(Groups):
+    """The same number of tensors in each."""
+
+    kind: Literal["constant"]
+
+    tensors: Annotated[int, Field(gt=0, le=1_000_000)]
+    """Tensors in a group."""
+
+
+class GroupsByBytes(Groups):
+    """As many tensors as fill a number of bytes, at least one."""
+
+    kind: Literal["bytes"]
+
+    megabytes: Positive
+    """A group is complete when it has at least this many million bytes of fp32 gradients, whatever
+    type they are sent in."""
+
+
+class Checkpoints(Section):
+    """When a run saves, besides after every evaluation and stage, and what it keeps."""
+
+    every_steps: Updates | None = None
+    every_minutes: Positive | None = 10.0
+    """Updates, and minutes, between two checkpoints; null: none for that."""
+
+    keep_last: Updates = 2
+    """Number of newest checkpoints to keep; that of the best evaluation is kept too."""
+
+    keep_every: Updates | None = None
+    """Keep checkpoints whose number of updates is a multiple of this too."""
+
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a run does if a checkpoint cannot be written, as on a full disk. `continue`: note it in
+    the log and train on."""
+
+    upload: bool = False
+    """Send the last checkpoint of a finished run to W&B and MLflow, where `tracking` has them: with
+    the state of the optimizer, two to four times the size of the weights."""
+
+
+class Execution(Section):
+    """The machine: what changes the numbers of a run by rounding at most. A resumed run may change
+    it.
+
+    With the protocols softsync and asynchronous `checkpoints` does change something: gradients are
+    less late after each.
+    """
+
+    device_batch: Batch | None = None
+    """Samples a worker holds at a time (--device-batch). null: the largest up to 256 that divides
+    its share of the global batch."""
+
+    decoder: Literal["dali", "torchvision"] | None = None
+    """Decodes and resizes the images (--decoder). `dali`: NVIDIA DALI, on the GPU where there is
+    one; pixels differ from torchvision's by 1/255 at most. null: torchvision."""
+
+    reads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """Images that a worker reads at a time, at most. Storage with a high latency needs many.
+    null: a quarter of the device batch, at least 8 and at most 64."""
+
+    cache: Literal["memory", "device"] | None = None
+    """Decode small data sets once and keep their pixels. `memory`: in one file that all workers of
+    a machine map, in the user's cache, where a file is removed after 30 days without use.
+    `device`: also on the GPU of every worker; on a CPU that is `memory`. null: decode each time."""
+
+    memory_format: Literal["contiguous", "channels_last"] | None = None
+    """Order of images, weights and feature maps in memory, by torch's name; which one is faster on
+    a CPU depends on the model. null: channels_last on GPUs, contiguous on CPUs."""
+
+    groups: Annotated[
+        CubicGroups | QuadraticGroups | ConstantGroups | GroupsByBytes, Field(discriminator="kind")
+    ] = CubicGroups(kind="cubic")
+    """Which gradients are sent together, counted from the last layer."""
+
+    checkpoints: Checkpoints = Checkpoints()
+
+    compare_every: Updates | None = 100
+    """Updates between comparisons of the workers' weights, which must be the same bits; null: never
+    compare them."""
+
+    kernels: Kernels = "torch"
+    """Kernels that compute the LARS update. `apex`: NVIDIA apex's multi-tensor kernels, on CUDA
+    only."""
+
+    compile: Compile = False
+    """Train with fused kernels, by torch.compile; results differ by rounding. `reduce-overhead`
+    adds CUDA graphs, which save launches and take memory. `max-autotune` adds a search for the
+    fastest kernels, which takes minutes. The first update of each image size takes seconds to
+    minutes longer. Evaluation and polishing run uncompiled."""
+
+    def channels_last(self, device: str) -> bool:
+        """Return True if `memory_format` is channels_last on this type of device."""
+        if self.memory_format is None:
+            return device != "cpu"
+        return self.memory_format == "channels_last"
+
+    @model_validator(mode="after")
+    def _decoder_is_used(self) -> Self:
+        if self.cache is not None:
+            for key, value in (("decoder", self.decoder), ("reads", self.reads)):
+                if value is not None:
+                    raise ValueError(
+                        f"{key}: {value} would not be used: cache: {self.cache} decodes all "
+                        "images once; give one of the two"
+                    )
+        return self

@@ -1,0 +1,226 @@
+"""The keys of a recipe: every section that stands in one place, and all of them together.
+
+What one section allows is checked where it is declared. What must hold between sections is in
+`validation`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from largebatch.errors import RecipeError
+from largebatch.recipe.choices import Monitor, OffTarget, Precision, TrackerName
+from largebatch.recipe.data import Data
+from largebatch.recipe.execution import Execution
+from largebatch.recipe.model import Model
+from largebatch.recipe.optimizers import LAMB, LARS, SGD, ScheduleFree, Shampoo
+from largebatch.recipe.polish import Polish
+from largebatch.recipe.protocols import Protocol
+from largebatch.recipe.schedule import Schedule
+from largebatch.recipe.sections import (
+    MAX_BATCH,
+    MAX_EPOCHS,
+    Batch,
+    Duration,
+    Positive,
+    Section,
+    Updates,
+)
+from largebatch.recipe.text import Text
+
+
+class Loss(Section):
+    """Cross-entropy over the classes."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability mass taken from the labelled class (arXiv:1512.00567, section 7)."""
+
+    off_target: OffTarget = "all"
+    """Which classes share that mass. `all`: every class, the labelled one too (PyTorch,
+    TensorFlow). `others`: only the other classes (MXNet)."""
+
+
+class BatchChange(Section):
+    """A change of the global batch during the run (arXiv:1811.05233)."""
+
+    after: Duration
+    """Where, counted from the start of the run. Epochs are rounded to whole updates of the batch
+    before, so that no sample is left out or shown twice."""
+
+    global_batch: Batch
+    """Samples in one optimizer update."""
+
+    lr_factor: Positive
+    """The learning rate is that of `schedule` times this: 1 leaves it as it is, global_batch over
+    batch.global_batch scales it linearly (arXiv:1706.02677, section 2.1). Momentum is carried
+    on."""
+
+
+class BatchSizes(Section):
+    """How many samples share an update, and BatchNorm statistics."""
+
+    global_batch: Batch
+    """Samples in one optimizer update, over all workers and accumulation."""
+
+    bn_span: Annotated[int, Field(ge=2, le=MAX_BATCH)] | None
+    """Samples that share BatchNorm statistics; null for a model without BatchNorm."""
+
+    schedule: Annotated[tuple[BatchChange, ...], Field(max_length=100)] = ()
+    """Changes of the global batch during the run, one after the other. Epochs are passes over the
+    data whatever the batch. `schedule` follows the samples seen: there a step is as many samples as
+    batch.global_batch, the batch at the start."""
+
+    @property
+    def last(self) -> int:
+        """The global batch at the end of the run."""
+        return self.schedule[-1].global_batch if self.schedule else self.global_batch
+
+    @property
+    def by_key(self) -> dict[str, int]:
+        """Every global batch by its key, in order."""
+        later = {
+            f"batch.schedule.{place}.global_batch": change.global_batch
+            for place, change in enumerate(self.schedule)
+        }
+        return {"batch.global_batch": self.global_batch, **later}
+
+    @model_validator(mode="after")
+    def _spans_fill_the_batch(self) -> Self:
+        for key, batch in self.by_key.items():
+            if self.bn_span is not None and batch % self.bn_span:
+                name = key.removeprefix("batch.")
+                raise ValueError(
+                    f"{name} ({batch}) must be a multiple of bn_span ({self.bn_span}); "
+                    f"{self._suggest_fit(batch, self.bn_span)}"
+                )
+        return self
+
+    def _suggest_fit(self, batch: int, span: int) -> str:
+        """Suggest a span that is a little smaller, or else the nearest batch."""
+        for smaller in range(span - 1, max(1, (span - 1) // 2), -1):
+            if not any(each % smaller for each in self.by_key.values()):
+                return f"bn_span: {smaller} divides it"
+        return f"the nearest one is {max(1, round(batch / span)) * span}"
+
+
+class Reduction(Section):
+    """How the gradients of a global batch become one, and the type they are sent in."""
+
+    kind: Literal["sum", "adasum"] = "sum"
+    """`sum`: the mean gradient over the global batch. `adasum`: the mean gradients of `parts` of it
+    are combined in pairs by how far they agree (arXiv:2006.02924), every tensor by itself: equal
+    ones give their mean, orthogonal ones their sum."""
+
+    parts: Annotated[int, Field(ge=2, le=65_536)] | None = None
+    """For adasum, the number of parts of consecutive samples that the global batch is divided into:
+    a power of two, in the paper the number of workers. Any number of workers that divides it, or
+    that it divides, computes the same."""
+
+    dtype: Precision = "fp32"
+    """Gradients are sent in this type. They are divided by the global batch before they are rounded
+    and summed, so that no sum overflows; those of normalisation layers stay in fp32, in one last
+    group. fp16 needs precision: fp16, whose loss scale keeps small gradients from vanishing."""
+
+    @model_validator(mode="after")
+    def _parts_are_for_adasum(self) -> Self:
+        if (self.kind == "adasum") != (self.parts is not None):
+            raise ValueError("kind: adasum and parts belong together: give both or neither")
+        if self.parts is not None and self.parts & (self.parts - 1):
+            raise ValueError(f"parts ({self.parts}) must be a power of two: 2, 4, 8 ...")
+        if self.kind == "adasum" and self.dtype != "fp32":
+            raise ValueError(f"kind: adasum sends in fp32: leave dtype: {self.dtype} out")
+        return self
+
+
+class NonFinite(Section):
+    """What a run does if a loss or a gradient is infinite or NaN, on any worker."""
+
+    action: Literal["stop", "skip", "roll_back"] = "stop"
+    """`stop`: the run ends with its last checkpoint. `skip`: the update is skipped; a GPU then
+    waits in every update. `roll_back`: the updates since the last checkpoint are computed again, in
+    case a machine failed; the run stops if that ends in the same step."""
+
+    most: Updates = 10
+    """Number of updates in a row that may be skipped, or of roll-backs, before the run stops."""
+
+
+class Evaluation(Section):
+    """When validation accuracy is measured, besides at the end of every stage."""
+
+    every_epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
+    """Passes over the training data between measurements; null: only at the end of a stage."""
+
+    offset_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0.0
+    """Shifts the measurements; MLPerf allows every 4 epochs at an offset of 0 to 3."""
+
+    @model_validator(mode="after")
+    def _offset_is_used(self) -> Self:
+        if self.every_epochs is None and self.offset_epochs:
+            raise ValueError("offset_epochs shifts every_epochs: give that too")
+        return self
+
+
+class Keys(Section):
+    """All keys of a recipe."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Names run folders, with the time, and W&B runs; file systems allow 255 characters."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    """Fixes the weights at the start, the order of the samples, crops, flips and dropout."""
+
+    duration: Duration
+    """Length of the training, clean epochs included."""
+
+    data: Annotated[Data | Text, Field(discriminator="source")]
+    model: Model
+    batch: BatchSizes
+    optimizer: Annotated[LARS | SGD | Shampoo | ScheduleFree | LAMB, Field(discriminator="kind")]
+    schedule: Schedule
+    loss: Loss = Loss()
+    precision: Precision = "fp32"
+    """Arithmetic of the forward and backward pass; weights and updates are always fp32. fp16 scales
+    the loss and skips updates whose gradients overflow."""
+
+    reduction: Reduction = Reduction()
+    protocol: Protocol | None = None
+    """Which workers wait for which, over parameter servers; null: every worker waits for all, in
+    every update."""
+
+    execution: Execution = Execution()
+    polish: Polish | None = None
+    evaluation: Evaluation = Evaluation()
+    nonfinite: NonFinite = NonFinite()
+    tracking: tuple[TrackerName, ...] = ()
+    """Trackers of the run, besides the console and log.jsonl. `wandb`: Weights & Biases.
+    `tensorboard`: event files in the run folder. `mlflow`: MLFLOW_TRACKING_URI. They get the report
+    at the end, and the last checkpoint with execution.checkpoints.upload. `mlperf`: mlperf.log, as
+    MLPerf's rules require it, for `largebatch referee`."""
+
+    monitor: tuple[Monitor, ...] = ()
+    """Further measurements for the report and the trackers. `noise_scale`: the gradient noise
+    scale tr(Sigma)/|G|^2 in samples (arXiv:1812.06162), from gradients before and after their sum;
+    it needs a device batch of whole BatchNorm spans that is smaller than the global batch.
+    `gradient_norm`: the norm of the gradient of every update. `trust_ratios`: the factors of LARS,
+    by layer. `system`: processor, memory, disk, network and GPU of every worker, 200 times in a
+    run. `generalization_gap`: at the end of every stage the loss on all images trained on, shown as
+    validation images are, and the validation loss minus it; one forward pass over them."""
+
+    @field_validator("monitor", "tracking", mode="before")
+    @classmethod
+    def _one_word_is_a_list(cls, value: object) -> object:
+        words = [value] if isinstance(value, str) else value
+        return tuple(words) if isinstance(words, list) else words
+
+    @property
+    def images(self) -> Data:
+        """The section of the images; RecipeError where the data is a text."""
+        if isinstance(self.data, Text):
+            raise RecipeError(f"data.source: text: {self.name} has windows of words, no images")
+        return self.data
+
+    @property
+    def train_samples(self) -> int:
+        """Number of training images, without held-out ones."""
+        held_out = self.polish.held_out if self.polish else None
+        return self.data.train_split - (held_out or 0)

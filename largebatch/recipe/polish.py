@@ -1,0 +1,133 @@
+"""The section `polish`: Final Polishing, and the averages of weights before its statistics."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from largebatch.recipe.sections import Batch, Duration, Positive, Samples, Section
+
+
+class SWA(Section):
+    """The mean of the weights at a regular interval (arXiv:1803.05407).
+
+    The learning rates are the schedule's: it pays off where they are high or constant, so that the
+    weights move far enough.
+    """
+
+    over: Duration
+    """The last part of the schedule, clean epochs included."""
+
+    every: Duration
+    """Interval between two weights of the mean; the last ones are those at the end of the schedule.
+    In epochs only where batch.schedule changes nothing on the way."""
+
+
+class SWAP(Duration):
+    """Replicas of the model, each trained alone, and their mean (arXiv:2001.02312, phase 3).
+
+    They start from the same weights and train on augmented images, each in its own order, by SGD
+    with the optimizer's momentum and weight decay and no trust ratio. The length is that of each.
+    """
+
+    replicas: Annotated[int, Field(ge=2, le=4096)]
+    """Number of replicas; workers train them side by side, and in turns where there are fewer
+    workers."""
+
+    batch: Batch
+    """Samples in one update of a replica: a small batch."""
+
+    lr: Positive
+    """Learning rate of the first update; it falls to zero along half a cosine."""
+
+
+class Affine(Duration):
+    """More updates after the schedule, of BatchNorm's scales and shifts and of the classifier."""
+
+    lr: Positive
+    """Learning rate of the first of them; it falls to zero along half a cosine."""
+
+
+class Statistics(Section):
+    """The forward-only pass that measures BatchNorm's means and variances exactly."""
+
+    samples: Samples
+    """Number of clean training images that are measured."""
+
+    sequential: bool = False
+    """true: measure each layer with the layers before it already polished and normalising as in
+    evaluation, in as many passes as that takes; false: in one pass, in which each layer normalises
+    by its batch."""
+
+
+class Polish(Section):
+    """Final Polishing (Kasagi et al., HPDC 2020): fit BatchNorm to clean training data.
+
+    The stages run in this order, and each ends with an evaluation.
+    """
+
+    clean: Duration | None = None
+    """The last part of the schedule trains on clean images, at the schedule's learning rate, and
+    all weights move; null: no part."""
+
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of weights and running statistics: after every update
+    EMA *= ema, EMA += (1 - ema) model. At the end of the schedule the EMA becomes the model, and
+    the stages below work on it. It spans about 1 / (1 - ema) updates; null: no EMA."""
+
+    swa: SWA | None = None
+    """At the end of the schedule this mean of weights and running statistics becomes the model; in
+    place of ema, and with statistics after it. null: none."""
+
+    swap: SWAP | None = None
+    """At the end of the schedule the mean of replicas that were trained alone becomes the model,
+    with statistics after it. null: none."""
+
+    affine: Affine | None = None
+    """More updates on clean images after the schedule, in which only BatchNorm's scales and
+    shifts and the classifier move, by SGD: with the optimizer's momentum, its weight decay on the
+    classifier's weight, and no trust ratio. Running statistics follow as in training. null: no
+    such stage."""
+
+    statistics: Statistics | None = None
+    """The last stage, in which no weight moves; null: none."""
+
+    keep: Literal["always", "better"] = "always"
+    """`better`: roll a stage back unless more of the held-out images are classified right after it
+    than before it, or if its loss is no longer finite. `always`: keep the result of every stage; a
+    loss that is not finite then ends the run."""
+
+    held_out: Samples | None = None
+    """For keep: better, the number of training images, chosen by the seed, that no stage trains or
+    is measured on. Validation images never decide."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        stages = (self.clean, self.ema, self.swa, self.swap, self.affine, self.statistics)
+        if not any(stages):
+            raise ValueError(
+                "give at least one of clean, ema, swa, swap, affine and statistics; without "
+                "polishing, leave polish out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _averages_are_measured(self) -> Self:
+        if self.ema is not None and self.swa is not None:
+            raise ValueError("ema and swa would each become the model: give one of the two")
+        for name, average in (("swa", self.swa), ("swap", self.swap)):
+            if average is not None and self.statistics is None:
+                raise ValueError(
+                    f"{name} needs statistics: the running statistics of an average belong to "
+                    "other weights"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_images_decide(self) -> Self:
+        if self.keep == "better" and self.held_out is None:
+            raise ValueError(
+                "keep: better compares on training images that are not trained on: give held_out"
+            )
+        if self.keep == "always" and self.held_out is not None:
+            raise ValueError("held_out images would not be used: give keep: better too")
+        return self

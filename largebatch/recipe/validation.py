@@ -1,0 +1,239 @@
+"""What must hold between the sections of a recipe.
+
+Each rule reads the keys and yields one sentence for each conflict, which names the keys and what to
+do; all conflicts of a recipe are reported together. A rule assumes nothing of the others, so it
+checks again what its own arithmetic needs.
+"""
+
+from collections.abc import Iterator
+
+from largebatch.recipe.keys import Keys
+from largebatch.recipe.optimizers import ScheduleFree
+from largebatch.recipe.sections import MAX_SAMPLES
+from largebatch.recipe.text import LANGUAGE_MODEL, Text
+
+
+def find_conflicts(recipe: Keys) -> Iterator[str]:
+    """Yield every conflict between the sections of a recipe; none if it is valid."""
+    for rule in (
+        _text,
+        _samples,
+        _protocol,
+        _plateau,
+        _polish,
+        _schedule_free,
+        _cache,
+        _reduction,
+        _monitors,
+        _smoothing,
+    ):
+        yield from rule(recipe)
+
+
+def _text(recipe: Keys) -> Iterator[str]:
+    """Yield settings that do not fit the kind of data: images or text."""
+    data, model, execution = recipe.data, recipe.model, recipe.execution
+    if not isinstance(data, Text):
+        if model.name == LANGUAGE_MODEL:
+            yield f"model.name: {LANGUAGE_MODEL} reads words: it needs data.source: text"
+        return
+    if data.train_samples > MAX_SAMPLES:
+        yield (
+            f"data.window ({data.window}) cuts the text into {data.train_samples:,} samples, "
+            f"expected at most {MAX_SAMPLES:,}: give longer windows"
+        )
+    if model.name == LANGUAGE_MODEL and recipe.batch.bn_span is not None:
+        yield f"batch.bn_span: {LANGUAGE_MODEL} has no BatchNorm; make it null"
+    if model.name == LANGUAGE_MODEL and recipe.polish is not None:
+        yield f"polish is for models with BatchNorm, and {LANGUAGE_MODEL} has none: leave it out"
+    for_images = {
+        "execution.decoder": execution.decoder,
+        "execution.reads": execution.reads,
+        "execution.cache": execution.cache,
+        "execution.memory_format": execution.memory_format,
+        "tracking: mlperf": "mlperf" in recipe.tracking or None,
+    }
+    for key, value in for_images.items():
+        if value is not None:
+            yield f"{key} is for images, and data.source is text: leave it out"
+
+
+def _samples(recipe: Keys) -> Iterator[str]:
+    """Yield numbers of samples that exceed those of the training data."""
+    data, polish, trained = recipe.data, recipe.polish, recipe.train_samples
+    if data.train_split < 1:
+        yield (
+            f"data.held_out.samples ({data.val_split}) must be fewer than data.train_samples "
+            f"({data.train_samples})"
+        )
+        return
+    without = " less data.held_out" if data.held_out else ""
+    if polish is not None and trained < 1:
+        yield (
+            f"polish.held_out ({polish.held_out}) must be fewer than data.train_samples{without} "
+            f"({data.train_split})"
+        )
+        return
+    if polish is not None and polish.statistics and polish.statistics.samples > trained:
+        without += " less polish.held_out" if polish.held_out else ""
+        yield (
+            f"polish.statistics.samples ({polish.statistics.samples}) must not exceed "
+            f"data.train_samples{without} ({trained})"
+        )
+    if isinstance(recipe.optimizer, ScheduleFree):
+        samples = recipe.optimizer.statistics_samples
+        if samples is not None and samples > trained:
+            yield (
+                f"optimizer.statistics_samples ({samples}) must not exceed the training images "
+                f"({trained})"
+            )
+
+
+def _protocol(recipe: Keys) -> Iterator[str]:
+    """Yield settings that a protocol excludes, and batches that its learners cannot share."""
+    protocol, batch = recipe.protocol, recipe.batch
+    if protocol is None:
+        return
+    for setting, given in _synchronous_settings(recipe).items():
+        if given:
+            yield f"{setting} has no meaning with protocol: leave one of the two out"
+    if batch.global_batch % protocol.gradients:
+        yield (
+            f"batch.global_batch ({batch.global_batch}) must be a multiple of the "
+            f"{protocol.gradients} gradients that an update of protocol.kind: {protocol.kind} takes"
+        )
+        return
+    size = protocol.mini_batch(batch.global_batch)
+    if size % (batch.bn_span or 1):
+        yield (
+            f"batch.bn_span ({batch.bn_span}) must divide the {size} samples of a learner's "
+            "mini-batch (batch.global_batch over the gradients of an update): with protocol each "
+            "learner normalises by itself"
+        )
+    if recipe.execution.device_batch not in {None, size}:
+        yield (
+            f"execution.device_batch ({recipe.execution.device_batch}) must be a learner's "
+            f"mini-batch with protocol, which is {size}; leave it out"
+        )
+
+
+def _synchronous_settings(recipe: Keys) -> dict[str, bool]:
+    """Return the settings that exist only without a protocol, and True for each that is given."""
+    polish, monitored = recipe.polish, set(recipe.monitor) - {"generalization_gap"}
+    return {
+        f"optimizer.kind: {recipe.optimizer.kind}": recipe.optimizer.kind not in {"lars", "sgd"},
+        "batch.schedule": bool(recipe.batch.schedule),
+        f"reduction.kind: {recipe.reduction.kind}": recipe.reduction.kind != "sum",
+        f"reduction.dtype: {recipe.reduction.dtype}": recipe.reduction.dtype != "fp32",
+        "precision: fp16": recipe.precision == "fp16",
+        f"nonfinite.action: {recipe.nonfinite.action}": recipe.nonfinite.action != "stop",
+        f"monitor: {min(monitored, default='')}": bool(monitored),
+        "execution.decoder: dali": recipe.execution.decoder == "dali",
+        "polish.ema": polish is not None and polish.ema is not None,
+        "polish.swa": polish is not None and polish.swa is not None,
+        "polish.swap": polish is not None and polish.swap is not None,
+    }
+
+
+def _plateau(recipe: Keys) -> Iterator[str]:
+    if recipe.schedule.plateau is not None and recipe.evaluation.every_epochs is None:
+        yield "schedule.plateau reads the evaluations on the way: give evaluation.every_epochs"
+
+
+def _polish(recipe: Keys) -> Iterator[str]:
+    """Yield what Final Polishing lacks: BatchNorm, and whole spans in the batches of replicas."""
+    polish, span = recipe.polish, recipe.batch.bn_span
+    if polish is None:
+        return
+    if span is None:
+        if recipe.model.name != LANGUAGE_MODEL:  # which `_text` reports
+            yield "polish is for models with BatchNorm: give batch.bn_span too"
+    elif polish.swap is not None and polish.swap.batch % span:
+        yield (
+            f"polish.swap.batch ({polish.swap.batch}) must be a multiple of batch.bn_span "
+            f"({span}), the samples that share BatchNorm statistics"
+        )
+
+
+def _schedule_free(recipe: Keys) -> Iterator[str]:
+    """Yield other averages and decays, which Schedule-Free replaces, and missing statistics."""
+    optimizer, polish = recipe.optimizer, recipe.polish
+    if not isinstance(optimizer, ScheduleFree):
+        return
+    if recipe.schedule.decay.kind not in {"constant", "fix"}:
+        yield (
+            "optimizer.kind: schedule-free averages its weights instead of lowering the rate; "
+            f"schedule.decay must be {{kind: constant}}, got {recipe.schedule.decay.kind}"
+        )
+    if recipe.schedule.plateau is not None:
+        yield (
+            "optimizer.kind: schedule-free averages its weights instead of lowering the rate: "
+            "leave schedule.plateau out"
+        )
+    for key in ("ema", "swa"):
+        if polish is not None and getattr(polish, key) is not None:
+            yield (
+                f"polish.{key} would average the weights that optimizer.kind: schedule-free "
+                "averages already; leave it out"
+            )
+    if polish is not None and polish.clean and polish.keep == "better":
+        yield (
+            "polish.clean cannot be rolled back with optimizer.kind: schedule-free, whose "
+            "average holds every update of the schedule; leave out clean or keep: better"
+        )
+    if (optimizer.statistics_samples is None) != (recipe.batch.bn_span is None):
+        yield (
+            "optimizer.statistics_samples is for models with BatchNorm: give it and "
+            "batch.bn_span, or neither"
+        )
+
+
+def _cache(recipe: Keys) -> Iterator[str]:
+    if recipe.data.source == "synthetic" and recipe.execution.cache is not None:
+        yield (
+            f"execution.cache: {recipe.execution.cache} would not be used: data.source: "
+            "synthetic has no files"
+        )
+
+
+def _reduction(recipe: Keys) -> Iterator[str]:
+    """Yield types that lose small gradients, and parts that cannot divide every batch."""
+    reduction, batch = recipe.reduction, recipe.batch
+    if reduction.dtype == "fp16" and recipe.precision != "fp16":
+        yield (
+            "reduction.dtype: fp16 needs precision: fp16, whose loss scale keeps small "
+            "gradients from vanishing; or send in bf16"
+        )
+    parts, span = reduction.parts or 1, batch.bn_span or 1
+    if batch.global_batch % (span * parts):
+        yield (
+            f"reduction.parts ({parts}) does not divide batch.global_batch ({batch.global_batch}) "
+            f"into parts of whole BatchNorm spans; it must divide {batch.global_batch // span}"
+        )
+    if reduction.kind == "adasum" and batch.schedule:
+        yield (
+            "reduction.kind: adasum divides every batch into as many parts of the same size: "
+            "leave batch.schedule out"
+        )
+
+
+def _monitors(recipe: Keys) -> Iterator[str]:
+    """Yield measurements that the optimizer or the reduction does not offer."""
+    if "noise_scale" in recipe.monitor and recipe.reduction.kind == "adasum":
+        yield (
+            "monitor: noise_scale compares gradients before and after their sum, and "
+            "reduction.kind: adasum has none; leave one of the two out"
+        )
+    if "trust_ratios" in recipe.monitor and recipe.optimizer.kind != "lars":
+        yield (
+            f"monitor: trust_ratios is for optimizer.kind: lars, and this one is "
+            f"{recipe.optimizer.kind}; leave it out (gradient_norm works with every optimizer)"
+        )
+
+
+def _smoothing(recipe: Keys) -> Iterator[str]:
+    if recipe.loss.label_smoothing > 1 - 1 / recipe.data.classes:
+        yield (
+            f"loss.label_smoothing ({recipe.loss.label_smoothing:g}) makes the labelled one of "
+            f"{recipe.data.classes} classes the least likely"
+        )
