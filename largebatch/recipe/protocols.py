@@ -61,8 +61,8 @@ class _Protocol(Section):
         return self.learners
 
     @property
-    def spare(self) -> range:
-        """Learners that the others go on without when they are lost; here none."""
+    def optional_learners(self) -> range:
+        """Learners that the run goes on without when they fail; here none."""
         return range(0)
 
 
@@ -70,8 +70,8 @@ class _Free(_Protocol):
     """Protocols in which no learner waits for another."""
 
     @property
-    def spare(self) -> range:
-        """All but learner 0, which keeps the record, where no server is lost with a learner."""
+    def optional_learners(self) -> range:
+        """All but learner 0, which keeps the record, if no server fails with a learner."""
         return range(1, self.learners) if self.dedicated else range(0)
 
 
