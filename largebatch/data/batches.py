@@ -37,8 +37,8 @@ class Pipeline(ABC):
     held_out_samples: IntArray
     """Training samples that no stage is trained or measured on, and that decide on stages."""
 
-    lost: set[int] = field(default_factory=set)
-    """Workers that the others go on without, and that no share is for any more."""
+    dropped: set[int] = field(default_factory=set)
+    """Workers that the run goes on without; they get no samples."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class Pipeline(ABC):
     @property
     def workers(self) -> Sequence[int]:
         """The workers that samples are dealt out to, rising."""
-        return [worker for worker in range(self.plan.workers) if worker not in self.lost]
+        return [worker for worker in range(self.plan.workers) if worker not in self.dropped]
 
     @property
     def validation_samples(self) -> IntArray:

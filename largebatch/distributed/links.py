@@ -50,9 +50,7 @@ def open_links(backend: Backend, pairs: Sequence[tuple[int, int]]) -> dict[tuple
     if not pairs:
         return {}
     if not isinstance(backend, RunningTorch):
-        raise BackendError(
-            f"protocol: {backend.name} cannot send to one worker alone; use --backend torch"
-        )
+        raise BackendError(f"{backend.name} cannot send to one worker alone; use --backend torch")
     groups = backend.pair_groups(pairs)
     return {
         pair: Link(group, peer=pair[1] if backend.rank == pair[0] else pair[0])

@@ -17,12 +17,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its s
 
 from largebatch.distributed.agreement import shape
 from largebatch.distributed.backend import identify, on_cpu, own_part, pick_device
+from largebatch.distributed.dropped import DroppedWorkers
 from largebatch.distributed.environment import (
     STARTING,
     TIMEOUT_SECONDS,
     use_loopback,
 )
-from largebatch.distributed.losses import Losses
 from largebatch.distributed.meeting import open_store, require_one_type
 from largebatch.distributed.notes import StoreNotes
 from largebatch.distributed.watch import Watch, Watched
@@ -243,7 +243,7 @@ class TorchDistributed(RunningTorch):
             # torchrun's store outlives a restart, with the addresses of the workers before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = StoreNotes(PrefixStore(attempt, store.clone()), rank=rank, workers=world_size)
-            self._losses = Losses(store.clone(), attempt=attempt)
+            self._dropped = DroppedWorkers(store.clone(), attempt=attempt)
             store = PrefixStore(attempt, store)
             watch = Watch(notes, rank=rank, timeout=timeout, starting=starting)
             with watch.during("the group of all workers", range(world_size)):
@@ -268,37 +268,37 @@ class TorchDistributed(RunningTorch):
         """
         return dist.new_group(own, timeout=self._limit, use_local_synchronization=True)
 
-    def note_lost(self, worker: int) -> None:
-        """Let all others go on without a worker, from `agree_on_lost` on."""
+    def drop(self, worker: int) -> None:
+        """Note that the run goes on without a worker, from the next `agree_on_dropped` on."""
         with lost_peers_named(self._worker):
-            self._losses.note(worker)
+            self._dropped.add(worker)
 
-    def is_lost(self, worker: int) -> bool:
-        """Return whether the others go on without a worker; False where none can be asked."""
+    def is_dropped(self, worker: int) -> bool:
+        """Return True if the run goes on without a worker; False if the store is out of reach."""
         with suppress(dist.DistError):
-            return self._losses.include(worker)
+            return self._dropped.include(worker)
         return False
 
-    def agree_on_lost(self, of: Collection[int], *, witnesses: Sequence[int]) -> set[int]:
-        """Return which workers of these were lost, and leave them out of all that follows.
+    def agree_on_dropped(self, of: Collection[int], *, witnesses: Sequence[int]) -> set[int]:
+        """Return which of these workers were dropped, and continue with a group without them.
 
-        Every worker that is left calls this alike; the `witnesses`, who note losses, when they will
-        note no more. A worker that is itself among the lost gets them, and can do nothing more.
-        The rank of a worker is then its place among those left. Worker 0 cannot be lost.
+        Every remaining worker calls this alike; the `witnesses`, who drop workers, when they will
+        drop no more. A worker that was dropped gets the set too, and can do nothing more. The rank
+        of a worker is then its place among those left. Worker 0 cannot be dropped.
         """
         assert self._timeout is not None
         with lost_peers_named(self._worker):
             own, limit = self._worker, self._timeout + _LATER
-            lost = self._losses.agree(of, own=own, witnesses=witnesses, limit=limit)
-            if lost and own not in lost:
-                left = [member for member in self._members if member not in lost]
+            dropped = self._dropped.agree(of, own=own, witnesses=witnesses, limit=limit)
+            if dropped and own not in dropped:
+                left = [member for member in self._members if member not in dropped]
                 # Its members alone connect to each other; all would meet only at this barrier.
                 os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
                 with _by_members_alone():
                     group = dist.new_group(left, timeout=limit)
                 assert isinstance(group, dist.ProcessGroup)
                 self._use(group)
-        return lost
+        return dropped
 
     def close(self) -> None:
         """Destroy the process groups."""

@@ -264,7 +264,7 @@ def _make_update(
         global_batch=plan.global_batch,
         seed=step_seeds(recipe.seed, backend.rank),
     )
-    backend.all_reduce(log.requests(next(updates)))
+    backend.all_reduce(log.values_to_sum(next(updates)))
     of_first = backend.messages[: begun[1]] if len(begun) > 1 else []
     backend.messages += of_first * (passes - plan.accumulation)
 

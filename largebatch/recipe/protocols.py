@@ -62,8 +62,8 @@ class _Protocol(Section):
         return self.learners
 
     @property
-    def spare(self) -> range:
-        """Learners whose loss does not end the run; here none."""
+    def optional_learners(self) -> range:
+        """Learners that the run goes on without when they fail; here none."""
         return range(0)
 
 
@@ -71,8 +71,8 @@ class _Free(_Protocol):
     """Protocols in which no learner waits for another."""
 
     @property
-    def spare(self) -> range:
-        """All but learner 0, which writes the log; none where a server is lost with its learner."""
+    def optional_learners(self) -> range:
+        """All but learner 0, which keeps the record, if no server fails with a learner."""
         return range(1, self.learners) if self.dedicated else range(0)
 
 

@@ -5,10 +5,10 @@ written as PNG files, and all together as the overview, report.png.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -47,7 +47,7 @@ from largebatch.report.run import Run
 from largebatch.report.style import DARK, LIGHT, MARGIN, MUTED, make_svg, save_png
 from largebatch.report.verdict import verdict
 from largebatch.report.waits import draw_waits
-from largebatch.tracking.events import OVERVIEW, Summary
+from largebatch.tracking.events import OVERVIEW
 
 if TYPE_CHECKING:
     from largebatch.report.style import Canvas, Figure
@@ -71,8 +71,15 @@ WIDE, NARROW = 960, 340
 """Widths in points for a desktop and a phone."""
 
 
-def make_page(run: Run) -> str:
-    """Return the HTML of a run's report."""
+class Section(NamedTuple):
+    """A further section of the page."""
+
+    title: str
+    rows: Mapping[str, str]
+
+
+def make_page(run: Run, sections: Sequence[Section] = ()) -> str:
+    """Return the HTML of a run's report, with further sections before its last one."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
@@ -88,6 +95,7 @@ def make_page(run: Run) -> str:
         unknown=UNKNOWN,
         charts=CHARTS,
         widths=(WIDE, NARROW),
+        sections=sections,
         environment=_environment(run),
         confidence=describe_confidence(run),
         gap=describe_gap(run),
@@ -117,21 +125,8 @@ def _environment(run: Run) -> dict[str, str]:
             "Backend": summary.backend,
             "Peak memory": UNKNOWN if memory is None else f"{memory / 2**30:.2f} GiB",
             "Commit": short_commit(summary.commit),
-            **_learners(summary),
             **summary.versions,
         }
-    return facts
-
-
-def _learners(summary: Summary) -> dict[str, str]:
-    """Return what the learners of a protocol did, and which of them were lost."""
-    facts = {}
-    if summary.gradients:
-        facts["Gradients by learner"] = " · ".join(f"{number:,}" for number in summary.gradients)
-    if summary.lost:
-        facts["Lost learners"] = ", ".join(
-            f"{lost.learner} after {lost.update:,} updates" for lost in summary.lost
-        )
     return facts
 
 

@@ -4,56 +4,56 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import assert_never
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import SGD
 
 from largebatch.data.datasets.own import import_own
 from largebatch.data.pipeline import open_pipeline
 from largebatch.distributed.agreement import Facts, require_agreement, shape
 from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import connect
-from largebatch.distributed.environment import (
-    LAUNCHER,
-    available_cores,
-    world_size,
-)
-from largebatch.distributed.reducer import (
-    Reducer,
-)
+from largebatch.distributed.environment import LAUNCHER, available_cores, world_size
+from largebatch.distributed.reducer import Reducer
 from largebatch.distributed.serial import Serial
-from largebatch.errors import RecipeError
-from largebatch.models import affine_parameters, build, param_groups
+from largebatch.errors import PlanError, RecipeError
+from largebatch.mlperf.logger import MLPerf
+from largebatch.models import affine_parameters, build
 from largebatch.models.batchnorm import SpanBatchNorm, Spans, with_span
 from largebatch.models.compiled import compile_model
 from largebatch.models.image_sizes import require_inputs
-from largebatch.optim.sgd import build_sgd
-from largebatch.recipe import optimizers
 from largebatch.recipe.arithmetic.plan import Plan, make_plan, may_share_spans, measuring_plan
 from largebatch.recipe.recipe import Recipe, anywhere, require_backend
 from largebatch.runs.interrupts import stop_requests
-from largebatch.runs.optimizer import build_optimizer
+from largebatch.runs.optimizer import build_momentum_sgd, build_optimizer
 from largebatch.runs.options import Options
-from largebatch.runs.reduction import build_reducer, copies_gradients, summing
+from largebatch.runs.reduction import build_reducer, copies_gradients
 from largebatch.schedules.build import build_schedule
 from largebatch.schedules.functions import cosine
 from largebatch.schedules.plateau import with_plateau
 from largebatch.tracking.environment import versions
-from largebatch.tracking.events import CHECKPOINTS, Tracker
+from largebatch.tracking.events import CHECKPOINTS, LOG, Tracker
 from largebatch.tracking.log import record
+from largebatch.tracking.mlflow import MLflow
+from largebatch.tracking.tensorboard import TensorBoard
+from largebatch.tracking.wandb import Wandb
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Retention, Writer
 from largebatch.training.loss import cross_entropy
 from largebatch.training.protocols.exchange import Exchange
+from largebatch.training.protocols.stage import ProtocolUpdates, require_tensors
+from largebatch.training.protocols.state import NAME, ProtocolState
 from largebatch.training.state import TrainState, Updater
 from largebatch.training.step_log import StepLog
-from largebatch.training.trainer import Trainer
+from largebatch.training.trainer import Trainer, Updates
+from largebatch.training.updates import synchronous_updates
 
 _LOG = logging.getLogger(__name__)
 
@@ -129,21 +129,6 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def require_tensors(model: nn.Module, recipe: Recipe) -> None:
-    """Raise RecipeError where a stage trains fewer tensors than the protocol has servers."""
-    if recipe.protocol is None:
-        return
-    trained = set(model.parameters())
-    if recipe.polish is not None and recipe.polish.affine is not None:
-        trained = affine_parameters(model)
-    servers = recipe.protocol.num_servers
-    if servers > len(trained):
-        raise RecipeError(
-            f"protocol.servers: {servers} servers hold whole tensors, and a stage of this recipe "
-            f"trains {len(trained)}: give at most so many, as in {{centralised: {len(trained)}}}"
-        )
-
-
 def build_extra(
     recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend, *, affine_only: bool, lr: float
 ) -> Updater:
@@ -159,23 +144,9 @@ def build_extra(
         weight.requires_grad_(weight in trained)
     fall = cosine(peak=lr, steps=plan.affine_steps)
     unmonitored = recipe.model_copy(update={"monitor": ()})
-    reducer = build_reducer(unmonitored, plan, model, backend)
-    optimizer = _build_sgd(recipe, model, lr=lr)
+    reducer = _build_reducer(unmonitored, plan, model, backend)
+    optimizer = build_momentum_sgd(recipe, model, lr=lr)
     return Updater(optimizer, lambda step: fall(step - plan.steps), reducer)
-
-
-def _build_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
-    section = recipe.optimizer
-    if isinstance(section, optimizers.LAMB):
-        decay, momentum = 0.0, section.beta1  # its own decay is of another scale
-    else:
-        decay, momentum = section.weight_decay, section.momentum
-    groups = param_groups(model, weight_decay=decay)
-    for group in groups:
-        del group["adapt"]
-    nesterov = isinstance(section, optimizers.SGD) and section.nesterov
-    scaled = recipe.precision == "fp16"
-    return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)
 
 
 def build_scaler(recipe: Recipe, plan: Plan, backend: Backend) -> GradScaler:
@@ -276,10 +247,15 @@ def build_trainer(
     else:
         require_trainable(model, recipe)
         require_tensors(model, recipe)
+        if options.profile is not None and recipe.protocol is not None:
+            raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
         require_inputs(recipe, {piece.image_size for piece in plan.sizes})
         shares = plan.sync_workers > 1
         compile_model(model, recipe.execution.compile, backend.device, shares_spans=shares)
     state = build_state(here, plan, model, backend)
+    if recipe.protocol is not None:
+        state.extra[NAME] = ProtocolState()
+    group = backend if here.protocol is None else Serial(backend.device)
     trackers: list[Tracker] = []
     emit = partial(record, trackers)
     smoothing, off_target = recipe.loss.label_smoothing, recipe.loss.off_target
@@ -293,7 +269,7 @@ def build_trainer(
                 backend=backend,
                 pipeline=pipeline,
                 criterion=cross_entropy(smoothing=smoothing, off_target=off_target),
-                spans=Spans(model, summing(here, backend), sync_workers=plan.sync_workers),
+                spans=Spans(model, group, sync_workers=plan.sync_workers),
                 state=state,
                 build_affine=partial(_build_affine, here, plan, model, backend),
                 build_replica=partial(_build_replica, here, plan, model),
@@ -302,7 +278,7 @@ def build_trainer(
                 step_log=StepLog(recipe, plan, backend, state, emit=emit, wants_stop=wants_stop),
                 checkpoints=options.out / CHECKPOINTS,
                 writer=Writer(options.out / CHECKPOINTS, _retention(recipe)),
-                exchange=Exchange.open(backend, here.protocol) if here.protocol else None,
+                updates=_choose_updates(here, state, backend),
                 began=began,
             )
         finally:
@@ -310,11 +286,51 @@ def build_trainer(
             pipeline.close()
 
 
-def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
-    """Return how long this worker may take until it asks to stop, in seconds; None: it never does.
+def _choose_updates(recipe: Recipe, state: TrainState, backend: Backend) -> Updates:
+    """Return what makes the updates of a stage: the training loop, or a protocol."""
+    if recipe.protocol is None:
+        return synchronous_updates
+    protocol = state.extra[NAME]
+    assert isinstance(protocol, ProtocolState)
+    return ProtocolUpdates(Exchange.open(backend, recipe.protocol), protocol)
 
-    A server without a learner looks at the clock only when the learners come to rest, and would
-    take the time between for what a stop needs. The learners look after every gradient.
+
+def optional_workers(recipe: Recipe) -> Collection[int]:
+    """Return the workers that the run goes on without when they fail."""
+    return recipe.protocol.optional_learners if recipe.protocol else ()
+
+
+def open_trackers(
+    trainer: Trainer, folder: Path, ids: Mapping[str, str | None], *, resume: bool
+) -> Iterator[Tracker]:
+    """Open the trackers that the recipe names, each once.
+
+    `ids` are those of this run in the trackers before it was resumed.
+    """
+    recipe = trainer.recipe
+    config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
+    upload = recipe.execution.checkpoints.upload
+    for name in dict.fromkeys(recipe.tracking):
+        match name:
+            case "wandb":
+                note, known = partial(trainer.note, "train"), ids.get(name)
+                yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
+            case "tensorboard":
+                yield TensorBoard(folder, config)
+            case "mlflow":
+                known, resumed = ids.get(name), resume and (folder / LOG).exists()
+                yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
+            case "mlperf":
+                yield MLPerf(folder, recipe, began=trainer.began)
+            case _:
+                assert_never(name)
+
+
+def time_limit(recipe: Recipe, options: Options, *, rank: int) -> float | None:
+    """Return the seconds after which this worker asks to stop; None if it never does.
+
+    A server without a learner checks the time only when the learners come to rest, and would take
+    the time between for what a stop needs. The learners check it after every gradient.
     """
     section = recipe.protocol
     serves = section is not None and rank >= section.learners
@@ -332,7 +348,7 @@ def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) 
     schedule, plateau = build_schedule(section, plan), section.plateau
     if plateau is not None:
         schedule = with_plateau(schedule, plateau, lambda: state.progress.readings, plan.steps)
-    reducer = build_reducer(recipe, plan, model, backend)
+    reducer = _build_reducer(recipe, plan, model, backend)
     state = TrainState(
         model=model,
         updater=Updater(build_optimizer(recipe, model), schedule, reducer),
@@ -340,6 +356,13 @@ def build_state(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) 
         average=_build_average(recipe, plan, model),
     )
     return state
+
+
+def _build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
+    """Build what sums the gradients; with a protocol each worker keeps its own for the servers."""
+    if recipe.protocol is None:
+        return build_reducer(recipe, plan, model, backend)
+    return build_reducer(recipe, plan, model, Serial(backend.device), keeps_gradients=True)
 
 
 def _build_average(recipe: Recipe, plan: Plan, model: nn.Module) -> EMA | SWA | None:
@@ -364,4 +387,4 @@ def _build_replica(recipe: Recipe, plan: Plan, model: nn.Module) -> Updater:
     alone = Serial(next(model.parameters()).device)
     copies = copies_gradients(recipe, own, alone.device)
     reducer = Reducer(model.named_parameters(), alone, divisor=1.0, copies=copies)
-    return Updater(_build_sgd(recipe, model, lr=lr), fall, reducer)
+    return Updater(build_momentum_sgd(recipe, model, lr=lr), fall, reducer)

@@ -23,12 +23,11 @@ from largebatch.tracking.events import CHECKPOINTS, StageName, Summary
 from largebatch.training.averages import store_ema
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.evaluation import Metrics
-from largebatch.training.stages import (
-    describe_unsettled,
-    make_updates,
-    polish_statistics,
-)
+from largebatch.training.judging import end_stage
+from largebatch.training.saving import restore
+from largebatch.training.stages import describe_unsettled, polish_statistics
 from largebatch.training.trainer import Trainer
+from largebatch.training.updates import make_updates
 
 Mode = Literal["none", "statistics", "affine", "clean"]
 
@@ -199,7 +198,7 @@ def evaluate_checkpoint(
     asked = {"--training": training, "--test": test}
     facts = {"command": "evaluate", "checkpoint": checked, **asked}
     with open_trainer(checkpoint.recipe, options, facts, measuring=True) as trainer:
-        trainer.restore(checkpoint, source=str(path))
+        restore(trainer, checkpoint, source=str(path))
         found = trainer.measure()
         on_training = trainer.measure_training() if training else None
         on_test = trainer.measure_test() if test else None
@@ -222,7 +221,7 @@ def polish_checkpoint(
     facts = {"command": "polish", "checkpoint": checksum(state["model"]), "--ema": ema}
     with open_trainer(recipe, options, facts, measuring=True) as trainer:
         begun = {**state, "stages": [], "ema": {}, "replicas": {}, "snapshot": {}}
-        trainer.restore(replace(checkpoint, stages=[], state=begun))
+        restore(trainer, replace(checkpoint, stages=[], state=begun))
         trainer.store_average()
         stage = _stage(checkpoint, trainer.plan)
         if ema:
@@ -230,7 +229,7 @@ def polish_checkpoint(
             stage = "ema"
 
         def polish() -> bool:
-            trainer.end_stage(stage, num_steps=trainer.state.progress.updates)
+            end_stage(trainer, stage, num_steps=trainer.state.progress.updates)
             polish_statistics(trainer)
             return True
 

@@ -5,11 +5,9 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,9 +15,9 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
-from largebatch.mlperf.logger import MLPerf
 from largebatch.recipe.loading import differences, dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.runs.build import open_trackers
 from largebatch.runs.options import Resume
 from largebatch.storage import find_leftovers, remove_leftovers, write_whole
 from largebatch.tracking.console import Console
@@ -32,9 +30,6 @@ from largebatch.tracking.events import (
     Tracker,
 )
 from largebatch.tracking.log import JsonLines
-from largebatch.tracking.mlflow import MLflow
-from largebatch.tracking.tensorboard import TensorBoard
-from largebatch.tracking.wandb import Wandb
 from largebatch.training.checkpoint import (
     Checkpoint,
     Found,
@@ -60,7 +55,7 @@ def open_folder(
     """
     recipe = trainer.recipe
     console = Console(started=command_started())
-    trackers: list[Tracker] = [console, *_open_trackers(trainer, folder, ids, resume=resume)]
+    trackers: list[Tracker] = [console, *open_trackers(trainer, folder, ids, resume=resume)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = JsonLines(folder / LOG, resume=resume)
@@ -78,29 +73,6 @@ def open_folder(
             raise _unwritable(folder, error) from None
         trackers.insert(1, log)
         yield trackers
-
-
-def _open_trackers(
-    trainer: Trainer, folder: Path, ids: Mapping[str, str | None], *, resume: bool
-) -> Iterator[Tracker]:
-    """Yield what the recipe lets follow the run, each once."""
-    recipe = trainer.recipe
-    config = {**recipe.model_dump(mode="json"), "plan": asdict(trainer.plan)}
-    upload = recipe.execution.checkpoints.upload
-    for name in dict.fromkeys(recipe.tracking):
-        match name:
-            case "wandb":
-                note, known = partial(trainer.note, "train"), ids.get(name)
-                yield Wandb(folder, config, note=note, identity=known, checkpoint=upload)
-            case "tensorboard":
-                yield TensorBoard(folder, config)
-            case "mlflow":
-                known, resumed = ids.get(name), resume and (folder / LOG).exists()
-                yield MLflow(folder, config, identity=known, checkpoint=upload, resumed=resumed)
-            case "mlperf":
-                yield MLPerf(folder, recipe, began=trainer.began)
-            case _:
-                assert_never(name)
 
 
 def _unwritable(folder: Path, error: OSError) -> CheckpointError:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from largebatch.distributed.dropped import DroppedWorkers
 from largebatch.distributed.environment import (
     ABSENT,
     LAUNCHER,
@@ -33,7 +34,6 @@ from largebatch.distributed.environment import (
     let_threads_sleep,
     loopback,
 )
-from largebatch.distributed.losses import Losses
 from largebatch.distributed.watch import leave_with, report
 from largebatch.errors import (
     DivergedError,
@@ -57,15 +57,15 @@ _ECHOES = {ABSENT: 1, LOST: 2, STOPPED: 3, **{-number: 3 for number in STOPS}}
 
 
 def start_workers(
-    command: Sequence[str], *, workers: int, horovod: bool = False, spare: Collection[int] = ()
+    command: Sequence[str], *, workers: int, horovod: bool = False, optional: Collection[int] = ()
 ) -> None:
     """Run `python *command` as several workers on this machine and wait for them.
 
     They find their place in the variables torchrun sets, and with `horovod` in those of horovodrun
     as well, and import what this process can import.
     The first request to stop is passed on, as SIGTERM; the second one ends them.
-    A `spare` worker may be lost: all is well if the others note that they go on without it, and
-    end well.
+    An `optional` worker may fail: it is no error if the others note that they go on without it, and
+    succeed.
 
     Raises LargebatchError with a worker's message where the user can fix it, DivergedError where
     training diverged, WorkerFailedError with the failing worker's traceback otherwise,
@@ -86,8 +86,8 @@ def start_workers(
                 for rank in range(workers)
             },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            spare=spare,
-            losses=Losses(store),
+            optional=optional,
+            dropped=DroppedWorkers(store),
         )
         try:
             group.start()
@@ -153,14 +153,14 @@ class _Workers(SubprocessContext):
     def __init__(
         self,
         *,
-        spare: Collection[int],
-        losses: Losses,
+        optional: Collection[int],
+        dropped: DroppedWorkers,
         **arguments: Any,  # noqa: ANN401 -- torch's own
     ) -> None:
         super().__init__(**arguments)
-        self._spare, self._losses = set(spare), losses
+        self._optional, self._dropped = set(optional), dropped
         self._unexplained: dict[int, float] = {}
-        """Spare workers that ended badly, and until when the others may note it."""
+        """Optional workers that failed, and until when the others may note it."""
 
         self.requests = Requests()
         self.ended: set[int] | None = None
@@ -191,12 +191,12 @@ class _Workers(SubprocessContext):
     def _poll(self) -> RunProcsResult | None:
         """Return the result once all have ended, or one has whose end is not the others' loss."""
         running, waits = self._running_local_ranks, False
-        for rank in sorted(running & self._spare):
+        for rank in sorted(running & self._optional):
             process = self.subprocess_handlers[rank].proc
             code = process.poll()
             if code in {None, 0, USER, DIVERGED}:  # what the user can fix ends all
                 continue
-            if self._losses.include(rank):
+            if self._dropped.include(rank):
                 running.discard(rank)
                 failure = ProcessFailure(rank, process.pid, code, self.error_files[rank])
                 show_cursor()
@@ -207,7 +207,7 @@ class _Workers(SubprocessContext):
         others = [rank for rank in running if rank not in self._unexplained]
         if waits and all(self.subprocess_handlers[rank].proc.poll() is None for rank in others):
             return None
-        if running and running <= self._spare and all(map(self._losses.include, running)):
+        if running and running <= self._optional and all(map(self._dropped.include, running)):
             for rank in running:  # suspended, and nothing waits for it
                 self.subprocess_handlers[rank].proc.kill()
             running.clear()

@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from largebatch.errors import RecipeError
@@ -97,3 +97,18 @@ def _build_shampoo(section: optimizers.Shampoo, groups: ParamsT, *, lr: float) -
         nesterov=section.nesterov,
         matrix_eps=section.matrix_eps,
     )
+
+
+def build_momentum_sgd(recipe: Recipe, model: nn.Module, *, lr: float) -> SGD:
+    """Build plain momentum SGD with the decay and the momentum of the recipe's optimizer."""
+    section = recipe.optimizer
+    if isinstance(section, optimizers.LAMB):
+        decay, momentum = 0.0, section.beta1  # its own decay is of another scale
+    else:
+        decay, momentum = section.weight_decay, section.momentum
+    groups = param_groups(model, weight_decay=decay)
+    for group in groups:
+        del group["adapt"]
+    nesterov = isinstance(section, optimizers.SGD) and section.nesterov
+    scaled = recipe.precision == "fp16"
+    return build_sgd(groups, lr=lr, momentum=momentum, nesterov=nesterov, scaled=scaled)

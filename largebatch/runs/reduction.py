@@ -16,7 +16,6 @@ from largebatch.distributed.reducer import (
     divide,
     quadratic,
 )
-from largebatch.distributed.serial import Serial
 from largebatch.models import build, norm_parameters
 from largebatch.models.compiled import reuses_memory
 from largebatch.recipe import execution
@@ -26,20 +25,20 @@ from largebatch.recipe.recipe import Recipe
 _SENT_AS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def summing(recipe: Recipe, backend: Backend) -> Backend:
-    """Return the workers whose gradients and statistics are summed in an update.
+def build_reducer(
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    backend: Backend,
+    *,
+    keeps_gradients: bool = False,
+) -> Reducer:
+    """Build what sums or combines the gradients.
 
-    With a protocol each learner computes by itself, and parameter servers put together what it
-    sends.
+    `keeps_gradients`: those of an update are needed while the next ones are computed.
     """
-    return backend if recipe.protocol is None else Serial(backend.device)
-
-
-def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend) -> Reducer:
-    """Build what sums or combines the gradients."""
     section, grouping = recipe.reduction, grouping_of(recipe.execution.groups)
-    backend = summing(recipe, backend)
-    copies = copies_gradients(recipe, plan, backend.device)
+    copies = copies_gradients(recipe, plan, backend.device, keeps_gradients=keeps_gradients)
     if section.parts is not None:
         parts, passes = section.parts, plan.accumulation
         return Adasum(
@@ -57,15 +56,17 @@ def build_reducer(recipe: Recipe, plan: Plan, model: nn.Module, backend: Backend
     )
 
 
-def copies_gradients(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
-    """Return whether a compiled pass may overwrite gradients that are needed when it begins."""
+def copies_gradients(
+    recipe: Recipe, plan: Plan, device: torch.device, *, keeps_gradients: bool = False
+) -> bool:
+    """Return True if a compiled pass may overwrite gradients that are needed when it begins."""
     accumulates = any(passes > 1 for *_, passes in plan.within(range(plan.updates)))
-    needed = accumulates or recipe.protocol is not None
+    needed = accumulates or keeps_gradients
     return needed and reuses_memory(recipe.execution.compile, device)
 
 
 def describe_groups(recipe: Recipe) -> str:
-    """Say which gradients are sent together; the model is built without memory for its weights."""
+    """Describe the gradient groups; the model is built without memory for its weights."""
     section = recipe.reduction
     with torch.device("meta"):
         model = build(

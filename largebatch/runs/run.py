@@ -43,7 +43,7 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe, require_backend
 from largebatch.report import write_report
 from largebatch.report.contact_sheet import record_worst
-from largebatch.runs.build import open_trainer
+from largebatch.runs.build import open_trainer, optional_workers
 from largebatch.runs.folder import (
     check_folder,
     default_folder,
@@ -55,11 +55,13 @@ from largebatch.runs.folder import (
 from largebatch.runs.interrupts import describe_saved
 from largebatch.runs.launch import start_workers
 from largebatch.runs.options import Options, Resume
+from largebatch.runs.sections import SECTIONS
 from largebatch.runs.weights import begin_with
 from largebatch.tracking.environment import peak_memory_bytes, source_commit, versions
 from largebatch.tracking.events import SUMMARY, TRACE, Finish, Status, Summary, Tracker, now
 from largebatch.training.checkpoint import idle_stream
 from largebatch.training.profiling import Profiler
+from largebatch.training.saving import finish_saving, restore, save_alone
 from largebatch.training.stages import require_resumable, run_stages
 from largebatch.training.trainer import Trainer
 
@@ -183,7 +185,7 @@ def restarting(
                 command,
                 workers=workers,
                 horovod=options.backend == "horovod",
-                spare=recipe.protocol.spare if recipe.protocol else (),
+                optional=optional_workers(recipe),
             )
         except WorkerFailedError as error:
             if not left:
@@ -210,7 +212,7 @@ def _fewer(recipe: Recipe, workers: int, *, least: int) -> int:
 
 
 def run_worker(recipe: Recipe, options: Options) -> Summary:
-    """Be one worker of a run, from joining the others to leaving them."""
+    """Run one worker, from joining the others to leaving them."""
     folder = options.out
     require_workers(recipe, workers=world_size())
     with open_trainer(recipe, options, {"command": "train"}) as trainer:
@@ -218,7 +220,7 @@ def run_worker(recipe: Recipe, options: Options) -> Summary:
         if checkpoint is not None:
             require_same_run(checkpoint, trainer, folder, allow=options.allow)
             require_resumable(checkpoint, trainer.plan, folder)
-            trainer.restore(checkpoint, source=str(folder))
+            restore(trainer, checkpoint, source=str(folder))
             finished = finished_summary(folder, trainer.backend)
             if finished is not None and len(finished.stages) == len(checkpoint.stages):
                 return finished  # its record stays as it is; else its last checkpoint is damaged
@@ -267,8 +269,6 @@ def _profiled(trainer: Trainer, options: Options, *, until: int) -> Trainer:
             f"--profile {first}:{last}: expected the first and the last of updates {made + 1} to "
             f"{end}, which are to be made"
         )
-    if trainer.exchange is not None:
-        raise PlanError("--profile follows no learners of a protocol; leave one of the two out")
     if trainer.backend.rank:
         return trainer
     resume_clock = trainer.step_log.resume_clock
@@ -315,7 +315,7 @@ def record(
         try:
             with lost_peers_named(trainer.backend.rank, reads=True), failures_named():
                 complete = work()
-                trainer.finish_saving()
+                finish_saving(trainer)
             trainer.backend.before_leaving(None)
         except BaseException as error:
             leaving.acquire()
@@ -343,8 +343,8 @@ def _save_what_is_sound(
     if sound and not isinstance(error, LogError):
         with suppress(LargebatchError, PeerLostError), idle_stream(trainer.backend.device):
             if trainer.step_log.settle():  # else a record would be missing before the checkpoint
-                trainer.save_own(still)
-    trainer.finish_saving()
+                save_alone(trainer, still)
+    finish_saving(trainer)
 
 
 def _finish(
@@ -372,11 +372,11 @@ def _draw(trainer: Trainer, folder: Path) -> None:
             record_worst(trainer.pipeline, folder)
     except Exception as error:  # a data set of the user's own raises all kinds; the run is done
         _LOG.warning("%s: the worst images are left out of the report: %s", folder, error)
-    write_report(folder)
+    write_report(folder, sections=SECTIONS)
 
 
 def summarize(trainer: Trainer, status: Status) -> Summary:
-    """Say in numbers how far the run has come."""
+    """Return the summary of the run so far."""
     plan, state = trainer.plan, trainer.state
     progress, last = state.progress, state.last_kept
     timed = progress.images and progress.train_seconds
@@ -400,8 +400,8 @@ def summarize(trainer: Trainer, status: Status) -> Summary:
         loss=last.loss if last else None,
         perplexity=last.perplexity if last else None,
         weights_sha256=state.weights_sha256,
-        lost=tuple(progress.lost),
-        gradients=tuple(progress.gradients),
+        extra={name: extra.summary() for name, extra in state.extra.items()},
+        remarks=tuple(remark for extra in state.extra.values() for remark in extra.remarks()),
         stages=tuple(state.stages),
         status=status,
     )

@@ -124,10 +124,7 @@ class Console:
             f"{end} after {summary.seconds:.1f} s"
             + self._since_start(summary.seconds)
             + (f"; updates skipped because fp16 overflowed: {skipped}" if skipped else "")
-            + "".join(
-                f"; learner {lost.learner} was lost after {lost.update} updates"
-                for lost in summary.lost
-            )
+            + "".join(f"; {remark}" for remark in summary.remarks)
         )
 
     def _since_start(self, all_seconds: float) -> str:

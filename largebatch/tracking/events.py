@@ -8,7 +8,7 @@ it is read as NaN. A field that older runs did not write has a default, so their
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
@@ -22,8 +22,7 @@ from largebatch.storage import write_whole
 
 RECIPE, LOG, SUMMARY, CHECKPOINTS = "recipe.yaml", "log.jsonl", "summary.json", "checkpoints"
 REPORT, OVERVIEW, TRACE = "report.html", "report.png", "trace.json"
-ARRIVALS = "arrivals.jsonl"
-"""What the files of a run folder are called; the last one only of a run with a protocol."""
+"""Names of the files of a run folder."""
 
 StageName = Literal["train", "clean", "ema", "swa", "swap", "affine", "statistics"]
 """The stages of a run, in their order."""
@@ -344,21 +343,6 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostLearner:
-    """A learner of a protocol that was lost in the middle, and that the others went on without."""
-
-    learner: int
-    update: int
-    """Updates made until then, by the first server."""
-
-    mini_batch: int | None
-    """What it had been given last, and was handed out again; null if nothing."""
-
-    silent: bool
-    """Whether it did nothing for the whole of --timeout; else it was gone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """One run in numbers: summary.json. Accuracies are parts of 1, times seconds, on worker 0."""
 
@@ -401,11 +385,11 @@ class Summary:
     weights_sha256: str | None = None
     """As in Start."""
 
-    lost: tuple[LostLearner, ...] = ()
-    """Over all parts of the run; a part that goes on begins with all learners."""
+    extra: dict[str, dict[str, object]] = field(default_factory=dict)
+    """Values of extensions, by the name of the extension."""
 
-    gradients: tuple[int, ...] = ()
-    """With a protocol, how many the first server took of each learner."""
+    remarks: tuple[str, ...] = ()
+    """What extensions add to the last line of the run."""
 
     stages: tuple[StageResult, ...]
     status: Status

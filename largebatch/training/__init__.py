@@ -1,9 +1,20 @@
 """A run on one worker: the loop, the stages around it, and the state that a checkpoint holds.
 
 If you read one file, read `loop`. It is `evaluation`, not evaluate, because a module of that name
-would hide the function.
+would hide the function. The names below are imported when they are first used: the page of a run
+is made without PyTorch.
 """
 
-from largebatch.training.evaluation import ClassMetrics as ClassMetrics
-from largebatch.training.evaluation import Metrics as Metrics
-from largebatch.training.evaluation import evaluate as evaluate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from largebatch.training.evaluation import ClassMetrics, Metrics, evaluate
+
+__all__ = ["ClassMetrics", "Metrics", "evaluate"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives it (PEP 562)
+    if name not in __all__:
+        raise AttributeError(f"module 'largebatch.training' has no attribute {name!r}")
+    return getattr(import_module("largebatch.training.evaluation"), name)

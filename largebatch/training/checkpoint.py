@@ -33,7 +33,7 @@ from largebatch.storage import CHECKSUM_BYTES, checksum, whole_file
 from largebatch.tracking.events import StageResult
 from largebatch.training.state import Progress
 
-FORMAT = 4
+FORMAT = 5
 
 HEADER, CHECKSUM = "~header", "~~crc32"
 """Arrays of bytes, which safetensors puts last, in the order of their names."""
@@ -58,7 +58,7 @@ _DTYPES = {
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LOG = logging.getLogger(__name__)
-_PARTS = ("model", "optimizer", "scaler", "ema", "snapshot")
+_PARTS = ("model", "optimizer", "scaler", "ema", "snapshot", "extra")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +211,12 @@ def parse_checkpoint(content: bytes, *, source: str) -> Checkpoint:
         tensors = safetensors.torch.load(content)
         header = json.loads(tensors.pop(HEADER).numpy().tobytes())
         del tensors[CHECKSUM]
-        if header["format"] != FORMAT:
+        if header["format"] not in {4, FORMAT}:
             raise CheckpointError(f"{source}: not a checkpoint of this version of largebatch")
         recipe = parse_recipe(header["recipe"], source="its recipe")
         state = _unpack(header["state"], tensors)
+        if header["format"] == 4:
+            _upgrade(state)
         state["optimizer"]["state"] = {
             int(number): entry for number, entry in state["optimizer"]["state"].items()
         }
@@ -332,6 +334,13 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
     if isinstance(value, list):
         return [_unpack(each, tensors) for each in value]
     return value
+
+
+def _upgrade(state: dict[str, Any]) -> None:
+    """Move the state of a protocol to where format 5 has the state of extensions."""
+    momentum, progress = state.pop("protocol", {}), state["progress"]
+    counts = {name: progress.pop(name, []) for name in ("gradients", "lost")}
+    state["extra"] = {"protocol": {"momentum": momentum, **counts}}
 
 
 def copy_state(value: Any) -> Any:  # noqa: ANN401 -- a tree of tensors and plain values

@@ -1,11 +1,6 @@
-"""The stages of a run: train, clean, ema, swa, swap, affine, statistics; all but train optional.
+"""The stages of a run: train, clean, ema, swa, swap, affine, statistics; all but train optional."""
 
-A stage drives the training loop and does between two updates what the loop does not know of: log,
-evaluate, save, and stop when asked.
-"""
-
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,29 +13,29 @@ from largebatch.recipe.polish import Statistics
 from largebatch.tracking.events import Drift, StageName
 from largebatch.training.averages import EMA, SWA
 from largebatch.training.checkpoint import Checkpoint
-from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.judging import begin_stage, end_stage
 from largebatch.training.process import collected_by_hand, fastest_convolutions
-from largebatch.training.protocols import stage as by_protocol
+from largebatch.training.saving import return_to_checkpoint, save
 from largebatch.training.swap import train_replicas
 from largebatch.training.trainer import Trainer
+from largebatch.training.updates import make_updates
 
 
 class Stage(NamedTuple):
-    """One stage: where it ends, and how it is gone through."""
+    """A stage: where it ends, and what it does."""
 
     name: StageName
     end: Callable[[Plan], int]
-    """How many updates of the plan lie behind when it ends; it begins where the last one ends."""
+    """Number of updates of the plan before its end; it begins at the end of the previous stage."""
 
     run: Callable[[Trainer, range, int], None]
-    """Makes these updates of the plan, or those before a number of updates made in all."""
+    """Makes these updates of the plan, up to a total number of updates made."""
 
 
 def run_stages(trainer: Trainer, *, until: int) -> bool:
-    """Go through the stages that remain; return whether the run is complete.
+    """Run the stages that remain; return True if the run is complete.
 
-    Stops early when `until` updates have been made in all, or when any worker is asked to; what was
-    done is saved.
+    Stops early, and saves, after `until` updates in all, or when any worker is asked to stop.
     """
     with collected_by_hand(), fastest_convolutions(trainer.plan):
         return _run_stages(trainer, until=until)
@@ -55,17 +50,17 @@ def _run_stages(trainer: Trainer, *, until: int) -> bool:
             stage.run(trainer, range(begin, end), until)
             stopped = stage.name == "swap" and state.replicas is not None
             if stopped or state.progress.step < end:
-                trainer.save()
+                save(trainer)
                 return False
         begin = end
     return True
 
 
 def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
-    """Raise CheckpointError where a stage has ended and updates before its end are missing.
+    """Raise CheckpointError if a stage has ended and updates before its end are missing.
 
-    `largebatch polish` leaves that of a run that had not ended: the updates that are missing would
-    be made by a network whose statistics no training gave it, under the names of later stages.
+    `largebatch polish` leaves such a checkpoint for a run that had not ended. The missing updates
+    would start from polished statistics, and would be recorded under the names of later stages.
     """
     ends = {stage.name: stage.end(plan) for stage in STAGES}
     step = checkpoint.progress.step
@@ -78,15 +73,15 @@ def require_resumable(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
 
 
 def _ema(trainer: Trainer, _: range, __: int) -> None:
-    """Let the EMA become the model, if there is one."""
+    """Copy the EMA into the model, if there is one."""
     if isinstance(trainer.state.average, EMA):
-        trainer.begin_stage()
+        begin_stage(trainer)
         trainer.state.store_average()
-        trainer.end_stage("ema", num_steps=0)
+        end_stage(trainer, "ema", num_steps=0)
 
 
 def _swa(trainer: Trainer, _: range, __: int) -> None:
-    """Let the mean of the weights become the model, if there is one."""
+    """Copy the mean of the weights into the model, if there is one."""
     average = trainer.state.average
     if not isinstance(average, SWA):
         return
@@ -94,18 +89,18 @@ def _swa(trainer: Trainer, _: range, __: int) -> None:
         trainer.note("swa", "there is no mean: the updates that it was to be of were rolled back")
         trainer.state.average = None
         return
-    trainer.begin_stage()
+    begin_stage(trainer)
     trainer.state.store_average()
-    trainer.end_stage("swa", num_steps=0, note=_measure_if_judged(trainer, "swa"))
+    end_stage(trainer, "swa", num_steps=0, note=_measure_if_judged(trainer, "swa"))
 
 
 def _swap(trainer: Trainer, _: range, __: int) -> None:
-    """Let the mean of replicas that are trained alone become the model, if the recipe has some."""
+    """Train replicas alone and copy their mean into the model, if the recipe has replicas."""
     polish, state = trainer.recipe.polish, trainer.state
     if polish is None or polish.swap is None:
         return
     section = polish.swap
-    trainer.begin_stage()
+    begin_stage(trainer)
     diverged = unsettled = None
     try:
         trained = train_replicas(trainer, section)
@@ -123,11 +118,11 @@ def _swap(trainer: Trainer, _: range, __: int) -> None:
     steps = trainer.plan.replica.steps
     note = f"{section.replicas} replicas, {steps:,} updates of {section.batch:,} samples each"
     note = diverged or "; ".join(filter(None, [note, unsettled]))
-    trainer.end_stage("swap", num_steps=0, note=note, failed=diverged is not None)
+    end_stage(trainer, "swap", num_steps=0, note=note, failed=diverged is not None)
 
 
 def _measure_if_judged(trainer: Trainer, name: Literal["swa", "swap"]) -> str | None:
-    """Give a mean of weights its own statistics, where it is judged; return a remark on them."""
+    """Measure the statistics of a mean of weights before it is judged; return a remark on them."""
     polish = trainer.recipe.polish
     if polish is None or polish.statistics is None or polish.keep == "always":
         return None
@@ -142,7 +137,7 @@ def _affine(trainer: Trainer, steps: range, until: int) -> None:
 
 
 def _statistics(trainer: Trainer, _: range, __: int) -> None:
-    """Do the statistics pass, unless those of the mean that was kept last have been measured."""
+    """Do the statistics pass, unless the last stage that was kept has measured them."""
     polish, last = trainer.recipe.polish, trainer.state.last_kept
     judged = polish is not None and polish.keep == "better"
     if not (judged and last is not None and last.name in {"swa", "swap"}):
@@ -153,9 +148,9 @@ def polish_statistics(trainer: Trainer) -> None:
     """Do the statistics pass, if the recipe has one, and emit what it changed."""
     section = trainer.recipe.polish.statistics if trainer.recipe.polish else None
     if section is not None:
-        trainer.begin_stage()
+        begin_stage(trainer)
         note = _measure(trainer, "statistics", section)
-        trainer.end_stage("statistics", num_steps=0, note=note)
+        end_stage(trainer, "statistics", num_steps=0, note=note)
 
 
 def _measure(trainer: Trainer, name: StageName, section: Statistics) -> str | None:
@@ -176,7 +171,7 @@ def _measure(trainer: Trainer, name: StageName, section: Statistics) -> str | No
 
 
 def _is_over(trainer: Trainer, steps: range, until: int) -> bool:
-    """Tell whether none of these updates remains to be made now."""
+    """Return True if none of these updates remains to be made now."""
     progress = trainer.state.progress
     end = min(steps.stop, until + progress.discarded)
     return progress.step >= end or trainer.step_log.stopped
@@ -187,7 +182,7 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
     unjudged = bool(steps) and state.progress.step == steps.stop  # ended before its evaluation
     if _is_over(trainer, steps, until) and not unjudged:
         return
-    trainer.begin_stage()
+    begin_stage(trainer)
     diverged = None
     try:
         _make_updates_again(trainer, name, steps, until)
@@ -201,11 +196,11 @@ def _train_stage(name: StageName, trainer: Trainer, steps: range, until: int) ->
     if state.progress.step == steps.stop:
         if steps.stop == trainer.plan.steps:  # the schedule has ended
             trainer.store_average()
-        trainer.end_stage(name, num_steps=made, note=diverged, failed=diverged is not None)
+        end_stage(trainer, name, num_steps=made, note=diverged, failed=diverged is not None)
 
 
 def _make_updates_again(trainer: Trainer, name: StageName, steps: range, until: int) -> None:
-    """Make the updates of a stage; where the recipe says so, again after a number went bad."""
+    """Make the updates of a stage; with nonfinite.action: roll_back, again after they diverged."""
     state, nonfinite = trainer.state, trainer.recipe.nonfinite
     failed: set[int] = set()
     while True:
@@ -214,7 +209,7 @@ def _make_updates_again(trainer: Trainer, name: StageName, steps: range, until: 
         except DivergedError as error:
             at = state.progress.step
             again = nonfinite.action == "roll_back" and len(failed) < nonfinite.most
-            if not again or at in failed or not trainer.return_to_checkpoint(after=str(error)):
+            if not again or at in failed or not return_to_checkpoint(trainer, after=str(error)):
                 raise
             failed.add(at)
         else:
@@ -232,61 +227,8 @@ STAGES = (
 )
 
 
-def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
-    """Make these updates of a stage, or those before `until`; evaluate and save on the way."""
-    if trainer.exchange is not None:
-        by_protocol.make_updates(trainer, name, steps, until=until)
-        return
-    plan, step_log, state = trainer.plan, trainer.step_log, trainer.state
-    end = min(steps.stop, until + state.progress.discarded)
-    batches = trainer.pipeline.training(steps, clean=name != "train")
-    train_piece = partial(
-        train,
-        state.model,
-        state.updater.optimizer,
-        batches,
-        state.updater.schedule,
-        trainer.criterion,
-        state.updater.reducer,
-        trainer.spans,
-        state.scaler,
-        seed=step_seeds(trainer.recipe.seed, trainer.backend.rank),
-        skip_nonfinite=trainer.recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
-        measure_norm=step_log.measure_norm,
-    )
-    updates = train_pieces(plan, steps, train_piece)
-    if trainer.profiler is not None:
-        updates = trainer.profiler.follow(updates, stage=name, made=steps.start)
-    step_log.resume_clock()
-    with closing(batches), closing(updates):
-        for update in updates:
-            step_log.add(name, update)  # one under way when the one before diverged is not made
-            if trainer.comparison_is_due():
-                trainer.compare_weights()
-            done = state.progress.step
-            evaluates = done < steps.stop and done in plan.evaluate_after
-            if evaluates:
-                step_log.flush()
-                state.progress.note(trainer.evaluate(name))
-            if evaluates or trainer.save_is_due():
-                step_log.flush()
-                trainer.save()
-                step_log.resume_clock()
-            if step_log.stopped or done == end:
-                break
-    step_log.flush()
-
-
-def train_pieces(
-    plan: Plan, steps: range, train_piece: Callable[..., Generator[Update, None, None]]
-) -> Generator[Update, None, None]:
-    """Make the updates piece by piece of a batch schedule; `train_piece` is `train` less sizes."""
-    for part, global_batch, accumulation in plan.within(steps):
-        yield from train_piece(steps=part, accumulation=accumulation, global_batch=global_batch)
-
-
 def describe_unsettled(drift: PolishDrift) -> str | None:
-    """Say that statistics never came to rest; None if they did."""
+    """Describe statistics that have not settled; None if they have."""
     if drift.settled:
         return None
     return (

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from largebatch.distributed.reducer import Reducer
 from largebatch.schedules.functions import Schedule
 from largebatch.schedules.plateau import Reading
-from largebatch.tracking.events import LostLearner, StageResult
+from largebatch.tracking.events import StageResult
 from largebatch.training.averages import EMA, SWA, ReplicaMean
 from largebatch.training.evaluation import Metrics
 
@@ -27,7 +27,6 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _STAGES = TypeAdapter(list[StageResult])
-_LOST = TypeAdapter(list[LostLearner])
 
 _COUNTED = ("step", "k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 """What optimizers count in their groups, beside the rate: timm's Lamb, Shampoo, Schedule-Free."""
@@ -70,16 +69,9 @@ class Progress:
     """The highest accuracy of an evaluation, or of words the lowest perplexity, and after how many
     updates it was."""
 
-    lost: list[LostLearner] = field(default_factory=list)
-    """Learners of a protocol that the others went on without."""
-
-    gradients: list[Count] = field(default_factory=list)
-    """With a protocol, how many its first server took of each learner."""
-
     def __post_init__(self) -> None:
         """Read what a checkpoint has, where tuples are lists."""
         self.readings = [Reading(*reading) for reading in self.readings]
-        self.lost = _LOST.validate_python(self.lost)
 
     @property
     def updates(self) -> int:
@@ -112,6 +104,28 @@ class Progress:
         self.step = step
 
 
+class ExtraState(Protocol):
+    """State that an extension adds to a run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
+        """Load what `state_dict` returned, or nothing (an empty dict); raise as TrainState does.
+
+        `optimizer` is that of the stage under way.
+        """
+
+    def drop_momentum(self) -> None:
+        """Forget what belongs to the optimizer, which is no longer used."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain values for summary.json."""
+
+    def remarks(self) -> list[str]:
+        """Return what else is to be said when the run ends."""
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """Everything that changes while a run trains; saves and loads itself.
@@ -140,9 +154,8 @@ class TrainState:
     snapshot: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The state in which the stage under way began, where it may be rolled back; else empty."""
 
-    protocol: dict[str, Tensor] = field(default_factory=dict)
-    """With local steps, the momentum of the servers (`outer`), and of every learner (`inner`, a row
-    each), which the optimizer of this worker has only its own of; else empty."""
+    extra: dict[str, ExtraState] = field(default_factory=dict)
+    """State of extensions, by name."""
 
     _begun: float = field(default_factory=time.perf_counter, init=False)
 
@@ -165,7 +178,7 @@ class TrainState:
         """Make the updates that follow by another updater."""
         self.updater.reducer.close()  # its hooks would claim the same gradients
         self.updater = updater
-        self.protocol = {}
+        self._drop_extra_momentum()
 
     def count(self, step: int, *, images: int, seconds: float) -> None:
         """Count the update of a step on the host; `follow` it then."""
@@ -209,7 +222,11 @@ class TrainState:
             self.average.load_state_dict(self.snapshot["ema"])
         self.scaler.load_state_dict(self.snapshot["scaler"])
         self.updater.optimizer.state.clear()  # it may have diverged with the weights
-        self.protocol = {}
+        self._drop_extra_momentum()
+
+    def _drop_extra_momentum(self) -> None:
+        for extra in self.extra.values():
+            extra.drop_momentum()
 
     def end_stage(self, result: StageResult) -> None:
         """Add the result of a stage, which can be rolled back no more."""
@@ -237,7 +254,7 @@ class TrainState:
             "stages": [asdict(stage) for stage in self.stages],
             "weights_sha256": self.weights_sha256,
             "snapshot": self.snapshot,
-            "protocol": self.protocol,
+            "extra": {name: extra.state_dict() for name, extra in self.extra.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -261,19 +278,12 @@ class TrainState:
         self.stages = _STAGES.validate_python(state["stages"])
         self.weights_sha256 = state["weights_sha256"]
         self.snapshot = state["snapshot"]
-        self._load_protocol(state.get("protocol", {}))  # those of older versions have none
+        for name, extra in self.extra.items():
+            extra.load_state_dict(state["extra"].get(name, {}), self.updater.optimizer)
         if self.snapshot:
             _require_like(self.snapshot["model"], self.model.state_dict(), "the snapshot")
             _require_like(self.snapshot["ema"], self._average_state(), "the snapshot's average")
         self._begun = time.perf_counter()
-
-    def _load_protocol(self, state: dict[str, Tensor]) -> None:
-        groups = self.updater.optimizer.param_groups
-        numbers = sum(weight.numel() for group in groups for weight in group["params"])
-        for name in {"outer", "inner"} if state else ():
-            if state[name].shape[-1] != numbers:
-                raise ValueError(f"protocol: {name} is of {state[name].shape[-1]} weights")
-        self.protocol = state
 
     def load_optimizer(
         self, state: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]]

@@ -21,6 +21,7 @@ from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.polish import SWAP
 from largebatch.training.averages import ReplicaMean
 from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.saving import save
 from largebatch.training.trainer import Trainer
 
 EXCHANGE_EVERY = 10
@@ -44,7 +45,7 @@ def train_replicas(trainer: Trainer, section: SWAP) -> ReplicaMean | None:
             if not trainer.step_log.stopped:
                 mean.add(backend, num=min(left, backend.world_size))
                 state.model.load_state_dict(begun)
-                trainer.save()
+                save(trainer)
     finally:
         state.model.load_state_dict(begun)
         trainer.spans.attach()
@@ -71,7 +72,7 @@ def _train_round(trainer: Trainer, replica: int, *, takes_part: bool) -> None:
                     too_many = skipped > trainer.recipe.nonfinite.most
                     lost = torch.where(update.skipped, too_many, lost)
                 bad += lost
-            if trainer.step_log.exchange(bad):
+            if trainer.step_log.share(bad):
                 raise DivergedError(
                     f"the training loss or a gradient of a replica stopped being a number in its "
                     f"updates {few.start} to {few.stop - 1}; lower polish.swap.lr"

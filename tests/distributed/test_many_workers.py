@@ -21,7 +21,7 @@ from torch import nn
 from largebatch import load_recipe, run
 from largebatch.distributed.adasum import Adasum
 from largebatch.distributed.connection import connect
-from largebatch.distributed.losses import Losses
+from largebatch.distributed.dropped import DroppedWorkers
 from largebatch.distributed.meeting import require_one_type
 from largebatch.distributed.notes import StoreNotes
 from largebatch.errors import SHOWN, MismatchError
@@ -234,12 +234,12 @@ def test_one_worker_speaks_for_all() -> None:
 
 
 @pytest.mark.parametrize("workers", [8, 2048])
-def test_workers_agree_on_the_lost_with_a_few_requests(workers: int) -> None:
+def test_workers_agree_on_the_dropped_ones_with_a_few_requests(workers: int) -> None:
     store = CountingStore()
-    losses = Losses(store)
-    losses.note(3)
-    losses.note(5)
+    dropped = DroppedWorkers(store)
+    dropped.add(3)
+    dropped.add(5)
     before = store.requests
-    found = losses.agree(range(4), own=0, witnesses=[0], limit=timedelta(seconds=1))
+    found = dropped.agree(range(4), own=0, witnesses=[0], limit=timedelta(seconds=1))
     assert found == {3}
     assert store.requests - before <= 4

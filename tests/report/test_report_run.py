@@ -12,7 +12,7 @@ from fake_runs import FakeRun
 from largebatch.errors import CheckpointError
 from largebatch.report import write_report
 from largebatch.report.numbers import subtitle
-from largebatch.report.page import make_page
+from largebatch.report.page import Section
 from largebatch.report.run import read_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"
@@ -59,13 +59,13 @@ def test_a_resumed_run_forgets_the_gap_it_will_measure_again(tmp_path: Path) -> 
     assert read_run(run.write()).gaps == ()
 
 
-def test_the_page_lists_what_learners_did_and_which_were_lost(tmp_path: Path) -> None:
+def test_sections_of_others_stand_on_the_page_if_they_have_something_to_say(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.train(0, 2)
-    lost = {"learner": 1, "update": 1037, "mini_batch": 3111, "silent": False}
-    page = make_page(read_run(run.write(lost=[lost], gradients=[1200, 480, 1320])))
+    sections = [lambda folder: Section("Weather", {"in": f"{folder.name} <b>"}), lambda _: None]
+    page = write_report(run.write(), sections=sections).read_text(encoding="utf-8")
     text = " ".join(re.sub("<[^>]*>", " ", page).split())
-    assert "Gradients by learner 1,200 · 480 · 1,320 Lost learners 1 after 1,037 updates" in text
+    assert "Weather in run &lt;b&gt; Environment" in text
 
 
 GOOD = '{"event": "evaluation", "stage": "train", "step": 1, "epoch": 1, "top1": 0, "top5": 0, '

@@ -34,8 +34,8 @@ from largebatch.recipe.loading import load_recipe
 from largebatch.runs.checkpoints import _load, _stage
 from largebatch.runs.options import Options
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
-from largebatch.training.stages import make_updates
 from largebatch.training.trainer import Trainer
+from largebatch.training.updates import make_updates
 
 ALL = (CLEAN, "ema: 0.7", AFFINE, STATISTICS)
 

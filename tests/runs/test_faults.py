@@ -26,8 +26,10 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.runs import build
 from largebatch.runs.build import open_trainer
 from largebatch.runs.options import Options
+from largebatch.training import saving
 from largebatch.training.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from largebatch.training.loss import Criterion, cross_entropy
+from largebatch.training.saving import restore
 from largebatch.training.trainer import Trainer
 
 STEPS = 8
@@ -163,14 +165,14 @@ def test_a_folder_that_is_removed_is_the_error_that_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    real = Trainer.comparison_is_due
+    real = saving.comparison_is_due
 
-    def remove(trainer: Trainer) -> bool:
+    def remove(trainer: Trainer, *, since: int) -> bool:
         if trainer.state.progress.step == 3:
             shutil.rmtree(out)
-        return real(trainer)
+        return real(trainer, since=since)
 
-    monkeypatch.setattr(Trainer, "comparison_is_due", remove)
+    monkeypatch.setattr(saving, "comparison_is_due", remove)
     with pytest.raises(CheckpointError, match="was removed or moved while the run wrote to it"):
         run(recipe(), out=out)
     assert not out.exists()
@@ -181,16 +183,16 @@ def test_nothing_is_saved_after_a_record_that_is_missing(
 ) -> None:
     """A run that went on from there would lack the record of a step for good."""
     out = tmp_path / "run"
-    real = Trainer.comparison_is_due
+    real = saving.comparison_is_due
 
-    def replace_log(trainer: Trainer) -> bool:
+    def replace_log(trainer: Trainer, *, since: int) -> bool:
         if trainer.state.progress.step == 3:
             (out / "log.jsonl").rename(tmp_path / "old")
             shutil.copy(tmp_path / "old", out / "log.jsonl")
-        return real(trainer)
+        return real(trainer, since=since)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "comparison_is_due", replace_log)
+        patch.setattr(saving, "comparison_is_due", replace_log)
         with pytest.raises(CheckpointError, match="was replaced by another file"):
             run(recipe(), out=out)
     run(recipe(), out=out, resume="auto")
@@ -304,13 +306,13 @@ def test_checkpoints_come_by_steps_and_by_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    real = Trainer.save_own
+    real = saving.save_alone
 
     def save(trainer: Trainer) -> None:
         written.append(trainer.state.progress.step)
         real(trainer)
 
-    monkeypatch.setattr(Trainer, "save_own", save)
+    monkeypatch.setattr(saving, "save_alone", save)
     run(recipe("execution.checkpoints={every_steps: 3, every_minutes: null}"), out=tmp_path / "a")
     assert written == [3, 6, STEPS]
     written.clear()
@@ -464,7 +466,7 @@ def test_weights_are_compared_every_so_many_updates_and_before_a_save(
 ) -> None:
     compared: list[int] = []
     monkeypatch.setattr(
-        Trainer, "compare_weights", lambda trainer: compared.append(trainer.state.progress.step)
+        saving, "compare_weights", lambda trainer: compared.append(trainer.state.progress.step)
     )
     run(recipe("execution.compare_every=3"), out=tmp_path / "a")
     assert compared == [3, 6, STEPS]
@@ -507,4 +509,4 @@ def test_a_checkpoint_of_another_model_is_refused_in_words(tmp_path: Path, whole
         change(changed)
         refused = pytest.raises(CheckpointError, match=rf"it: does not fit this run: .*{message}")
         with open_trainer(recipe(), Options(out=tmp_path), {}) as trainer, refused:
-            trainer.restore(Checkpoint.of(checkpoint.recipe, changed), source="it")
+            restore(trainer, Checkpoint.of(checkpoint.recipe, changed), source="it")

@@ -17,8 +17,8 @@ from listening import listeners
 from on_workers import on_workers
 
 from largebatch.distributed.connection import connect
+from largebatch.distributed.dropped import DroppedWorkers
 from largebatch.distributed.environment import LAUNCHER, launched_rank
-from largebatch.distributed.losses import Losses
 from largebatch.distributed.torch_distributed import TorchDistributed
 from largebatch.errors import (
     BackendError,
@@ -191,26 +191,26 @@ time.sleep(float(sys.argv[2]))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_spare_worker_that_the_others_go_on_without_may_be_lost(
+def test_an_optional_worker_may_fail_if_the_run_goes_on_without_it(
     how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that is still suspended when all others have ended is ended."""
-    monkeypatch.setattr(Losses, "include", lambda _, worker: worker == 1)
-    start_workers(["-S", "-c", BY_RANK, how, "1"], workers=3, spare=[1, 2])
+    monkeypatch.setattr(DroppedWorkers, "include", lambda _, worker: worker == 1)
+    start_workers(["-S", "-c", BY_RANK, how, "1"], workers=3, optional=[1, 2])
     killed = "largebatch: worker 1 exited without reporting: killed by SIGKILL; the others go on"
     assert capfd.readouterr().err.count(killed) == (how == "SIGKILL")
 
 
 @pytest.mark.parametrize(
-    ("spare", "noted"), [([0, 2], True), ([1, 2], False)], ids=["not spare", "not noted"]
+    ("optional", "noted"), [([0, 2], True), ([1, 2], False)], ids=["not optional", "not noted"]
 )
 def test_a_lost_worker_ends_the_others_unless_they_go_on(
-    spare: list[int], *, noted: bool, monkeypatch: pytest.MonkeyPatch
+    optional: list[int], *, noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("largebatch.runs.launch.LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(Losses, "include", lambda *_: noted)
+    monkeypatch.setattr(DroppedWorkers, "include", lambda *_: noted)
     with pytest.raises(WorkerFailedError, match="worker 1 exited .*: killed by SIGKILL"):
-        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3, spare=spare)
+        start_workers(["-S", "-c", BY_RANK, "SIGKILL", "600"], workers=3, optional=optional)
 
 
 def test_a_request_to_stop_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

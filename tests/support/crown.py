@@ -32,7 +32,7 @@ from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.evaluation import Metrics, evaluate
 from largebatch.training.loop import step_seeds, train
 from largebatch.training.loss import cross_entropy
-from largebatch.training.stages import train_pieces
+from largebatch.training.updates import train_pieces
 
 STEPS = 5
 GLOBAL_BATCH = 64

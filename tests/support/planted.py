@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is divided by the first batch of a schedule",
-        "training/stages.py",
+        "training/updates.py",
         "global_batch=global_batch)",
         "global_batch=plan.global_batch)",
         "test_crown.py::"
@@ -215,16 +215,16 @@ MUTANTS = (
     ),
     Mutant(
         "a stage is kept that is as good as none",
-        "training/trainer.py",
-        "found.top1 > last.held_out",
-        "found.top1 >= last.held_out",
+        "training/judging.py",
+        "metrics.top1 > last.held_out",
+        "metrics.top1 >= last.held_out",
         "training/test_judging.py",
     ),
     Mutant(
         "a stage that is not kept is not rolled back",
-        "training/trainer.py",
-        "            state.roll_back()\n",
-        "            pass\n",
+        "training/judging.py",
+        "        state.roll_back()\n",
+        "        pass\n",
         "training/test_judging.py",
     ),
     Mutant(

@@ -30,7 +30,6 @@ from largebatch.tracking.events import (
     Finish,
     GeneralizationGap,
     LayerDrift,
-    LostLearner,
     StageResult,
     Start,
     Step,
@@ -308,15 +307,11 @@ def test_the_end_of_a_run_tells_the_time_since_the_command_was_started_too() -> 
     assert int(found[1]) >= 3600
 
 
-def test_the_end_of_a_run_names_the_learners_that_were_lost() -> None:
+def test_the_end_of_a_run_shows_the_remarks_of_extensions() -> None:
     stream = io.StringIO()
-    lost = LostLearner(learner=2, update=37, mini_batch=None, silent=True)
-    summary = replace(SUMMARY, lost=(lost, replace(lost, learner=4, update=51)))
+    summary = replace(SUMMARY, remarks=("worker 2 was slow", "worker 4 too"))
     Console(stream).record(Finish(time=NOW, summary=summary))
-    assert stream.getvalue() == (
-        "finished after 1.2 s; learner 2 was lost after 37 updates; learner 4 was lost after 51 "
-        "updates\n"
-    )
+    assert stream.getvalue() == "finished after 1.2 s; worker 2 was slow; worker 4 too\n"
 
 
 def test_updates_after_the_schedule_are_counted_too() -> None:

@@ -45,6 +45,7 @@ def checkpoint(step: int) -> Checkpoint:
                 {"name": "train", "steps": 5, "seconds": 1.0, "top1": 0.5, "top5": 1.0, "loss": 2.0}
             ],
             "snapshot": {},
+            "extra": {},
         },
     )
 
@@ -244,6 +245,24 @@ def test_wrong_contents_with_a_right_checksum_are_refused(
     with pytest.raises(CheckpointError, match=message) as caught:
         parse_checkpoint(rewritten(content, change), source="it")
     assert str(caught.value).startswith("it: ")
+
+
+def test_the_state_of_a_protocol_is_read_from_files_of_format_4(tmp_path: Path) -> None:
+    content = write_checkpoint(tmp_path, checkpoint(5)).read_bytes()
+    lost = {"learner": 1, "update": 3, "mini_batch": None, "silent": True}
+
+    def to_format_4(header: dict[str, Any]) -> None:
+        header["format"] = 4
+        state = header["state"]
+        del state["extra"]
+        state["protocol"] = {"outer": {"$tensor": "/model/weight"}}
+        state["progress"] |= {"gradients": [7, 8], "lost": [lost]}
+
+    state = parse_checkpoint(rewritten(content, to_format_4), source="it").state
+    protocol = state["extra"]["protocol"]
+    assert torch.equal(protocol["momentum"]["outer"], torch.arange(3.0))
+    assert (protocol["gradients"], protocol["lost"]) == ([7, 8], [lost])
+    assert set(state["progress"]) == {"step", "images", "train_seconds", "seconds"}
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 from largebatch.distributed.serial import Serial
 from largebatch.tracking.events import Decision, Event, Note, StageName, StageResult
+from largebatch.training.judging import begin_stage, end_stage
 from largebatch.training.state import Progress, TrainState, Updater
 from largebatch.training.trainer import Trainer
 
@@ -73,14 +74,15 @@ class Second:
             step_log=anything,
             checkpoints=Path(),
             writer=anything,
+            updates=anything,
         )
 
     def end(self, name: StageName, **how: Any) -> StageResult:  # noqa: ANN401 -- passed on
         """End a stage; return its result, and in `rolled_back` how often it was undone."""
         roll_back = mock.patch.object(TrainState, "roll_back")
-        with roll_back as rolled_back, mock.patch.object(Trainer, "save"):
-            self.trainer.begin_stage()
-            self.trainer.end_stage(name, num_steps=3, **how)
+        with roll_back as rolled_back, mock.patch("largebatch.training.saving.save"):
+            begin_stage(self.trainer)
+            end_stage(self.trainer, name, num_steps=3, **how)
         self.rolled_back = rolled_back.call_count
         return self.state.stages[-1]
 

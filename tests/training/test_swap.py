@@ -62,15 +62,15 @@ def by_plain_pytorch(recipe: Recipe, begun: dict[str, Tensor], replica: int) -> 
 
 def stop_in_exchange(number: int, patched: pytest.MonkeyPatch) -> None:
     """Let a run be asked to stop when its workers exchange that for the n-th time."""
-    exchange, calls = StepLog.exchange, [0]
+    share, calls = StepLog.share, [0]
 
     def stopping(self: StepLog, bad: Tensor) -> bool:
-        found = exchange(self, bad)
+        found = share(self, bad)
         calls[0] += 1
         self.stopped = self.stopped or calls[0] == number
         return found
 
-    patched.setattr(StepLog, "exchange", stopping)
+    patched.setattr(StepLog, "share", stopping)
 
 
 def go_on(recipe: Recipe, folder: Path) -> Summary:

@@ -32,6 +32,7 @@ from largebatch.studies.hosts.namespaces import Counters, read_counters
 from largebatch.tracking.events import Event, Step
 from largebatch.training.protocols.exchange import Layout
 from largebatch.training.protocols.server import divide
+from largebatch.training.saving import finish_saving
 from largebatch.training.stages import STAGES
 from largebatch.training.trainer import Trainer
 
@@ -114,7 +115,7 @@ def measure(job: Job) -> dict[str, Any]:
         with applied_rates(trainer.state.updater.optimizer) as rates:
             for until in job.stretches:
                 STAGES[0].run(trainer, range(trainer.plan.train_steps), until)
-                trainer.finish_saving()
+                finish_saving(trainer)
                 marks.append(_read_counters(trainer))
         return {
             "rank": trainer.backend.rank,

@@ -18,6 +18,9 @@ import numpy.typing as npt
 from largebatch.errors import CheckpointError
 from largebatch.training.protocols.server import Arrival
 
+ARRIVALS = "arrivals.jsonl"
+"""Name of the file of a run folder with the arrivals of all servers."""
+
 IntArray = npt.NDArray[np.int64]
 
 

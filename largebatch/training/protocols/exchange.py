@@ -82,9 +82,9 @@ class Exchange:
     backend: Backend
     layout: Layout
     links: Mapping[tuple[int, int], Link] = field(repr=False)
-    spare: Collection[int] = ()
-    """Learners that the others go on without when they are lost. The backend is TorchDistributed
-    where there are some, and no server is in their processes."""
+    optional: Collection[int] = ()
+    """Learners that the run goes on without when they fail. If there are any, the backend is
+    TorchDistributed, and no server is in their processes."""
 
     lost: set[int] = field(default_factory=set)
     """Those that were; the others have ranks of the backend without them."""
@@ -96,8 +96,8 @@ class Exchange:
     def open(cls, backend: Backend, protocol: Protocol) -> "Exchange":
         """Connect every learner to every server."""
         layout = Layout.of(protocol)
-        spare = protocol.spare if isinstance(backend, TorchDistributed) else ()
-        return cls(backend, layout, open_links(backend, layout.pairs), spare)
+        optional = protocol.optional_learners if isinstance(backend, TorchDistributed) else ()
+        return cls(backend, layout, open_links(backend, layout.pairs), optional)
 
     @property
     def worker(self) -> int:
@@ -142,7 +142,7 @@ class Exchange:
             server: Service(
                 ParameterServer(*_copied(weights, optimizer, part), schedule, rule, clock=clock),
                 mini_batches if number == 0 else None,
-                spare=self.spare,
+                optional=self.optional,
                 on_loss=self._note,
             )
             for number, (server, part) in enumerate(zip(self.layout.servers, parts, strict=True))
@@ -169,11 +169,13 @@ class Exchange:
     @property
     def _elastic(self) -> TorchDistributed | None:
         """The backend, where learners may be lost."""
-        return self.backend if self.spare and isinstance(self.backend, TorchDistributed) else None
+        if self.optional and isinstance(self.backend, TorchDistributed):
+            return self.backend
+        return None
 
     def _note(self, loss: Loss) -> None:
         assert self._elastic is not None
-        self._elastic.note_lost(loss.learner)
+        self._elastic.drop(loss.learner)
 
     @contextmanager
     def _refused_if_lost(self) -> Iterator[None]:
@@ -181,7 +183,7 @@ class Exchange:
         try:
             yield
         except PeerLostError as error:
-            if self._elastic is not None and self._elastic.is_lost(self.worker):
+            if self._elastic is not None and self._elastic.is_dropped(self.worker):
                 raise PeerLostError(_refusal(self.worker)) from error
             raise
 
@@ -190,8 +192,8 @@ class Exchange:
         if self._elastic is None:
             return
         worker = self.worker
-        left = set(self.spare) - self.lost
-        lost = self._elastic.agree_on_lost(left, witnesses=self.layout.servers)
+        left = set(self.optional) - self.lost
+        lost = self._elastic.agree_on_dropped(left, witnesses=self.layout.servers)
         if worker in lost:
             raise PeerLostError(_refusal(worker))
         self.lost.update(lost)

@@ -92,7 +92,7 @@ class Endpoint(Protocol):
 class Service:
     """A server of this process, for all learners.
 
-    Of the `spare` learners each may be lost: the others go on, what it was computing is handed out
+    Each of the `optional` learners may be lost: the others go on, its mini-batch is handed out
     again, and `on_loss` is called from the thread that served it. A gradient that this server has
     already is then not taken a second time: another server may have missed it.
     """
@@ -102,7 +102,7 @@ class Service:
         server: ParameterServer,
         mini_batches: MiniBatches | None,
         *,
-        spare: Collection[int] = (),
+        optional: Collection[int] = (),
         on_loss: Callable[[Loss], None] = lambda _: None,
     ) -> None:
         self.server = server
@@ -113,12 +113,12 @@ class Service:
         self._mini_batches = mini_batches
         """What the first server hands out."""
 
-        self._spare, self._on_loss = spare, on_loss
+        self._optional, self._on_loss = optional, on_loss
         self._taken: set[int] = set()
         self._sizes = [weight.numel() for weight in server.weights]
         self._changed = threading.Condition()
         self.failure: Exception | None = None
-        self._owed: dict[int, int] = {}
+        self._pending: dict[int, int] = {}
         self._begun = time.perf_counter()
 
     def pull(self, learner: int, into: Tensor) -> Pulled:
@@ -139,7 +139,7 @@ class Service:
         if batches is None:
             return None, False
         found = batches.next(learner)
-        if found is not None or not self._spare:
+        if found is not None or not self._optional:
             return found, False
         self._changed.notify_all()  # this one has pushed all that it was given
         known = len(self.losses)
@@ -158,13 +158,13 @@ class Service:
         ]
         with self._changed:
             self._require_whole()
-            if self._spare:
+            if self._optional:
                 if pushed.mini_batch in self._taken:
                     return
                 self._taken.add(pushed.mini_batch)
             if self._mini_batches and (pushed.stop or not math.isfinite(pushed.loss)):
                 self._mini_batches.stop_early()
-            self._owed[learner] = self.server.clock
+            self._pending[learner] = self.server.clock
             applied = self.server.push(
                 learner, pushed.clock, parts, mini_batch=pushed.mini_batch, loss=pushed.loss
             )
@@ -179,7 +179,7 @@ class Service:
         if not self.server.rule.waits:
             return
         with self._changed:
-            update = self._owed[learner]
+            update = self._pending[learner]
             self._changed.wait_for(lambda: self.server.clock > update or self.failure is not None)
             if self.server.clock <= update:
                 self._require_whole()
@@ -189,7 +189,7 @@ class Service:
         try:
             self._answer(learner, link)
         except Exception as error:  # it ends all that wait, in whatever thread
-            if learner in self._spare and isinstance(error, PeerLostError) and not self.failure:
+            if learner in self._optional and isinstance(error, PeerLostError) and not self.failure:
                 self._go_on_without(learner, silent=isinstance(error, PeerSilentError))
             else:
                 self.fail(error)

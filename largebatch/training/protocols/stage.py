@@ -1,53 +1,59 @@
-"""Makes the updates of a stage by the protocol of the recipe, in place of the synchronous core.
+"""Makes the updates of a stage by the protocol of the recipe, in place of the synchronous ones.
 
-Everything else of a run is the run's own. For an evaluation, a checkpoint or the end of a stage the
-learners come to rest: no mini-batch is handed out beyond that update, all gradients are pushed, and
-every worker has the same weights after the same number of updates.
+For an evaluation, a checkpoint or the end of a stage the learners come to rest: no mini-batch is
+handed out beyond that update, all gradients are pushed, and every worker has the same weights after
+the same number of updates.
 """
 
 import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from largebatch.data.types import Batch
-from largebatch.errors import CheckpointError, DivergedError
+from largebatch.errors import CheckpointError, DivergedError, RecipeError
+from largebatch.models import affine_parameters
 from largebatch.recipe.protocols import LocalSteps
+from largebatch.recipe.recipe import Recipe
 from largebatch.storage import write_whole
-from largebatch.tracking.events import ARRIVALS, LostLearner, StageName, Step
-from largebatch.training.protocols.exchange import MOMENTUM, Record
+from largebatch.tracking.events import StageName, Step
+from largebatch.training.protocols.arrivals import ARRIVALS
+from largebatch.training.protocols.exchange import MOMENTUM, Exchange, Record
 from largebatch.training.protocols.gradients import Gradients, average_statistics
 from largebatch.training.protocols.rule import MiniBatches, Rule
+from largebatch.training.protocols.state import LostLearner, ProtocolState
 from largebatch.training.trainer import Trainer
 
 
-def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
-    """Make these updates of a stage, or those before `until`; evaluate and save on the way."""
-    plan, step_log, state = trainer.plan, trainer.step_log, trainer.state
-    end = min(steps.stop, until + state.progress.discarded)
-    stretch = _Stretch(trainer, name)
-    if trainer.backend.rank == 0:
-        stretch.forget(state.progress.step)
-    while (begun := state.progress.step) < end and not step_log.stopped:
-        stop = _next_rest(trainer, begun, end=end, last=steps.stop)
-        stretch.run(range(begun, stop))
-        done = state.progress.step
-        passed = any(begun < point <= done for point in plan.evaluate_after)
-        if done < steps.stop and passed:
-            state.progress.note(trainer.evaluate(name))
-        if done < end and not step_log.stopped:  # else it is saved by those who end the stage
-            trainer.save()
+@dataclass(frozen=True)
+class ProtocolUpdates:
+    """Makes the updates of a stage, as `Trainer.updates`, and yields whenever learners rest."""
+
+    exchange: Exchange
+    state: ProtocolState
+
+    def __call__(
+        self, trainer: Trainer, name: StageName, steps: range, end: int
+    ) -> Generator[None, None, None]:
+        """Make these updates of a stage, or those before `end`."""
+        stretch = _Stretch(trainer, name, self.exchange, self.state)
+        if trainer.backend.rank == 0:
+            stretch.forget(steps.start)
+        while (start := trainer.state.progress.step) < end and not trainer.step_log.stopped:
+            stretch.run(range(start, _next_rest(trainer, start, end=end, last=steps.stop)))
+            yield
 
 
 def _next_rest(trainer: Trainer, begun: int, *, end: int, last: int) -> int:
-    """Return after which update the learners come to rest next.
+    """Return the number of updates after which the learners come to rest next.
 
     With local steps that is at the end of a round, except at the `last` update of the stage.
     """
@@ -75,12 +81,13 @@ def _begin(trainer: Trainer) -> int:
 class _Stretch:
     """Updates between two rests."""
 
-    def __init__(self, trainer: Trainer, name: StageName) -> None:
+    def __init__(
+        self, trainer: Trainer, name: StageName, exchange: Exchange, state: ProtocolState
+    ) -> None:
         self._trainer, self._name = trainer, name
         section = trainer.recipe.protocol
         assert section is not None
-        assert trainer.exchange is not None
-        self._section, self._exchange = section, trainer.exchange
+        self._section, self._exchange, self._state = section, exchange, state
         self._path = trainer.checkpoints.parent / ARRIVALS
         self._size = section.mini_batch(trainer.recipe.batch.global_batch)
         self._rule = Rule.of(section, mini_batch=self._size)
@@ -110,7 +117,7 @@ class _Stretch:
             if trainer.backend.rank == 0:
                 self._write(record)
             self._count(record)
-            trainer.step_log.exchange_requests()
+            trainer.step_log.share_requests()
             diverged = self._add(record, rule, begun=updates.start)
         if diverged is not None:
             raise diverged
@@ -124,7 +131,8 @@ class _Stretch:
         is that of the record.
         """
         state, weights = self._trainer.state, self._gradients.weights
-        model, protocol, progress = state.model, state.protocol, copy.deepcopy(state.progress)
+        model, protocol = state.model, self._state.state_dict()
+        progress = copy.deepcopy(state.progress)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         momentum = _momentum(self._optimizer, weights).clone()
         had = bool(self._optimizer.state)
@@ -132,7 +140,8 @@ class _Stretch:
             yield
         except BaseException:
             model.load_state_dict(before)
-            state.protocol, state.progress = protocol, progress
+            self._state.load_state_dict(protocol, self._optimizer)
+            state.progress = progress
             if had:
                 _load_momentum(self._optimizer, weights, momentum)
             else:
@@ -143,7 +152,7 @@ class _Stretch:
         """Count and emit the updates; return what was wrong where a loss is no number."""
         try:
             for step in self._steps(record, rule, begun=begun):
-                self._trainer.step_log.add_made(step)
+                self._trainer.step_log.add_record(step)
         except DivergedError as error:
             return error
         return None
@@ -157,26 +166,26 @@ class _Stretch:
             MiniBatches(rule, updates),
             clock=updates.start,
             gradient=self._gradients.of,
-            asks=lambda: self._trainer.step_log.asks,
+            asks=lambda: self._trainer.step_log.is_interrupted,
         )
 
     def _run_locally(self, updates: range) -> Record:
         """Let learners make updates, and servers average what these have changed."""
         assert isinstance(self._section, LocalSteps)
         section, outer = self._section, self._section.outer
-        trainer, state = self._trainer, self._trainer.state
+        trainer, momentum = self._trainer, self._state.momentum
         weights = self._gradients.weights
         mean = SGD(weights, lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
-        if state.protocol:
+        if momentum:
             own = trainer.backend.rank if self._exchange.is_learner else 0
-            _load_momentum(mean, weights, state.protocol["outer"])
-            _load_momentum(self._optimizer, weights, state.protocol["inner"][own])
+            _load_momentum(mean, weights, momentum["outer"])
+            _load_momentum(self._optimizer, weights, momentum["inner"][own])
         local = partial(
             self._gradients.of_local_steps,
             end=updates.stop,
             steps=section.steps,
             optimizer=self._optimizer,
-            schedule=state.updater.schedule,
+            schedule=trainer.state.updater.schedule,
         )
         record = self._exchange.run(
             weights,
@@ -186,10 +195,10 @@ class _Stretch:
             MiniBatches(self._rule, updates),
             clock=-(-(updates.start - _begin(trainer)) // section.steps),
             gradient=local,
-            asks=lambda: trainer.step_log.asks,
+            asks=lambda: trainer.step_log.is_interrupted,
         )
         inner = trainer.backend.all_gather(_momentum(self._optimizer, weights))
-        state.protocol = {
+        self._state.momentum = {
             "outer": _momentum(mean, weights),
             "inner": inner[: section.learners].clone(),
         }
@@ -197,15 +206,15 @@ class _Stretch:
 
     def _count(self, record: Record) -> None:
         """Count the gradients of each learner, and note which learners were lost."""
-        progress = self._trainer.state.progress
+        state = self._state
         pushed = Counter(arrival.learner for arrival in record.arrivals[0])
-        before = progress.gradients or [0] * self._section.learners
-        progress.gradients = [number + pushed[n] for n, number in enumerate(before)]
-        self._trainer.pipeline.lost.update(self._exchange.lost)
+        before = state.gradients or [0] * self._section.learners
+        state.gradients = [number + pushed[n] for n, number in enumerate(before)]
+        self._trainer.pipeline.dropped.update(self._exchange.lost)
         for loss in self._exchange.losses:
             lost = LostLearner(**loss._asdict())
-            if lost not in progress.lost:
-                progress.lost.append(lost)
+            if lost not in state.lost:
+                state.lost.append(lost)
                 self._trainer.note(self._name, _describe(lost))
 
     def _batch(self, number: int) -> Batch:
@@ -291,3 +300,18 @@ def _load_momentum(optimizer: Optimizer, weights: Sequence[Tensor], flat: Tensor
     parts = flat.to(weights[0].device).split([weight.numel() for weight in weights])
     for weight, part in zip(weights, parts, strict=True):
         optimizer.state[weight][MOMENTUM] = torch.empty_like(weight).copy_(part.view_as(weight))
+
+
+def require_tensors(model: nn.Module, recipe: Recipe) -> None:
+    """Raise RecipeError if a stage trains fewer tensors than the protocol has servers."""
+    if recipe.protocol is None:
+        return
+    trained = set(model.parameters())
+    if recipe.polish is not None and recipe.polish.affine is not None:
+        trained = affine_parameters(model)
+    servers = recipe.protocol.num_servers
+    if servers > len(trained):
+        raise RecipeError(
+            f"protocol.servers: {servers} servers hold whole tensors, and a stage of this recipe "
+            f"trains {len(trained)}: give at most so many, as in {{centralised: {len(trained)}}}"
+        )

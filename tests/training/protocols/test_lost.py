@@ -181,9 +181,10 @@ def test_a_launched_run_goes_on_without_a_learner_and_is_not_started_again(
     assert "worker 1 exited without reporting: killed by SIGKILL; the others go on" in errors
     assert "learner 1 was gone after" in shown
     summary = json.loads((out / "summary.json").read_text())
-    (lost,) = summary["lost"]
+    counts = summary["extra"]["protocol"]
+    (lost,) = counts["lost"]
     assert (summary["status"], summary["steps"], lost["learner"]) == ("finished", 60, LEARNER)
-    first, second = summary["gradients"]
+    first, second = counts["gradients"]
     assert first + second == 60 * (2 if kind.startswith("softsync") else 1)
     assert first > second
     lines = [json.loads(line) for line in (out / "arrivals.jsonl").read_text().splitlines()]

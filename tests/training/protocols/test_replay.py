@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from largebatch.errors import CheckpointError
-from largebatch.tracking.events import ARRIVALS
-from largebatch.training.protocols.arrivals import Arrivals, read_arrivals
+from largebatch.training.protocols.arrivals import ARRIVALS, Arrivals, read_arrivals
 from largebatch.training.protocols.cluster import Cluster, Link
 from largebatch.training.protocols.compute_times import Exponential
 from largebatch.training.protocols.exchange import Layout, Record

@@ -16,11 +16,11 @@ from largebatch.distributed.serial import Serial
 from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models import affine_parameters
 from largebatch.recipe.recipe import Recipe
-from largebatch.runs.build import build_model, require_tensors, time_limit
+from largebatch.runs.build import build_model, time_limit
 from largebatch.runs.options import Options
 from largebatch.tracking.events import Step
 from largebatch.training.protocols.exchange import Record
-from largebatch.training.protocols.stage import _Stretch
+from largebatch.training.protocols.stage import _Stretch, require_tensors
 from largebatch.training.step_log import StepLog
 
 STEPS = 7
@@ -157,14 +157,14 @@ def test_updates_that_cannot_be_recorded_are_undone(
     cannot = CheckpointError(f"{fails}: cannot be written: No space left on device")
     with monkeypatch.context() as patch:
         if fails == "log.jsonl":
-            add_made = StepLog.add_made
+            add_record = StepLog.add_record
 
             def adding(log: StepLog, step: Step) -> None:
-                add_made(log, step)
+                add_record(log, step)
                 if step.step == 2:
                     raise cannot
 
-            patch.setattr(StepLog, "add_made", adding)
+            patch.setattr(StepLog, "add_record", adding)
         else:
             write = _Stretch._write
 

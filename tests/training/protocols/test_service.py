@@ -56,11 +56,11 @@ def ends() -> tuple[Any, Any]:
     return QueueLink(there, back), QueueLink(back, there)
 
 
-def serve(rule: Rule, updates: range, *, first: bool = True, spare: range = range(0)) -> Service:
+def serve(rule: Rule, updates: range, *, first: bool = True, optional: range = range(0)) -> Service:
     weights = [torch.zeros(3, dtype=torch.float64, requires_grad=True)]
     server = ParameterServer(weights, SGD(weights), lambda _: 0.5, rule)
     batches = MiniBatches(rule, updates) if first else None
-    return Service(server, batches, spare=spare)
+    return Service(server, batches, optional=optional)
 
 
 @contextmanager
@@ -161,12 +161,12 @@ SOFTSYNC = Rule(learners=3, gradients=2, waits=False)
 
 
 @pytest.mark.parametrize("dies_at", [4, 19], ids=["in the middle", "with the last mini-batch"])
-def test_the_others_go_on_without_a_spare_learner_and_compute_what_it_had(
+def test_the_others_go_on_without_an_optional_learner_and_compute_what_it_had(
     dies_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where all others had nothing left to do: they wait until it is back or lost."""
     monkeypatch.setattr(services, "PATIENCE", 0.01)
-    service = serve(SOFTSYNC, range(10), spare=range(3))
+    service = serve(SOFTSYNC, range(10), optional=range(3))
     dead = threading.Event()
 
     def compute(learner: int, number: int) -> float:
@@ -190,8 +190,8 @@ def test_the_others_go_on_without_a_spare_learner_and_compute_what_it_had(
 def test_a_gradient_that_only_one_of_two_servers_has_is_taken_once_by_both() -> None:
     """Learner 1 dies between two pushes; what it had is computed again, and pushed to both."""
     rule = Rule(learners=2, gradients=1, waits=False)
-    first = serve(rule, range(4), spare=range(1, 2))
-    second = serve(rule, range(4), first=False, spare=range(1, 2))
+    first = serve(rule, range(4), optional=range(1, 2))
+    second = serve(rule, range(4), first=False, optional=range(1, 2))
     weights = torch.zeros(3, dtype=torch.float64)
 
     def step(learner: int, *servers: Service) -> int | None:
@@ -217,7 +217,7 @@ def test_a_gradient_that_only_one_of_two_servers_has_is_taken_once_by_both() -> 
 
 def test_a_silent_learner_is_lost_as_such_and_one_that_keeps_the_record_ends_all() -> None:
     noted: list[Loss] = []
-    service = serve(SOFTSYNC, range(10), spare=range(1, 3))
+    service = serve(SOFTSYNC, range(10), optional=range(1, 3))
     service._on_loss = noted.append
 
     class SilentLink(QueueLink):

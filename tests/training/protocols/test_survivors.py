@@ -59,8 +59,8 @@ def solve(folder: Path, number: signal.Signals) -> None:
     """Be one worker of a small problem in float64; worker 0 leaves the weights and the record."""
     fault, backend = Fault(folder, number), connect("torch", timeout=10)
     layout = Layout(LEARNERS, (LEARNERS, LEARNERS + 1))
-    links, spare = open_links(backend, layout.pairs), range(1, LEARNERS)
-    exchange = Exchange(backend, layout, links, spare)
+    links, optional = open_links(backend, layout.pairs), range(1, LEARNERS)
+    exchange = Exchange(backend, layout, links, optional)
     model = build()
     weights = list(model.parameters())
 
@@ -198,11 +198,12 @@ def test_a_run_ends_without_a_lost_learner_and_with_all_samples(
             assert "worker 1, a learner, did nothing for the whole of --timeout" in text
     found = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (found["status"], found["steps"], found["samples"]) == ("finished", 12, 12 * 48)
-    (lost,) = found["lost"]
+    counts = found["extra"]["protocol"]
+    (lost,) = counts["lost"]
     assert (lost["learner"], lost["silent"]) == (VICTIM, number == STOPPED)
     assert lost["mini_batch"] < LEARNERS
-    assert found["gradients"][VICTIM] == 0
-    assert sum(found["gradients"]) == 12 * gradients
+    assert counts["gradients"][VICTIM] == 0
+    assert sum(counts["gradients"]) == 12 * gradients
     records = read_arrivals(tmp_path / "run" / "arrivals.jsonl")
     assert len(records) == servers
     for record in records:

@@ -1,6 +1,7 @@
-"""Workers that were lost and that the others go on without, as notes in the store that joins them.
+"""Workers that the run goes on without, as notes in the store that connects all workers.
 
-What started the workers reads the notes too: for such a worker it does not end the others.
+The process that started the workers reads the notes too: it does not end the others when such a
+worker ends.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,28 +12,28 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.distributed.distributed_c10d import Store
 
 
-class Losses:
-    """The workers of a store that were lost; `attempt` is how often all were started before."""
+class DroppedWorkers:
+    """The dropped workers of a store; `attempt` is the number of restarts of all workers before."""
 
     def __init__(self, store: Store, *, attempt: str = "0") -> None:
-        self._store = PrefixStore("lost", PrefixStore(attempt, store))
+        self._store = PrefixStore("dropped", PrefixStore(attempt, store))
         self._rounds = count()
 
-    def note(self, worker: int) -> None:
-        """Let all know that the others go on without a worker."""
+    def add(self, worker: int) -> None:
+        """Note that the run goes on without a worker."""
         self._store.append("all", f"{worker} ")  # type: ignore[attr-defined]  # torch's stubs
         self._store.set(str(worker), "")
 
     def include(self, worker: int) -> bool:
-        """Return whether the others go on without a worker, or are about to."""
+        """Return True if a worker is noted."""
         return bool(self._store.check([str(worker)]))
 
     def agree(
         self, of: Collection[int], *, own: int, witnesses: Sequence[int], limit: timedelta
     ) -> set[int]:
-        """Return which workers of these were lost, the same set on every worker that calls this.
+        """Return which of these workers are dropped, the same set on every worker that calls this.
 
-        The witnesses, who note losses, call it when they will note no more; all others wait for
+        The witnesses, who add workers, call it when they will add no more; all others wait for
         them. Every worker calls it equally often. Raises DistError after the limit.
         """
         number = next(self._rounds)

@@ -1,0 +1,139 @@
+"""The end of a stage: its evaluation, and whether what it did is kept or rolled back.
+
+With `polish.keep: better`, training images that were held out decide: a stage after which no more
+of them are classified correctly is rolled back.
+"""
+
+import math
+import time
+from dataclasses import replace
+
+from largebatch.tracking.events import (
+    Accuracy,
+    Decision,
+    GeneralizationGap,
+    StageName,
+    StageResult,
+)
+from largebatch.training import saving
+from largebatch.training.evaluation import Answers, Metrics, evaluate
+from largebatch.training.mistakes import find_mistakes
+from largebatch.training.trainer import Trainer
+
+
+def begin_stage(trainer: Trainer) -> None:
+    """Take a snapshot if the stage that begins, or goes on, may be rolled back."""
+    if _decides(trainer) and trainer.state.stages:  # the first stage is never rolled back
+        trainer.state.take_snapshot()
+
+
+def end_stage(
+    trainer: Trainer,
+    name: StageName,
+    *,
+    num_steps: int,
+    note: str | None = None,
+    failed: bool = False,
+) -> None:
+    """Evaluate, keep the stage or roll it back, record it, and save.
+
+    `note` is a remark on the stage; a stage that `failed` is rolled back whatever its accuracy.
+    """
+    state = trainer.state
+    if note is not None:
+        trainer.note(name, note)
+    metrics = _evaluate(trainer, name)
+    last = state.last_kept
+    held_out, kept = _decide(trainer, name, last, failed=failed)
+    if kept:
+        state.progress.note(metrics)
+    else:
+        state.roll_back()
+    state.end_stage(
+        StageResult(
+            name=name,
+            steps=num_steps,
+            seconds=state.seconds - sum(stage.seconds for stage in state.stages),
+            top1=metrics.top1,
+            top5=metrics.top5,
+            loss=metrics.loss,
+            perplexity=metrics.perplexity,
+            before=Accuracy(top1=last.top1, top5=last.top5, loss=last.loss) if last else None,
+            held_out=held_out,
+            kept=kept,
+            note=note,
+        )
+    )
+    saving.save(trainer)
+
+
+def _evaluate(trainer: Trainer, stage: StageName) -> Metrics:
+    """Evaluate the model; emit which images it classifies wrongly, and the generalization gap."""
+    classes, step = trainer.pipeline.classes, trainer.state.progress.step
+    if classes:
+        answers = Answers()
+        metrics = trainer.evaluate(stage, answers.add)
+        pipeline = trainer.pipeline
+        samples = pipeline.evaluated_samples
+        gathered = answers.gather(pipeline.validation_samples, samples, trainer.backend)
+        mistakes = find_mistakes(gathered, stage=stage, step=step, classes=classes)
+        confidences = metrics.by_class.average_confidence[: len(classes)]
+        trainer.emit(replace(mistakes, confidences=confidences))
+    else:
+        metrics = trainer.evaluate(stage)
+    if "generalization_gap" in trainer.recipe.monitor:
+        _emit_gap(trainer, stage, metrics)
+    return metrics
+
+
+def _emit_gap(trainer: Trainer, stage: StageName, validation: Metrics) -> None:
+    start = time.perf_counter()
+    training = trainer.measure_training()
+    trainer.emit(
+        GeneralizationGap(
+            stage=stage,
+            step=trainer.state.progress.step,
+            samples=training.samples,
+            top1=training.top1,
+            loss=training.loss,
+            gap=validation.loss - training.loss,
+            seconds=time.perf_counter() - start,
+        )
+    )
+
+
+def _decides(trainer: Trainer) -> bool:
+    """Return True if stages that do not help are rolled back."""
+    polish = trainer.recipe.polish
+    return polish is not None and polish.keep == "better"
+
+
+def _decide(
+    trainer: Trainer, name: StageName, last: StageResult | None, *, failed: bool
+) -> tuple[float | None, bool]:
+    """Return top-1 on the images held out, None without them, and whether to keep the stage.
+
+    A model whose loss is not finite is not kept, though it may meet some labels by chance. Every
+    worker decides alike: counts are exact, and one all-reduce gives all of them the same.
+    """
+    if not _decides(trainer):
+        return None, True
+    samples = len(trainer.pipeline.held_out_samples)
+    batches = trainer.pipeline.held_out()
+    metrics = evaluate(trainer.state.model, batches, trainer.backend, expected=samples)
+    if last is None:
+        return metrics.top1, True
+    assert last.held_out is not None
+    usable = not failed and math.isfinite(metrics.loss)
+    kept = usable and metrics.top1 > last.held_out
+    trainer.emit(
+        Decision(
+            stage=name,
+            step=trainer.state.progress.step,
+            samples=samples,
+            before=last.held_out,
+            after=metrics.top1,
+            kept=kept,
+        )
+    )
+    return metrics.top1, kept

@@ -1,0 +1,133 @@
+"""Saves a run and restores it, and compares the weights of the workers."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+from largebatch.distributed.agreement import require_same_bits
+from largebatch.distributed.connection import broadcast_bytes
+from largebatch.errors import CheckpointError, printable
+from largebatch.tracking.environment import versions
+from largebatch.tracking.identity import read_ids
+from largebatch.training.checkpoint import (
+    Checkpoint,
+    copy_state,
+    newest_checkpoint,
+    parse_checkpoint,
+    set_aside_damaged,
+)
+from largebatch.training.trainer import Trainer
+
+
+def save_is_due(trainer: Trainer, *, since: int) -> bool:
+    """Return True if a checkpoint is due; `since` is the last update after which this was asked."""
+    every = trainer.recipe.execution.checkpoints.every_steps
+    return _is_due(trainer, every, since=since) or trainer.step_log.save_due
+
+
+def comparison_is_due(trainer: Trainer, *, since: int) -> bool:
+    """Return True if the weights of the workers are to be compared; `since` is as above."""
+    return _is_due(trainer, trainer.recipe.execution.compare_every, since=since)
+
+
+def _is_due(trainer: Trainer, every: int | None, *, since: int) -> bool:
+    return every is not None and trainer.state.progress.step // every > since // every
+
+
+def save(trainer: Trainer) -> None:
+    """Start to write a checkpoint of the state, which must be the same on every worker.
+
+    Raises CheckpointError on worker 0, which writes, if the previous checkpoint could not be
+    written and the recipe stops for that; DesynchronizedError as `compare_weights`.
+    """
+    if trainer.recipe.execution.compare_every is not None:
+        compare_weights(trainer)
+    save_alone(trainer)
+
+
+def save_alone(trainer: Trainer, still: Callable[[], bool] = lambda: True) -> None:
+    """Save without comparing weights; no other worker is needed.
+
+    Nothing is written unless `still` is true of the state when it is copied.
+    """
+    trainer.step_log.note_saved()
+    if trainer.backend.rank == 0:
+        checkpoint = Checkpoint.of(
+            trainer.recipe,
+            copy_state(trainer.state.state_dict()),
+            plan=asdict(trainer.plan),
+            data=trainer.pipeline.splits,
+            classes=list(map(printable, trainer.pipeline.classes)),
+            versions=versions(),
+            trackers=read_ids(trainer.checkpoints.parent),
+        )
+        if still():
+            with trainer.backend.busy():
+                _write(trainer, lambda: trainer.writer.write(checkpoint))
+
+
+def finish_saving(trainer: Trainer) -> None:
+    """Wait until the last checkpoint is on the disk; raises as `save` does."""
+    with trainer.backend.busy():
+        _write(trainer, trainer.writer.wait)
+
+
+def _write(trainer: Trainer, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except CheckpointError as error:
+        if trainer.recipe.execution.checkpoints.on_error == "stop":
+            raise
+        trainer.note(trainer.stage, str(error))
+        write()
+
+
+def compare_weights(trainer: Trainer) -> None:
+    """Raise DesynchronizedError on every worker unless all have the same weights."""
+    tensors = trainer.state.model.state_dict().values()
+    when = f"step {trainer.state.progress.step}"
+    backend, workers = trainer.backend, trainer.pipeline.workers
+    require_same_bits(tensors, backend, backend.device, when=when, workers=workers)
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint, *, source: str = "the checkpoint") -> None:
+    """Load the state of a checkpoint.
+
+    Raises CheckpointError, which begins with `source`, if the checkpoint is of another run, or of a
+    text whose vocabulary numbers words differently.
+    """
+    saved = checkpoint.origin.get("data")
+    words = saved.get("vocabulary") if isinstance(saved, dict) else None
+    if words != trainer.pipeline.splits.get("vocabulary"):
+        raise CheckpointError(
+            f"{source}: was trained with another vocabulary than that of the text here, so "
+            "that words have other numbers; give the text of that run with --data"
+        )
+    if checkpoint.progress.step > trainer.plan.steps:
+        trainer.state.use(trainer.build_affine())
+    try:
+        trainer.state.load_state_dict(checkpoint.state)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{source}: does not fit this run: {type(error).__name__}: {reason[:500]}"
+        ) from None
+
+
+def return_to_checkpoint(trainer: Trainer, *, after: str) -> bool:
+    """Restore the newest checkpoint of this stage on every worker; return True if there is one.
+
+    `after` is the reason in words.
+    """
+    finish_saving(trainer)
+    newest = newest_checkpoint(trainer.checkpoints) if trainer.backend.rank == 0 else None
+    content = broadcast_bytes(newest.content if newest else None, trainer.backend)
+    source = str(trainer.checkpoints)
+    checkpoint = parse_checkpoint(content, source=source) if content else None
+    if checkpoint is not None and trainer.backend.rank == 0:
+        set_aside_damaged(trainer.checkpoints, step=checkpoint.progress.step)
+    if checkpoint is None or len(checkpoint.stages) != len(trainer.state.stages):
+        return False
+    trainer.note(trainer.stage, f"rolled back to step {checkpoint.progress.step}: {after}")
+    restore(trainer, checkpoint)
+    trainer.begin()
+    return True

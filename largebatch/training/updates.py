@@ -1,0 +1,78 @@
+"""The updates of a stage, with what happens between two of them: evaluate, compare, save, stop."""
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+
+from largebatch.recipe.arithmetic.plan import Plan
+from largebatch.tracking.events import StageName
+from largebatch.training import saving
+from largebatch.training.loop import Update, step_seeds, train
+from largebatch.training.trainer import Trainer
+
+
+def make_updates(trainer: Trainer, name: StageName, steps: range, *, until: int) -> None:
+    """Make these updates of a stage, or those before `until`; evaluate and save on the way."""
+    step_log, progress = trainer.step_log, trainer.state.progress
+    end = min(steps.stop, until + progress.discarded)
+    done = steps.start
+    with closing(trainer.updates(trainer, name, steps, end)) as updates:
+        for _ in updates:
+            before, done = done, trainer.state.progress.step
+            if saving.comparison_is_due(trainer, since=before):
+                saving.compare_weights(trainer)
+            evaluates = done < steps.stop and _passes(trainer.plan, before, done)
+            if evaluates:
+                step_log.flush()
+                trainer.state.progress.note(trainer.evaluate(name))
+            if evaluates or saving.save_is_due(trainer, since=before):
+                step_log.flush()
+                saving.save(trainer)
+            if step_log.stopped or done >= end:
+                break
+    step_log.flush()
+
+
+def _passes(plan: Plan, before: int, done: int) -> bool:
+    """Return True if an evaluation comes after one of the updates after `before`, up to `done`."""
+    return any(before < point <= done for point in plan.evaluate_after)
+
+
+def synchronous_updates(
+    trainer: Trainer, name: StageName, steps: range, _: int
+) -> Generator[None, None, None]:
+    """Make updates of the training loop, in which every worker waits for all; yield after each."""
+    step_log, state = trainer.step_log, trainer.state
+    batches = trainer.pipeline.training(steps, clean=name != "train")
+    train_piece = partial(
+        train,
+        state.model,
+        state.updater.optimizer,
+        batches,
+        state.updater.schedule,
+        trainer.criterion,
+        state.updater.reducer,
+        trainer.spans,
+        state.scaler,
+        seed=step_seeds(trainer.recipe.seed, trainer.backend.rank),
+        skip_nonfinite=trainer.recipe.nonfinite.action == "skip" and not state.scaler.is_enabled(),
+        measure_norm=step_log.measure_norm,
+    )
+    updates = train_pieces(trainer.plan, steps, train_piece)
+    if trainer.profiler is not None:
+        updates = trainer.profiler.follow(updates, stage=name, made=steps.start)
+    step_log.resume_clock()
+    with closing(batches), closing(updates):
+        for update in updates:
+            step_log.add(name, update)  # one under way when the one before diverged is not made
+            yield
+            if not step_log.is_training:  # it was flushed, for something other than updates
+                step_log.resume_clock()
+
+
+def train_pieces(
+    plan: Plan, steps: range, train_piece: Callable[..., Generator[Update, None, None]]
+) -> Generator[Update, None, None]:
+    """Make the updates piece by piece of a batch schedule; `train_piece` is `train` less sizes."""
+    for part, global_batch, accumulation in plan.within(steps):
+        yield from train_piece(steps=part, accumulation=accumulation, global_batch=global_batch)
