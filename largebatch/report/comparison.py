@@ -21,10 +21,11 @@ from largebatch.errors import (
     printable,
     shorten,
 )
+from largebatch.formatting import duration, percent, plural
 from largebatch.recipe.loading import parse_recipe, parse_yaml
 from largebatch.report.course import Course, evaluations_of, updates_of
 from largebatch.report.mistakes import Change, compare
-from largebatch.report.numbers import duration, percent, short_commit
+from largebatch.report.numbers import short_commit
 from largebatch.report.run import Run, Stage, read_run
 
 _TARGETS = (*range(1, 100), 75.9, 99.5, 99.7, 99.9)
@@ -407,12 +408,3 @@ def _named(runs: Sequence[Compared]) -> str:
     labels = [one.label for one in runs[:_NAMED]]
     more = len(runs) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a number and what it counts.
-
-    >>> plural(1, "run"), plural(1_000, "run")
-    ('1 run', '1,000 runs')
-    """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

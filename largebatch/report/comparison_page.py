@@ -1,38 +1,49 @@
-"""The page that compares runs: what it says first, its tables and its charts.
+"""The page that compares runs: what it finds first, its tables and its charts.
 
-Words and layout stand in comparison.html. Every chart has all runs, each with the colour that the
-legend has, and a button there hides a run in all of them.
+Every chart has all runs, each with the colour that the legend has.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from largebatch.errors import printable, shorten
-from largebatch.report.comparison import Compared, Comparison, describe, plural
+from largebatch.formatting import MISSING, plural, points
+from largebatch.report.comparison import Compared, Comparison, describe
 from largebatch.report.course import Course
 from largebatch.report.interactive import (
-    Series,
-    add_hover,
-    add_line,
-    add_points,
+    Column,
+    Filter,
+    Page,
+    Section,
+    Table,
     make_interactive_page,
-    new_chart,
-    new_source,
-    series,
 )
-from largebatch.report.numbers import points
+from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, series
 from largebatch.report.run import Stage, images_per_second, needs_log_scale
-from largebatch.report.table import MISSING, Column, new_table
 
-if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Source
-    from largebatch.report.table import Table
+_NOISE = (
+    "Noise is two standard errors of the difference of two runs on these samples: by McNemar's "
+    "test where both logs hold every mistake, else as of two independent samples. It does not "
+    "include how far a run moves with its seed, and of many runs the best one is best by luck, too."
+)
+_RUNS = (
+    "A click on a header sorts. Top-1 is that of the model as the run left it; a stage may have "
+    "been discarded since. The time to an accuracy is that to the first evaluation that reached "
+    'it, by the clock of the charts, and "at most" that where it was the run\'s first evaluation; '
+    "the run time is all of worker 0's, with starting, saving and what was done again after a "
+    "failure."
+)
+_DIFFERENCES = (
+    "The settings of recipe.yaml that are not the same in all runs, and in brackets what the runs "
+    f"were made on. {MISSING} stands where a run has no such key, or its recipe or summary cannot "
+    "be read."
+)
+_SAME = "No setting: the recipes are the same, and so is what the runs were made on."
 
 
 class Unit(NamedTuple):
@@ -45,28 +56,38 @@ class Unit(NamedTuple):
 def make_comparison_page(comparison: Comparison) -> str:
     """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
     unit = _unit(comparison)
-    models: dict[str, Model] = {"summary": _summary(comparison, unit)}
-    models |= dict(_charts(comparison, unit))
-    if comparison.differences:
-        models["differences"] = _differences(comparison)
-    sentences = list(describe(comparison))
-    return make_interactive_page(
-        Path(__file__).with_name("comparison.html"),
-        models,
-        title=plural(len(comparison.runs), "run"),
-        subtitle=_subtitle(comparison),
-        comparison=comparison,
-        sentences=sentences,
-        good=len(comparison.groups) == 1,
-        judged=any(len(group.runs) > 1 for group in comparison.groups),
-        legend_of=[look for look, _ in _looks(comparison)],
-        axes={
-            "step": "Steps",
-            "epoch": "Epochs",
-            "images": "Samples",
-            "time": f"Time, {unit.name}",
-        },
+    looks = [
+        series(place, one.label, title=printable(str(one.run.path.resolve())))
+        for place, one in enumerate(comparison.runs)
+    ]
+    differences = (
+        [Table(name="differences", columns=_differences(comparison))]
+        if comparison.differences
+        else []
     )
+    unread = Section(title="Not compared", notes=[one.reason for one in comparison.unread])
+    axes = {"step": "Steps", "epoch": "Epochs", "images": "Samples", "time": f"Time, {unit.name}"}
+    page = Page(
+        title=f"{plural(len(comparison.runs), 'run')} compared",
+        subtitle=_subtitle(comparison),
+        findings=list(describe(comparison)),
+        is_sound=len(comparison.groups) == 1,
+        note=_NOISE if any(len(group.runs) > 1 for group in comparison.groups) else "",
+        legend=("Runs", looks),
+        filters=[Filter("Against", axes, "axis")],
+        sections=[
+            *([unread] if comparison.unread else []),
+            Section(title="Runs", parts=[_summary(comparison, looks, unit)], notes=[_RUNS]),
+            *_charts(comparison, looks, unit),
+            Section(
+                title="What differs",
+                parts=differences,
+                notes=[_DIFFERENCES if differences else _SAME],
+            ),
+        ],
+        source=f"{len(comparison.runs)} run folders",
+    )
+    return make_interactive_page(page)
 
 
 def _subtitle(comparison: Comparison) -> str:
@@ -89,14 +110,14 @@ def _unit(comparison: Comparison) -> Unit:
     return next((unit for unit in units if longest >= 2 * unit.seconds), Unit("s", 1))
 
 
-def _summary(comparison: Comparison, unit: Unit) -> "Table":
+def _summary(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Table:
     """Return a row for each run, the most accurate first."""
     groups = {one.label: group for group in comparison.groups for one in group.runs}
     ranked = [one for group in comparison.groups for one in group.runs]
     ranked += [one for one in comparison.runs if one.label not in groups]
-    looks = {look.label: look for look, _ in _looks(comparison)}
+    by_label = {look.label: look for look in looks}
 
-    def column(title: str, value: Callable[[Compared], object], form: str | None = "0,0") -> Column:
+    def column(title: str, value: Callable[[Compared], object], form: str | None = ",d") -> Column:
         return Column(title, [value(one) for one in ranked], form)
 
     def behind(one: Compared) -> float | None:
@@ -113,24 +134,24 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
     of_words = any(one.run.of_words for one in ranked)
     columns = [
         column("Run", lambda one: one.label, None),
-        *([column("Perplexity", _perplexity, "0,0.00")] if of_words else []),
-        column("Top-1, %", _end, "0.00"),
-        column("To the best", behind, "0.00"),
+        *([column("Perplexity", _perplexity, ",.2f")] if of_words else []),
+        column("Top-1, %", _end, ".2f"),
+        column("To the best", behind, ".2f"),
         column("Beyond noise", beyond, None),
-        *(column(f"After {name}, %", partial(_after, name=name), "0.00") for name in names),
+        *(column(f"After {name}, %", partial(_after, name=name), ".2f") for name in names),
         *(
             column(
-                f"{target:g} % in{' at most' if at_once else ''}, {unit.name}",
+                f"{target:g} % in{' at most' * at_once}, {unit.name}",
                 partial(_reached, target=target, unit=unit, at_once=at_once),
-                "0,0.00",
+                ",.2f",
             )
             for target in comparison.targets
             for at_once in (False, True)
         ),
         column("Steps", lambda one: one.run.num_steps),
-        column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), "0,0.0"),
-        column("Samples/s", lambda one: images_per_second(one.run)),
-        column(f"Run time, {unit.name}", lambda one: _whole(one) / unit.seconds, "0,0.00"),
+        column("Epochs", lambda one: one.run.plan.epoch(one.run.num_steps), ",.1f"),
+        column("Samples/s", lambda one: images_per_second(one.run), ",.0f"),
+        column(f"Run time, {unit.name}", lambda one: _whole(one) / unit.seconds, ",.2f"),
         column("Batch", lambda one: one.run.plan.global_batch),
         column("Workers", lambda one: one.run.plan.workers),
         column("Status", lambda one: one.status, None),
@@ -138,9 +159,9 @@ def _summary(comparison: Comparison, unit: Unit) -> "Table":
         column(
             "torch", lambda one: one.run.summary and one.run.summary.versions.get("torch"), None
         ),
-        column("Begun", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
+        column("Started", lambda one: f"{one.run.starts[0].time:%Y-%m-%d %H:%M}", None),
     ]
-    return new_table(columns, colours=[looks[one.label].colour for one in ranked])
+    return Table(name="runs", columns=columns, series=[by_label[one.label] for one in ranked])
 
 
 def _end(one: Compared) -> float | None:
@@ -167,141 +188,126 @@ def _whole(one: Compared) -> float:
     return one.run.summary.seconds if one.run.summary else math.nan
 
 
-def _differences(comparison: Comparison) -> "Table":
+def _differences(comparison: Comparison) -> list[Column]:
     """Return a row for each setting that differs, and a column for each run."""
     rows = comparison.differences
-    columns = [Column("Setting", list(rows))]
-    for place, one in enumerate(comparison.runs):
-        columns.append(Column(one.label, [values[place] for values in rows.values()]))
-    return new_table(columns)
-
-
-class Drawn(NamedTuple):
-    """A run, how its lines look, and what they are drawn from."""
-
-    look: Series
-    one: Compared
-    evaluated: "Source"
-    updates: "Source"
-
-
-def _draw(comparison: Comparison, unit: Unit) -> list[Drawn]:
-    """Return what all charts share."""
     return [
-        Drawn(
-            look,
-            one,
-            new_source(_columns(one.evaluated.thinned(), unit)),
-            new_source(_columns(one.updates, unit)),
-        )
-        for look, one in _looks(comparison)
+        Column("Setting", list(rows)),
+        *(
+            Column(one.label, [values[place] for values in rows.values()])
+            for place, one in enumerate(comparison.runs)
+        ),
     ]
 
 
-def _looks(comparison: Comparison) -> Iterator[tuple[Series, Compared]]:
-    """Yield every run and how it looks."""
-    for place, one in enumerate(comparison.runs):
-        yield series(place, one.label, title=printable(str(one.run.path.resolve()))), one
+def _charts(comparison: Comparison, looks: Sequence[Series], unit: Unit) -> Iterator[Section]:
+    """Yield those charts of which any run has something."""
+    runs = list(zip(looks, comparison.runs, strict=True))
+    evaluated = [(look, _columns(one.evaluated.thinned(), unit)) for look, one in runs]
+    updates = [(look, _columns(one.updates, unit)) for look, one in runs]
+    *places, time = (
+        *(("step", "@step{0,0}"), ("epoch", "@epoch{0,0.00}"), ("samples", "@images{0,0}")),
+        ("time", f"@time{{0,0.00}} {unit.name}"),
+    )
+    where = [*places, time]
+    top1, loss, stage = (
+        ("top-1", "@top1{0.00} %"), ("loss", "@loss{0.0000}"), ("stage", "@stage"),
+    )  # fmt: skip
+    is_evaluated = any(one.evaluated.stages for one in comparison.runs)
+    if any(one.run.of_words for one in comparison.runs):
+        yield _section("Perplexity", Chart(
+            name="perplexity", x="step", y="perplexity", moves=True, height=400,
+            x_title="Steps", y_title="Perplexity",
+            curves=_curves(evaluated, ("perplexity", "@perplexity{0.00}"), loss, stage, *where),
+            caption="exp(loss) over the words of the validation text, at every evaluation; lower "
+            "is better. Accuracies of these runs are of the next word.",
+        ))  # fmt: skip
+    if is_evaluated:
+        yield _section("Accuracy", Chart(
+            name="accuracy", x="step", y="top1", moves=True, height=400,
+            x_title="Steps", y_title="Top-1, %",
+            curves=_curves(evaluated, top1, loss, stage, *where),
+            caption="The validation samples that are classified right, at every evaluation of what "
+            "the run kept; time is that of updates, evaluations and stages without updates, each "
+            "counted once.",
+        ))  # fmt: skip
+    if is_evaluated or any(one.updates.stages for one in comparison.runs):
+        courses = [course for one in comparison.runs for course in (one.updates, one.evaluated)]
+        log = needs_log_scale(np.concatenate([course.values["loss"] for course in courses]))
+        yield _section("Loss", Chart(
+            name="loss", x="step", y="loss", moves=True, log="y" if log else "",
+            x_title="Steps", y_title="Loss",
+            curves=[
+                *_curves(updates, ("training loss", "@loss{0.0000}"), *where, points=False),
+                *_curves(evaluated, ("validation loss", "@loss{0.0000}"), *where, line=False),
+            ],
+            caption="The running median of the training loss (lines), and the loss on the "
+            "validation data (points). Training losses compare only where augmentation and label "
+            "smoothing are the same.",
+        ))  # fmt: skip
+    if any(one.updates.stages for one in comparison.runs):
+        yield _section("Training speed", Chart(
+            name="throughput", x="step", y="rate", moves=True, height=280, from_zero=True,
+            x_title="Steps", y_title="Samples per second",
+            curves=_curves(updates, ("samples/s", "@rate{0,0}"), *where, points=False),
+            caption="Training samples per second on all workers together, as running median.",
+        ))  # fmt: skip
+    if any(np.isfinite(one.evaluated.seconds).any() for one in comparison.runs):
+        yield _section("Time to accuracy", Chart(
+            name="times", x="top1", y="time", from_zero=True,
+            x_title="Top-1 to reach, %", y_title=f"Time, {unit.name}",
+            curves=[
+                *_curves([(look, _steps(_records(one, unit))) for look, one in runs], points=False),
+                *_curves([(look, _records(one, unit)) for look, one in runs], top1, time, *places,
+                         line=False),
+            ],
+            caption="How long it took until an evaluation had reached the accuracy below. The "
+            "lower run is the faster one to that target; a line ends at the best that its run "
+            "reached. A run that polished a checkpoint is not here: its model was trained in "
+            "another.",
+        ))  # fmt: skip
+    if any(one.ended[1:] for one in comparison.runs):
+        yield _section("Stages", _stages_chart(runs))
 
 
-def _charts(comparison: Comparison, unit: Unit) -> "Iterator[tuple[str, Chart]]":
-    """Yield those charts by name of which any run has something."""
-    runs, drawn = comparison.runs, _draw(comparison, unit)
-    evaluated = any(one.evaluated.stages for one in runs)
-    if any(one.run.of_words for one in runs):
-        yield "perplexity", _draw_perplexity(drawn, unit)
-    if evaluated:
-        yield "accuracy", _draw_accuracy(drawn, unit)
-    if evaluated or any(one.updates.stages for one in runs):
-        yield "loss", _draw_loss(drawn, unit)
-    if any(one.updates.stages for one in runs):
-        yield "throughput", _draw_throughput(drawn, unit)
-    if any(np.isfinite(one.evaluated.seconds).any() for one in runs):
-        yield "times", _draw_times(drawn, unit)
-    if any(one.ended[1:] for one in runs):
-        yield "stages", _draw_stages(drawn)
+def _section(title: str, chart: Chart) -> Section:
+    return Section(title=title, parts=[chart])
 
 
-def _draw_accuracy(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw top-1 of every evaluation."""
-    chart = new_chart(x="Steps", y="Top-1, %", height=400)
-    for look, _, evaluated, _ in drawn:
-        add_line(chart, look, evaluated, "step", "top1", moves=True)
-    marks = [
-        add_points(chart, look, evaluated, "step", "top1", moves=True)
-        for look, _, evaluated, _ in drawn
+def _curves(
+    runs: Sequence[tuple[Series, Columns]],
+    *hover: tuple[str, str],
+    line: bool = True,
+    points: bool = True,
+) -> list[Curve]:
+    return [
+        Curve(series=look, data=data, line=line, points=points, hover=hover) for look, data in runs
     ]
-    rows = [("top-1", "@top1{0.00} %"), ("loss", "@loss{0.0000}"), ("stage", "@stage")]
-    add_hover(chart, marks, [*rows, *_rows(unit)])
-    return chart
 
 
-def _draw_perplexity(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw the perplexity of every evaluation; runs on images have none."""
-    chart = new_chart(x="Steps", y="Perplexity", height=400)
-    marks = []
-    for look, _, evaluated, _ in drawn:
-        add_line(chart, look, evaluated, "step", "perplexity", moves=True)
-        marks.append(add_points(chart, look, evaluated, "step", "perplexity", moves=True))
-    rows = [("perplexity", "@perplexity{0.00}"), ("loss", "@loss{0.0000}"), ("stage", "@stage")]
-    add_hover(chart, marks, [*rows, *_rows(unit)])
-    return chart
+def _records(one: Compared, unit: Unit) -> Columns:
+    """Return the evaluations that were better than all before."""
+    top1 = one.evaluated.values["top1"]
+    before = np.maximum.accumulate(np.concatenate(([-np.inf], top1[:-1])))
+    return _columns(one.evaluated.at(np.flatnonzero(top1 > before)).thinned(), unit)
 
 
-def _draw_loss(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw the running median of the training loss, and the loss of every evaluation."""
-    courses = [course for each in drawn for course in (each.one.updates, each.one.evaluated)]
-    log = needs_log_scale(np.concatenate([course.values["loss"] for course in courses]))
-    chart = new_chart(x="Steps", y="Loss", log="y" if log else "")
-    lines, marks = [], []
-    for look, _, evaluated, updates in drawn:
-        lines.append(add_line(chart, look, updates, "step", "loss", moves=True))
-        marks.append(add_points(chart, look, evaluated, "step", "loss", moves=True))
-    add_hover(chart, lines, [("training loss", "@loss{0.0000}"), *_rows(unit)])
-    add_hover(chart, marks, [("validation loss", "@loss{0.0000}"), *_rows(unit)])
-    return chart
+def _steps(records: Columns) -> Columns:
+    """Return the steps between records."""
+    return {"top1": np.repeat(records["top1"], 2)[:-1], "time": np.repeat(records["time"], 2)[1:]}
 
 
-def _draw_throughput(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw the running median of the training samples per second, from 0 on."""
-    chart = new_chart(x="Steps", y="Samples per second", height=280, from_zero=True)
-    lines = [
-        add_line(chart, look, updates, "step", "rate", moves=True) for look, _, _, updates in drawn
-    ]
-    add_hover(chart, lines, [("samples/s", "@rate{0,0}"), *_rows(unit)])
-    return chart
-
-
-def _draw_times(drawn: list[Drawn], unit: Unit) -> "Chart":
-    """Draw the time to the first evaluation that reached a target, by target."""
-    chart = new_chart(x="Top-1 to reach, %", y=f"Time, {unit.name}", from_zero=True)
-    marks = []
-    for look, one, _, _ in drawn:
-        top1 = one.evaluated.values["top1"]
-        before = np.maximum.accumulate(np.concatenate(([-np.inf], top1[:-1])))
-        records = _columns(one.evaluated.at(np.flatnonzero(top1 > before)).thinned(), unit)
-        steps = {"top1": np.repeat(records["top1"], 2)[:-1],
-                 "time": np.repeat(records["time"], 2)[1:]}  # fmt: skip
-        add_line(chart, look, new_source(steps), "top1", "time")
-        marks.append(add_points(chart, look, new_source(records), "top1", "time"))
-    *places, time_row = _rows(unit)
-    add_hover(chart, marks, [("top-1", "@top1{0.00} %"), time_row, *places])
-    return chart
-
-
-def _draw_stages(drawn: list[Drawn]) -> "Chart":
-    """Draw top-1 at the end of every stage; one that was discarded is hollow."""
-    names = dict.fromkeys(stage.name for each in drawn for stage in each.one.ended)
-    chart = new_chart(x="After the stage", y="Top-1, %", categories=list(names))
-    marks = []
-    for look, one, _, _ in drawn:
-        stages = one.ended
-        kept = [stage for stage in stages if stage.kept]
-        add_line(chart, look, new_source(_stage_columns(kept)), "stage", "top1")
-        marks.append(add_points(chart, look, new_source(_stage_columns(stages)), "stage", "top1"))
-    rows = [("stage", "@stage, @kept"), ("top-1", "@top1{0.00} %"), ("change", "@change")]
-    add_hover(chart, marks, rows)
-    return chart
+def _stages_chart(runs: Sequence[tuple[Series, Compared]]) -> Chart:
+    """Return top-1 at the end of every stage; one that was discarded is hollow."""
+    ended = [(look, _stage_columns(one.ended)) for look, one in runs]
+    kept = [(look, _stage_columns([it for it in one.ended if it.kept])) for look, one in runs]
+    hover = ("stage", "@stage, @kept"), ("top-1", "@top1{0.00} %"), ("change", "@change")
+    return Chart(
+        name="stages", x="stage", y="top1", x_title="After the stage", y_title="Top-1, %",
+        categories=list(dict.fromkeys(stage.name for _, one in runs for stage in one.ended)),
+        curves=[*_curves(kept, points=False), *_curves(ended, *hover, line=False)],
+        caption="Top-1 at the end of each stage. A hollow mark is a stage that was discarded.",
+    )  # fmt: skip
 
 
 def _stage_columns(stages: Sequence[Stage]) -> dict[str, list[object]]:
@@ -317,17 +323,7 @@ def _stage_columns(stages: Sequence[Stage]) -> dict[str, list[object]]:
     }
 
 
-def _rows(unit: Unit) -> list[tuple[str, str]]:
-    """Return what a tool tip has of the place in a course."""
-    return [
-        ("step", "@step{0,0}"),
-        ("epoch", "@epoch{0,0.00}"),
-        ("samples", "@images{0,0}"),
-        ("time", f"@time{{0,0.00}} {unit.name}"),
-    ]
-
-
-def _columns(course: Course, unit: Unit) -> dict[str, Any]:
+def _columns(course: Course, unit: Unit) -> Columns:
     """Return a course as the columns of a chart's data."""
     return {
         "step": course.step,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from largebatch.formatting import percent, points
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.report.numbers import percent, points
 from largebatch.report.run import (
     FloatArray,
     Run,

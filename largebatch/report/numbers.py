@@ -4,12 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from largebatch.formatting import MISSING, duration, percent, plural, points, signed
 from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.report.mistakes import compare
 from largebatch.report.run import Run, Stage, images_per_second
 from largebatch.tracking.events import Profile
-
-UNKNOWN = "–"
 
 INPUT_BOUND = 0.1
 """The share of the time from which on faster images are worth the trouble."""
@@ -31,7 +30,7 @@ def headlines(run: Run) -> tuple[Headline, ...]:
     """Return the six numbers that sum up a run."""
     plan = run.plan
     seconds = run.summary.seconds if run.summary else None
-    time, unit = duration(seconds).split(" ") if seconds is not None else (UNKNOWN, "")
+    time, unit = duration(seconds).split(" ") if seconds is not None else (MISSING, "")
     return (
         *((_perplexity(run), _next_word(run)) if run.of_words else (_accuracy(run), _gain(run))),
         _speed(run),
@@ -68,8 +67,8 @@ def _stage_times(run: Run) -> str:
 def _speed(run: Run) -> Headline:
     rate = images_per_second(run)
     if rate is None:
-        return Headline("Training speed", UNKNOWN, "", "no step was timed")
-    together = _plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
+        return Headline("Training speed", MISSING, "", "no step was timed")
+    together = plural(run.plan.workers, "worker") + " together" * (run.plan.workers > 1)
     bound = bool(run.timed) and shares(run).data >= INPUT_BOUND
     note = f"{together}, input bound" if bound else together
     return Headline("Training speed", f"{rate:,.0f}", f"{run.noun}/s", note)
@@ -84,7 +83,7 @@ def _skipped(run: Run) -> str:
 def _accuracy(run: Run) -> Headline:
     last = run.result
     if last is None:
-        return Headline("Top-1 accuracy", UNKNOWN, "", "never measured")
+        return Headline("Top-1 accuracy", MISSING, "", "never measured")
     polished = any(stage.kept for stage in run.polishing) and run.finished
     when = "after polishing" if polished else f"after {last.step:,} steps"
     return Headline("Top-1 accuracy", percent(last.top1), "%", when)
@@ -110,7 +109,7 @@ def _gain(run: Run) -> Headline:
     """
     base, last = run.end_of_schedule, run.last_stage
     if base is None or last is None or len(run.stages) < 2:
-        return Headline("Gain by polishing", UNKNOWN, "", "not polished")
+        return Headline("Gain by polishing", MISSING, "", "not polished")
     first = run.stages[0]
     if not run.polishing:
         return _gain_between(run, "Gain in the clean epochs", first, base, also="", judged=False)
@@ -149,30 +148,11 @@ def subtitle(run: Run) -> str:
     summary = run.summary
     began = run.starts[0].time
     words = [summary.status if summary else "killed", f"{began.day} {began:%B %Y}"]
-    words.append(_plural(run.plan.workers, "worker"))
+    words.append(plural(run.plan.workers, "worker"))
     if len(run.starts) > 1:
         steps = ", ".join(f"{start.resume_step:,}" for start in run.starts[1:])
         words.append(f"resumed at step {steps}")
     return " · ".join(words)
-
-
-def percent(part: float) -> str:
-    """Return a part of 1 in percent, as accuracies are written.
-
-    >>> percent(0.98333)
-    '98.33'
-    """
-    return f"{100 * part:.2f}"
-
-
-def points(before: float, after: float) -> str:
-    """Return the change of a part of 1 in percentage points, with its sign.
-
-    >>> points(0.5, 0.4825)
-    '−1.75'
-    """
-    change = f"{100 * (after - before):+.2f}"
-    return "±0.00" if float(change) == 0 else change.replace("-", "−")
 
 
 def short_commit(commit: str | None) -> str:
@@ -181,30 +161,13 @@ def short_commit(commit: str | None) -> str:
     >>> short_commit("4f2a9c1d5e6b7a8091827364554637281900abcd+"), short_commit(None)
     ('4f2a9c1d5e6b+', '–')
     """
-    return UNKNOWN if commit is None else commit[:12] + "+" * commit.endswith("+")
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the unit that suits it.
-
-    >>> [duration(s) for s in (0.25, 74.7, 754, 9_000)]
-    ['0.25 s', '74.7 s', '12.6 min', '2.50 h']
-    """
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds)} s"
-
-
-def _three_digits(value: float) -> str:
-    decimals = 2 - min(2, max(0, math.floor(math.log10(value)))) if value > 0 else 0
-    return f"{value:.{decimals}f}"
+    return MISSING if commit is None else commit[:12] + "+" * commit.endswith("+")
 
 
 def _division(plan: Plan) -> str:
     """Say how a global batch is divided, leaving out what is 1."""
     micro = f" × {plan.accumulation:,} micro-batches" if plan.accumulation > 1 else ""
-    return f"{_plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}"
+    return f"{plural(plan.workers, 'worker')}{micro} × {plan.device_batch:,}"
 
 
 def _later_batches(plan: Plan) -> str:
@@ -212,10 +175,6 @@ def _later_batches(plan: Plan) -> str:
     return "".join(
         f"; {piece.global_batch:,} from step {piece.step:,}" for piece in plan.batch_changes
     )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 class Shares(NamedTuple):
@@ -281,7 +240,7 @@ def describe_gap(run: Run) -> str | None:
     found = next((gap for gap in run.gaps if last and gap.stage == last.name), None)
     if last is None or found is None or not math.isfinite(found.gap):
         return None
-    gap = f"{found.gap:+.4f}".replace("-", "−")
+    gap = signed(found.gap, ".4f")
     return (
         f"Generalization gap: the validation loss, {last.after.loss:.4f}, minus {found.loss:.4f} "
         f"on the {found.samples:,} {'words' if run.of_words else 'images'} trained on, shown "

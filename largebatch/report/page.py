@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from largebatch.formatting import MISSING, duration, percent, points
 from largebatch.report.drift import draw_drift
 from largebatch.report.figures import (
     draw_accuracy,
@@ -31,14 +32,10 @@ from largebatch.report.mistakes import (
 from largebatch.report.monitors import draw_norm, draw_ratios, draw_system, layers
 from largebatch.report.noise import describe_noise, draw_noise, has_course
 from largebatch.report.numbers import (
-    UNKNOWN,
     describe_confidence,
     describe_gap,
     describe_waits,
-    duration,
     headlines,
-    percent,
-    points,
     profile_shares,
     short_commit,
     subtitle,
@@ -92,7 +89,7 @@ def make_page(run: Run, sections: Sequence[Section] = ()) -> str:
         verdict=verdict(run),
         headlines=headlines(run),
         explained=_EXPLAINED,
-        unknown=UNKNOWN,
+        unknown=MISSING,
         charts=CHARTS,
         widths=(WIDE, NARROW),
         sections=sections,
@@ -123,7 +120,7 @@ def _environment(run: Run) -> dict[str, str]:
         memory = summary.peak_memory_bytes
         facts |= {
             "Backend": summary.backend,
-            "Peak memory": UNKNOWN if memory is None else f"{memory / 2**30:.2f} GiB",
+            "Peak memory": MISSING if memory is None else f"{memory / 2**30:.2f} GiB",
             "Commit": short_commit(summary.commit),
             **summary.versions,
         }

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.errors import RecipeError
+from largebatch.formatting import percent
 from largebatch.recipe.keys import Loss
 from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.report.mistakes import by_class, compare
-from largebatch.report.numbers import percent
 from largebatch.report.run import FloatArray, Run, median
 from largebatch.tracking.events import Evaluation, Mistakes
 

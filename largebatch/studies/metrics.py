@@ -203,7 +203,22 @@ class Interval(NamedTuple):
     """Infinite ends for one value, which has no spread."""
 
     number: int
-    """How many values."""
+    """Number of values."""
+
+    def scaled(self, factor: float) -> "Interval":
+        """Return the interval in another unit, such as percent with a factor of 100."""
+        return Interval(factor * self.mean, factor * self.low, factor * self.high, self.number)
+
+    @property
+    def reach(self) -> float | None:
+        """Half the width; None for fewer values than ENOUGH_SEEDS."""
+        return self.high - self.mean if self.number >= ENOUGH_SEEDS else None
+
+    @property
+    def ends(self) -> dict[str, float]:
+        """The columns of a chart that draw it; NaN for fewer values than ENOUGH_SEEDS."""
+        low, high = (math.nan, math.nan) if self.reach is None else (self.low, self.high)
+        return {"low": low, "high": high}
 
 
 def interval(values: Iterable[float], *, together: int = 1) -> Interval:

@@ -14,6 +14,7 @@ from browser import (
     rows_of,
     shown_axis,
     started_browser,
+    titles_of,
 )
 from fake_runs import SMALL_RESNET, FakeRun, give_recipe
 from playwright.sync_api import Browser, Page
@@ -21,7 +22,7 @@ from playwright.sync_api import Browser, Page
 from largebatch.report import write_comparison
 from largebatch.report.comparison import compare_runs
 from largebatch.report.comparison_page import make_comparison_page
-from largebatch.report.interactive import series
+from largebatch.report.interactive_charts import series
 from largebatch.report.style import DARK, LIGHT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -66,21 +67,15 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
         yield shown
 
 
-def columns(page: Page) -> list[str]:
-    return page.locator("#runs .slick-header-column").all_inner_texts()
-
-
 def more_columns(page: Page) -> int:
     """The number in "11 more columns →" above the table of runs."""
-    words = page.locator("#runs [data-more]").get_attribute("data-more")
+    words = page.locator("#runs").get_attribute("data-more")
     assert words is not None
     return int(words.removesuffix(" →").removesuffix("s").removesuffix(" more column"))
 
 
 def scroll_to_the_end(page: Page) -> None:
-    page.locator("#runs .slick-viewport-right.slick-viewport-top").evaluate(
-        "(viewport) => (viewport.scrollLeft = viewport.scrollWidth)"
-    )
+    page.locator("#runs > div").evaluate("(holder) => (holder.scrollLeft = holder.scrollWidth)")
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -113,24 +108,23 @@ def test_the_page_says_which_run_is_best_and_a_click_on_a_header_sorts(
         [HOSTILE, "87.50", "-11.11"],
         ["short", "75.00", "-23.61"],
     ]
-    titles = page.locator("#runs .slick-header-column").all_inner_texts()
+    titles = titles_of(page, "runs")
     reached = titles.index("75 % in, s")
     for row in rows_of(page, "runs"):
         folder = next(run for run in runs if run.name == row[0])
         number = [found["top1"] >= 0.75 for found in evaluations(folder)].index(True)
         assert row[reached] == f"{seconds_at(folder, number):.2f}"
-    steps = page.locator("#runs .slick-header-column", has_text="Steps")
+    steps = page.locator("#runs thead button", has_text="Steps")
     steps.click()
     assert rows_of(page, "runs")[0][0] == "good"
     steps.click()
     assert rows_of(page, "runs")[2][0] == "good"
-    page.locator("#runs .slick-header-column", has_text="Top-1, %").click()
+    page.locator("#runs thead button", has_text="Top-1, %").click()
     assert [row[0] for row in rows_of(page, "runs")] == ["good", HOSTILE, "short"]
 
 
 def test_the_settings_that_differ_stand_beside_each_other(page: Page) -> None:
-    titles = page.locator("#differences .slick-header-column").all_inner_texts()
-    assert titles == ["Setting", "good", "short", HOSTILE]
+    assert titles_of(page, "differences") == ["Setting", "good", "short", HOSTILE]
     assert rows_of(page, "differences") == [
         ["seed", "1", "75", "88"],
         ["batch.global_batch", "96", "192", "192"],
@@ -154,12 +148,12 @@ def test_the_legend_hides_a_run_in_every_chart_and_the_ranges_follow(page: Page)
     charts = ("accuracy", "loss", "throughput", "times", "stages")
     assert all(good in colours_of(page, chart) for chart in charts)
     end = shown_axis(page, "accuracy").end
-    page.get_by_role("button", name="good").click()
+    page.locator(".legend").get_by_role("button", name="good").click()
     assert not any(good in colours_of(page, chart) for chart in charts)
     assert shown_axis(page, "accuracy").end < 0.6 * end  # the others have half the steps
-    page.get_by_role("button", name="all or none").click()
+    page.locator(".legend").get_by_role("button", name="all or none").click()
     assert series(1, "short").colour not in colours_of(page, "accuracy")
-    page.get_by_role("button", name="all or none").click()
+    page.locator(".legend").get_by_role("button", name="all or none").click()
     assert all(good in colours_of(page, chart) for chart in charts)
 
 
@@ -170,7 +164,7 @@ def test_charts_tables_and_the_legend_have_the_colours_of_the_scheme(
         for chart in ("accuracy", "loss", "throughput", "times", "stages"):
             assert DARK["train"] in colours_of(page, chart)
             assert LIGHT["train"] not in colours_of(page, chart)
-        for part, name in ((".slick-cell div", "color"), (".legend path", "stroke")):
+        for part, name in (("tbody th", "color"), (".legend path", "stroke")):
             found = page.locator(part).first.evaluate("(one, n) => getComputedStyle(one)[n]", name)
             assert found == "rgb({}, {}, {})".format(*bytes.fromhex(DARK["train"][1:]))
         page.emulate_media(color_scheme="light")
@@ -222,9 +216,9 @@ def test_a_phone_shows_the_columns_that_matter_and_how_many_more_there_are(
     with opened(browser, path, width=390) as page:
         shown = columns_in_sight(page, "runs")
         assert shown[:4] == ["Run", "Top-1, %", "To the best", "Beyond noise"]
-        assert more_columns(page) == len(columns(page)) - len(shown) > 0
+        assert more_columns(page) == len(titles_of(page, "runs")) - len(shown) > 0
         scroll_to_the_end(page)
-        page.wait_for_function("() => document.querySelector('#runs [data-more]') === null")
+        page.wait_for_function("() => document.querySelector('#runs[data-more]') === null")
 
 
 def test_a_phone_shows_two_runs_of_long_names_side_by_side(
@@ -239,7 +233,7 @@ def test_a_phone_shows_two_runs_of_long_names_side_by_side(
     page_path, _ = write_comparison([tmp_path / name for name in names], tmp_path / "page.html")
     with opened(browser, page_path, width=390) as page:
         assert columns_in_sight(page, "differences") == ["Setting", *names[:2]]
-        for title in page.locator("#differences .slick-column-name").all()[:3]:
+        for title in page.locator("#differences thead button").all()[:3]:
             assert title.evaluate("""(title) => {
               const parts = [title, title.parentElement];
               const [inner, outer] = parts.map((part) => part.getBoundingClientRect());
@@ -250,5 +244,7 @@ def test_a_phone_shows_two_runs_of_long_names_side_by_side(
 def test_a_table_that_is_wider_than_the_window_says_how_many_columns_are_beyond(
     page: Page,
 ) -> None:
-    assert more_columns(page) == len(columns(page)) - len(columns_in_sight(page, "runs")) > 0
-    assert page.locator("#differences [data-more]").count() == 0  # all of it is in sight
+    assert (
+        more_columns(page) == len(titles_of(page, "runs")) - len(columns_in_sight(page, "runs")) > 0
+    )
+    assert page.locator("#differences[data-more]").count() == 0  # all of it is in sight

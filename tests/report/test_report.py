@@ -22,9 +22,10 @@ from PIL import Image
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import MissingPackageError
+from largebatch.formatting import duration
 from largebatch.report import write_report
 from largebatch.report.figures import POINTS, ceiling, draw_accuracy, draw_loss, thin
-from largebatch.report.numbers import duration, headlines
+from largebatch.report.numbers import headlines
 from largebatch.report.page import CHARTS, make_page
 from largebatch.report.run import Run, read_run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import largebatch
+from largebatch.report.interactive import STRONGEST
 from largebatch.report.style import DARK, LIGHT
-from largebatch.studies.settings.page import _STRONGEST
 
 BACKGROUNDS = ("paper", "tint", "rule")
 ENOUGH = 4.5
@@ -54,7 +54,7 @@ def test_every_colour_of_text_and_marks_has_enough_contrast(colours: dict[str, s
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_numbers_on_a_coloured_cell_have_enough_contrast(colours: dict[str, str]) -> None:
     """Numbers of a transfer matrix and of a confusion matrix, at the strongest colour."""
-    for name, percent in (("clean", _STRONGEST), ("high", 60)):
+    for name, percent in (("clean", STRONGEST), ("high", 60)):
         cell = mixed(colours[name], colours["paper"], percent)
         assert contrast(colours["ink"], cell) >= ENOUGH
 

@@ -145,8 +145,8 @@ def test_a_comparison_shows_the_perplexity_of_each_run(
     ends = [one.evaluated.values["perplexity"][-1] for one in comparison.runs]
     assert ends == [trained[1].perplexity, other.perplexity]
     text = page.read_text(encoding="utf-8")
-    assert '<section id="perplexity">' in text
-    assert '"Perplexity"' in text
+    assert '<figure class="part chart" id="perplexity"' in text
+    assert ">Perplexity<" in text
 
 
 def test_the_console_and_evaluate_print_the_perplexity(

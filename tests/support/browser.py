@@ -73,7 +73,7 @@ def opened(
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda line: errors.append(line.text) if line.type != "log" else None)
     page.goto(path.as_uri())
-    page.wait_for_function("() => Bokeh.documents.length > 0")
+    page.wait_for_function("() => globalThis.Bokeh === undefined || Bokeh.documents.length > 0")
     _settle(page)
     yield page
     widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
@@ -85,7 +85,7 @@ def opened(
 
 def _settle(page: Page) -> None:
     """Wait until what was done to the page is drawn."""
-    page.wait_for_function("() => Bokeh.documents.every((one) => one.is_idle)")
+    page.wait_for_function("() => (globalThis.Bokeh?.documents ?? []).every((one) => one.is_idle)")
     page.evaluate(
         "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
     )
@@ -127,46 +127,35 @@ def shown_axis(page: Page, section: str) -> Axis:
 def colours_of(page: Page, section: str) -> set[str]:
     """Return the colours, such as #0068a8, of the pixels of a section's chart."""
     _settle(page)
-    drawn = page.locator(f"#{section} figure").screenshot()
+    drawn = page.locator(f"figure#{section}").screenshot()
     with Image.open(io.BytesIO(drawn)) as image:
         found = image.convert("RGB").getcolors(image.width * image.height) or []
     return {f"#{bytes(colour).hex()}" for _, colour in found if isinstance(colour, tuple)}
 
 
-def rows_of(page: Page, section: str) -> list[list[str]]:
-    """Return the cells of the table of a section as they are shown, from the top down."""
-    rows = page.evaluate(
-        """(section) => {
-          const root = document.querySelector(`#${section} [data-root-id]`).dataset.rootId;
-          const shadow = Bokeh.index.get_by_id(root).shadow_el;
-          const rows = new Map();
-          for (const row of shadow.querySelectorAll(".slick-row")) {
-            const cells = [...row.querySelectorAll(".slick-cell")].map((cell) => cell.innerText);
-            rows.set(row.style.top, [...(rows.get(row.style.top) ?? []), ...cells]);
-          }
-          return [...rows].sort((a, b) => parseInt(a[0]) - parseInt(b[0])).map((row) => row[1]);
-        }""",
-        section,
+def titles_of(page: Page, table: str) -> list[str]:
+    """Return the titles of the columns of a table."""
+    return page.locator(f"#{table} thead th").all_inner_texts()
+
+
+def rows_of(page: Page, table: str) -> list[list[str]]:
+    """Return the cells of the visible rows of a table, from the top down."""
+    rows = page.locator(f"#{table} tbody tr:visible")
+    found: list[list[str]] = rows.evaluate_all(
+        "(rows) => rows.map((row) => [...row.cells].map((it) => it.innerText))"
     )
-    return [[str(cell) for cell in row] for row in rows]
+    return found
 
 
-def columns_in_sight(page: Page, section: str) -> list[str]:
-    """Return the titles of the columns of a section's table that are not cut off."""
+def columns_in_sight(page: Page, table: str) -> list[str]:
+    """Return the titles of the columns of a table that are not cut off."""
     _settle(page)
+    edge = page.locator(f"#{table}").evaluate("(one) => one.getBoundingClientRect().right + 1")
+    headers = page.locator(f"#{table} thead th").all()
     return [
-        str(title)
-        for title in page.evaluate(
-            """(section) => {
-              const root = document.querySelector(`#${section} [data-root-id]`).dataset.rootId;
-              const { el, shadow_el } = Bokeh.index.get_by_id(root);
-              const edge = el.getBoundingClientRect().right + 1;
-              return [...shadow_el.querySelectorAll(".slick-header-column")]
-                .filter((header) => header.getBoundingClientRect().right <= edge)
-                .map((header) => header.innerText);
-            }""",
-            section,
-        )
+        one.inner_text()
+        for one in headers
+        if one.evaluate("(header) => header.getBoundingClientRect().right") <= edge
     ]
 
 

@@ -1,27 +1,18 @@
 """How policies differ by class: a heat map of the accuracy, policies below each other."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.report.interactive import (
-    Series,
-    add_cells,
-    add_hover,
-    new_heat_map,
-    new_source,
-)
+from largebatch.formatting import MISSING
+from largebatch.report.interactive_charts import HeatMap, Series
 from largebatch.report.run import FloatArray
-from largebatch.report.table import MISSING
 from largebatch.studies.policies.standings import Standing
 from largebatch.studies.queue.results import Classes
 
-if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart
-
 MOST_CLASSES = 40
-"""That are drawn; of more, those in which the policies differ most."""
+"""Number of classes that are drawn; of more, those in which the policies differ most."""
 
 
 class ByClass(NamedTuple):
@@ -72,26 +63,31 @@ def shown_classes(found: Sequence[ByClass]) -> list[str]:
     return [names[place] for place in sorted(widest)]
 
 
-def draw_classes(drawn: Sequence[tuple[Series, Standing, ByClass]]) -> "Chart":
-    """Draw the cells of one configuration, a row each; one class or more."""
-    names = shown_classes([each for _, _, each in drawn])
-    lowest = min((_lowest(found) for _, _, found in drawn), default=0.0)
-    policies = [look.label for look, _, _ in drawn]
-    chart = new_heat_map(x="Class", columns=names, rows=policies, low=100 * min(lowest, 0.99))
-    cells = []
-    for look, _, found in drawn:
+def classes_map(drawn: Sequence[tuple[Series, ByClass]], *, name: str) -> HeatMap:
+    """Return the accuracies of the cells of one configuration, a row each, by class."""
+    names = shown_classes([found for _, found in drawn])
+    rows = []
+    for look, found in drawn:
         places = [found.names.index(name) for name in names]
-        source = new_source({
-            "policy": [look.label] * len(names),
-            "class": names,
+        data = {
+            "row": [look.label] * len(names),
+            "column": names,
             "percent": 100 * found.accuracy[places],
             "confidence": [_confidence(found.confidence[place]) for place in places],
             "images": [f"{found.correct[at]:,.0f} of {found.samples[at]:,.0f}" for at in places],
-        })  # fmt: skip
-        cells.append(add_cells(chart, look, source, "class", "policy", "percent"))
-    rows = [("class", "@class"), ("accuracy", "@percent{0.00} %"), ("right", "@images")]
-    add_hover(chart, cells, [*rows, ("average confidence", "@confidence")])
-    return chart
+        }
+        rows.append((look, data))
+    return HeatMap(
+        name=name, x_title="Class", columns=names, rows=rows,
+        low=100 * min([0.99, *(_lowest(found) for _, found in drawn)]),
+        hover=[
+            ("class", "@column"), ("accuracy", "@percent{0.00} %"), ("right", "@images"),
+            ("average confidence", "@confidence"),
+        ],
+        caption="The share of the validation images of each class that is right, over all seeds, "
+        f"from that of the worst class on. Of more than {MOST_CLASSES} classes those are drawn in "
+        "which the policies differ most.",
+    )  # fmt: skip
 
 
 def _lowest(found: ByClass) -> float:

@@ -1,7 +1,7 @@
-"""The page of a study: what it has found, its table and its charts, in one file.
+"""The page of a study: what it has found, its table and its charts.
 
-Words and layout stand in page.html. A policy has one colour in all charts, and a button that hides
-it; further filters choose the configuration, the kinds of policies and the Pareto front alone.
+A policy has one colour in all charts; filters choose the configuration, the kinds of policies and
+the Pareto front alone.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,21 @@ import numpy.typing as npt
 from largebatch.errors import StudyError
 from largebatch.recipe.arithmetic.plan import plan_updates
 from largebatch.report.interactive import (
-    Series,
-    add_hover,
-    add_line,
-    add_points,
+    Column,
+    Filter,
+    Page,
+    Section,
+    Table,
     make_interactive_page,
-    new_chart,
-    new_source,
-    only_at,
-    series,
+    tag_at,
 )
+from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
 from largebatch.report.run import FloatArray
 from largebatch.report.style import MUTED
-from largebatch.report.table import Column, new_table
 from largebatch.schedules.build import follow
 from largebatch.storage import write_html
-from largebatch.studies.metrics import ENOUGH_SEEDS, Costs, Interval
-from largebatch.studies.policies.by_class import MOST_CLASSES, by_class, draw_classes
+from largebatch.studies.metrics import ENOUGH_SEEDS, Costs
+from largebatch.studies.policies.by_class import by_class, classes_map
 from largebatch.studies.policies.standings import (
     Axis,
     Standing,
@@ -44,18 +42,30 @@ from largebatch.studies.policies.standings import (
 )
 from largebatch.studies.queue.results import CellResults, Result
 
-if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model
-    from largebatch.report.table import Table
-
 PAGE = "study.html"
-"""What the page is called in the folder of a study."""
+"""Name of the page in the folder of a study."""
 
 _POINTS = 300
-"""Of a shape at most, twice: the lowest and the highest rate of so many parts."""
+"""Parts of a long shape, each drawn by its lowest and its highest rate."""
 
 _WIDE = 30.0
-"""From this ratio of two peaks on the axis of rates is logarithmic."""
+"""Ratio of two peaks from which the axis of learning rates is logarithmic."""
+
+_SEEDS = (
+    "Means over seeds with Student's interval of 95 %; two policies compare by the differences of "
+    "the same seeds. Of many policies the best one is best by luck, too. "
+)
+_DIVERGED = "A run that diverged counts as chance."
+_TABLE = (
+    "A click on a header sorts. The values found are those that the search chose by images held "
+    "out; all else is of the validation images, the mean over seeds. A cost is that at the first "
+    "evaluation at or above the target, of the seeds that reached it; seconds are those of updates "
+    "and evaluations. AC is the average confidence, that is the probability of the images that are "
+    "right, CD its deviation over these images, and CDAC that of the averages of the classes, as "
+    "in LRBench (arXiv:1908.06477). The worst drop is how far top-1 falls at the worst of the "
+    "other multiples of the rate. A policy is on a Pareto front if no other of its recipe has the "
+    "accuracy for less, or more for as much."
+)
 
 
 class Drawn(NamedTuple):
@@ -80,30 +90,31 @@ def write_page(found: Sequence[CellResults], path: Path, *, targets: Iterable[fl
 def make_page(standings: Standings) -> str:
     """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
     drawn = [Drawn(_look(standings, one), one) for one in standings.cells]
-    models: dict[str, Model] = {"policies": _table(standings, drawn)}
-    models |= dict(_charts(standings, drawn))
     configurations = {
         f"configuration {place}": name for place, name in enumerate(standings.configurations)
     }
-    along = [only_at(axis.column) for axis in standings.axes[1:]]
-    studies = dict.fromkeys(cell.found.study for cell in standings.cells)
-    return make_interactive_page(
-        Path(__file__).with_name("page.html"),
-        models,
-        hidden=[*list(configurations)[1:], *along],
-        title=", ".join(studies),
+    kinds = {f"kind {kind}": kind for kind in sorted({_kind(one) for one in standings.cells})}
+    front = Filter("", {"dominated": "Only the Pareto front"}, "without")
+    compared = any(one.top1 and one.top1.number >= ENOUGH_SEEDS for one in standings.cells)
+    page = Page(
+        title=", ".join(dict.fromkeys(cell.found.study for cell in standings.cells)),
         subtitle=", ".join(standings.configurations),
-        sentences=list(describe(standings)),
-        good=standings.has_enough_seeds and not any(one.status for one in standings.cells),
-        legend_of=[series(place, name) for place, name in enumerate(standings.policies)],
-        configurations=configurations,
-        kinds={f"kind {kind}": kind for kind in sorted({_kind(one) for one in standings.cells})},
-        axes={axis.column: axis.title for axis in standings.axes},
-        searches={f"search_{place}": key for place, key in enumerate(_keys(standings))},
-        compared=any(one.top1 and one.top1.number >= ENOUGH_SEEDS for one in standings.cells),
-        maps={f"classes_{place}": tag for place, tag in enumerate(configurations)},
-        most_classes=MOST_CLASSES,
+        findings=list(describe(standings)),
+        is_sound=standings.has_enough_seeds and not any(one.status for one in standings.cells),
+        note=_SEEDS * compared + _DIVERGED,
+        legend=("Policies", [series(*each) for each in enumerate(standings.policies)]),
+        filters=[
+            *([Filter("Recipe", configurations)] if len(configurations) > 1 else []),
+            *([Filter("Kind", kinds, "several")] if len(kinds) > 1 else []),
+            *([front] if standings.axes else []),
+        ],
+        sections=[
+            Section(title="Policies", parts=[_table(standings, drawn)], notes=[_TABLE]),
+            *_charts(standings, drawn),
+        ],
+        source="a database of studies",
     )
+    return make_interactive_page(page)
 
 
 def _look(standings: Standings, one: Standing) -> Series:
@@ -126,16 +137,7 @@ def _keys(standings: Standings) -> list[str]:
     return list(dict.fromkeys(key for one in standings.cells for key in one.found.settings.keys))
 
 
-def _percent(found: Interval | None) -> float | None:
-    return None if found is None else 100 * found.mean
-
-
-def _reach(found: Interval | None) -> float | None:
-    """Return half the width of an interval in points; None of too few seeds."""
-    return None if found is None or found.number < ENOUGH_SEEDS else 100 * (found.high - found.mean)
-
-
-def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
+def _table(standings: Standings, drawn: Sequence[Drawn]) -> Table:
     """Return a row for each cell, the most accurate of each configuration first."""
 
     def column(title: str, value: Callable[[Standing], object], form: str | None) -> Column:
@@ -148,40 +150,36 @@ def _table(standings: Standings, drawn: Sequence[Drawn]) -> "Table":
     names = [standings.configurations[one.configuration] for _, one in drawn]
     columns = [
         Column("Policy", [look.label for look, _ in drawn]),
-        column("Top-1, %", lambda one: _percent(one.top1), "0.00"),
-        column("±", lambda one: _reach(one.top1), "0.00"),
+        mean("Top-1, %", lambda one: 100 * one.top1, ".2f"),
+        column("±", lambda one: one.top1 and one.top1.scaled(100).reach, ".2f"),
         *(each for axis in standings.axes[:1] for each in _cost_columns(axis, column)),
-        mean("Top-5, %", lambda one: 100 * one.top5, "0.00"),
+        mean("Top-5, %", lambda one: 100 * one.top5, ".2f"),
         column("Pareto front", partial(_fronts, standings), None),
         *(
-            column(key.rpartition(".")[2], partial(_value, key=key), "0.[00000000]")
+            column(key.rpartition(".")[2], partial(_value, key=key), ",.8g")
             for key in _keys(standings)
         ),
         *(each for axis in standings.axes[1:] for each in _cost_columns(axis, column)),
-        mean("AC", lambda one: one.average_confidence, "0.0000"),
-        mean("CD", lambda one: one.confidence_deviation, "0.0000"),
-        mean("CDAC", lambda one: one.class_confidence_deviation, "0.0000"),
-        mean("Loss: validation − training", lambda one: one.loss_difference, "0.0000"),
-        mean("Classes never correct", lambda one: one.classes_never_correct, "0.0"),
-        column("Worst drop, points", _worst_drop, "0.00"),
-        column("Seeds", lambda one: len(one.found.seeds), "0"),
-        column("Diverged", lambda one: one.diverged, "0"),
+        mean("AC", lambda one: one.average_confidence, ".4f"),
+        mean("CD", lambda one: one.confidence_deviation, ".4f"),
+        mean("CDAC", lambda one: one.class_confidence_deviation, ".4f"),
+        mean("Loss: validation − training", lambda one: one.loss_difference, ".4f"),
+        mean("Classes never correct", lambda one: one.classes_never_correct, ".1f"),
+        column("Worst drop, points", _worst_drop, ".2f"),
+        column("Seeds", lambda one: len(one.found.seeds), "d"),
+        column("Diverged", lambda one: one.diverged, "d"),
         *([Column("Recipe", names)] if several else []),
         column("Kind", _kind, None),
         column("Status", lambda one: one.status, None),
     ]
-    return new_table(
-        columns,
-        colours=[look.colour for look, _ in drawn],
-        tags=[(f"series {look.place}", *look.tags) for look, _ in drawn],
-    )
+    return Table(name="policies", columns=columns, series=[look for look, _ in drawn])
 
 
 def _cost_columns(axis: Axis, column: Callable[..., Column]) -> Iterator[Column]:
     def spent(one: Standing) -> float:
         return one.cost(axis)
 
-    yield column(axis.title, spent, "0,0.0" if axis.unit == "seconds" else "0,0")
+    yield column(axis.title, spent, ",.1f" if axis.unit == "seconds" else ",.0f")
     if axis.unit == "updates" and axis.target is not None:
         target = axis.target
         yield column("reached", lambda one: _reached(one.costs(target)), None)
@@ -209,64 +207,75 @@ def _worst_drop(one: Standing) -> float | None:
     return None if one.robustness is None else 100 * one.robustness.worst_drop
 
 
-def _charts(standings: Standings, drawn: Sequence[Drawn]) -> "Iterator[tuple[str, Chart]]":
-    """Yield those charts by name for which there is something."""
+def _charts(standings: Standings, drawn: Sequence[Drawn]) -> Iterator[Section]:
+    """Yield the charts for which there is something."""
     if standings.axes:
-        yield "costs", _draw_costs(standings, drawn)
-    yield "shapes", _draw_shapes(drawn)
+        against = Filter("Against", {axis.column: axis.title for axis in standings.axes}, "axis")
+        yield Section(
+            title="Accuracy against cost", parts=[_costs_chart(standings, drawn)], filters=[against]
+        )
+    yield Section(title="Learning rates", parts=[_shapes_chart(drawn)])
     for place, key in enumerate(_keys(standings)):
-        yield f"search_{place}", _draw_search(drawn, key)
+        chart = _search_chart(drawn, key, name=f"search_{place}")
+        yield Section(title=f"The search over {key}", parts=[chart])
     if any(one.robustness for _, one in drawn):
-        yield "scales", _draw_scales(drawn)
-    for place in range(len(standings.configurations)):
+        yield Section(title="How much the rate matters", parts=[_scales_chart(drawn)])
+    for place, name in enumerate(standings.configurations):
         of = [(*each, by_class(each.one)) for each in drawn if each.one.configuration == place]
-        known = [(look, one, found) for look, one, found in of if found is not None]
+        known = [(look, found) for look, _, found in of if found is not None]
         if known:
-            yield f"classes_{place}", draw_classes(known)
+            yield Section(
+                title="By class" + f": {name}" * (len(standings.configurations) > 1),
+                parts=[classes_map(known, name=f"classes_{place}")],
+                tags=(f"configuration {place}",),
+            )
 
 
-def _draw_costs(standings: Standings, drawn: Sequence[Drawn]) -> "Chart":
-    """Draw top-1 against each cost: every seed, the mean with its interval, and the fronts."""
-    first = standings.axes[0].column
-    chart = new_chart(x=standings.axes[0].title, y="Top-1, %", height=440)
-    for axis in standings.axes:
-        for place in range(len(standings.configurations)):
-            _add_front(chart, standings, axis, place)
-    marks, seeds = [], []
+def _costs_chart(standings: Standings, drawn: Sequence[Drawn]) -> Chart:
+    """Return top-1 against each cost: every seed, the mean with its interval, and the fronts."""
+    titles = [title for title, _ in _costs(standings, drawn[0].one)]
+    hover = [("top-1", "@text"), *((title, f"@cost_{k}") for k, title in enumerate(titles))]
+    curves = [
+        curve
+        for axis in standings.axes
+        for place in range(len(standings.configurations))
+        for curve in _front(standings, axis, place)
+    ]
+    means = []
     for look, one in drawn:
         if one.top1 is None:
             continue
         cost = {axis.column: one.cost(axis) for axis in standings.axes}
-        if one.top1.number >= ENOUGH_SEEDS:
-            ends = [100 * one.top1.low, 100 * one.top1.high]
-            twice = {name: [value] * 2 for name, value in cost.items()}
-            add_line(chart, look, new_source({**twice, "top1": ends}), first, "top1", moves=True)
-        each = [100 * run.top1 for run in one.found.seeds]
-        many = {name: [value] * len(each) for name, value in cost.items()}
-        dots = {**many, "top1": each, "fill": [0.0] * len(each), "size": [5] * len(each)}
-        seeds.append(add_points(chart, look, new_source(dots), first, "top1", moves=True))
-        mean: dict[str, list[Any]] = {name: [value] for name, value in cost.items()}
-        mean |= {"top1": [100 * one.top1.mean], "size": [11], "text": [describe_interval(one.top1)]}
-        mean |= {f"cost_{place}": [text] for place, (_, text) in enumerate(_costs(standings, one))}
-        marks.append(add_points(chart, look, new_source(mean), first, "top1", moves=True))
-    chart.y_range.update(renderers=[*marks, *seeds])
-    titles = [title for title, _ in _costs(standings, drawn[0].one)]
-    rows = [(title, f"@cost_{place}") for place, title in enumerate(titles)]
-    add_hover(chart, marks, [("top-1", "@text"), *rows])
-    return chart
+        seeds = [
+            {**cost, "top1": 100 * run.top1, "fill": 0.0, "size": 5} for run in one.found.seeds
+        ]
+        curves.append(Curve(series=look, data=by_column(seeds), line=False))
+        top1 = one.top1.scaled(100)
+        mean = {**cost, "top1": top1.mean, **top1.ends, "size": 11,
+                "text": describe_interval(one.top1)}  # fmt: skip
+        mean |= {f"cost_{place}": text for place, (_, text) in enumerate(_costs(standings, one))}
+        means.append(Curve(series=look, data=by_column([mean]), line=False, hover=hover))
+    return Chart(
+        name="costs", x=standings.axes[0].column, y="top1", moves=True, height=440,
+        x_title=standings.axes[0].title, y_title="Top-1, %",
+        curves=[*curves, *means],
+        caption="The mean of each policy (large), its seeds (small) and the interval of 95 % "
+        "(line), which may leave the chart. The dotted line is the Pareto front: the accuracy to "
+        "be had for a cost. Where some seeds never reached a target, the cost is that of the "
+        "others, and the policy is not on the front.",
+    )  # fmt: skip
 
 
-def _add_front(chart: "Chart", standings: Standings, axis: Axis, configuration: int) -> None:
-    """Draw the best accuracy at each cost, which rises step by step."""
+def _front(standings: Standings, axis: Axis, configuration: int) -> Iterator[Curve]:
+    """Yield the best accuracy at each cost, which rises in steps."""
     some = [one for one in standings.of(configuration) if standings.on_front(one, axis)]
     places = sorted({(one.cost(axis), 100 * one.top1.mean) for one in some if one.top1})
-    if not places:
-        return
-    cost, top1 = np.array(places).T
-    steps = {axis.column: np.repeat(cost, 2)[1:], "top1": np.repeat(top1, 2)[:-1]}
-    tags = (f"configuration {configuration}", only_at(axis.column))
-    front = Series(-1, "Pareto front", MUTED, (2, 4), tags=tags)
-    add_line(chart, front, new_source(steps), axis.column, "top1")
+    if places:
+        cost, top1 = np.array(places).T
+        steps = {axis.column: np.repeat(cost, 2)[1:], "top1": np.repeat(top1, 2)[:-1]}
+        tags = (f"configuration {configuration}", tag_at(axis.column))
+        front = Series(-1, "Pareto front", MUTED, DOTTED, tags=tags)
+        yield Curve(series=front, data=steps, points=False, x=axis.column)
 
 
 def _costs(standings: Standings, one: Standing) -> Iterator[tuple[str, str]]:
@@ -288,14 +297,14 @@ def _costs(standings: Standings, one: Standing) -> Iterator[tuple[str, str]]:
         )
 
 
-def _draw_shapes(drawn: Sequence[Drawn]) -> "Chart":
-    """Draw the rate of every policy at the values found; of one being searched, its own rate."""
+def _shapes_chart(drawn: Sequence[Drawn]) -> Chart:
+    """Return the rate of every policy at the values found; of one being searched, its own rate."""
     recipes = [one.found.cell.seed_recipe(one.found.values, seed=1) for _, one in drawn]
     courses = [follow(recipe.schedule, plan_updates(recipe)) for recipe in recipes]
     peaks = [max(course.rates) for course in courses]
     log = max(peaks) > _WIDE * min(peaks)
-    chart = new_chart(x="Epoch", y="Learning rate", height=400, log="y" if log else "")
-    lines = []
+    hover = [("epoch", "@epoch{0,0.00}"), ("rate", "@rate{0.[00000000]}")]
+    curves = []
     for (look, _), course in zip(drawn, courses, strict=True):
         rates = np.array(course.rates)
         places = thinned(rates)
@@ -303,9 +312,15 @@ def _draw_shapes(drawn: Sequence[Drawn]) -> "Chart":
             "epoch": [course.epoch(int(place)) for place in places],
             "rate": np.where(rates[places] > 0, rates[places], math.nan) if log else rates[places],
         }
-        lines.append(add_line(chart, look, new_source(data), "epoch", "rate"))
-    add_hover(chart, lines, [("epoch", "@epoch{0,0.00}"), ("rate", "@rate{0.[00000000]}")])
-    return chart
+        curves.append(Curve(series=look, data=data, points=False, hover=hover))
+    searched = any(one.status for _, one in drawn)
+    return Chart(
+        name="shapes", x="epoch", y="rate", height=400, log="y" if log else "",
+        x_title="Epoch", y_title="Learning rate", curves=curves,
+        caption="The rate of every policy at the values found"
+        + "; of one that is being searched, the recipe's own" * searched
+        + ". Before any change by schedule.plateau.",
+    )  # fmt: skip
 
 
 def thinned(rates: FloatArray) -> npt.NDArray[np.intp]:
@@ -320,74 +335,67 @@ def thinned(rates: FloatArray) -> npt.NDArray[np.intp]:
     return np.array(sorted(kept))
 
 
-def _draw_search(drawn: Sequence[Drawn], key: str) -> "Chart":
-    """Draw the trials of every search over a key."""
-    name = key.rpartition(".")[2]
-    chart = new_chart(x=key, y="Accuracy on images held out, %", height=400, log="x")
-    searches = [_search_columns(one.found, key) for _, one in drawn]
-    known = [place for data in searches for place in data["place"] if math.isfinite(place)]
-    marks = []
-    for (look, _), data in zip(drawn, searches, strict=True):
-        places = [
-            place if math.isfinite(place) else min(known, default=0) for place in data["place"]
-        ]
-        source = new_source({**data, "place": places})
-        marks.append(add_points(chart, look, source, "value", "place"))
-    rows = [(name, "@value{0.[00000000]}"), ("accuracy", "@accuracy{0.00} %"), ("trial", "@state")]
-    add_hover(chart, marks, rows)
-    return chart
+def _search_chart(drawn: Sequence[Drawn], key: str, *, name: str) -> Chart:
+    """Return the trials of every search over a key."""
+    searches = [
+        sorted(
+            (_trial(one.found, trial, key) for trial in one.found.search if key in trial.values),
+            key=lambda row: row["value"],
+        )
+        for _, one in drawn
+    ]
+    lowest = min((row["place"] for rows in searches for row in rows if row["place"]), default=0)
+    rate = (key.rpartition(".")[2], "@value{0.[00000000]}")
+    hover = [rate, ("accuracy", "@accuracy{0.00} %"), ("trial", "@state")]
+    placed = [[row | {"place": row["place"] or lowest} for row in rows] for rows in searches]
+    return Chart(
+        name=name, x="value", y="place", height=400, log="x",
+        x_title=key, y_title="Accuracy on images held out, %",
+        curves=[
+            Curve(series=look, data=by_column(rows), line=False, hover=hover)
+            for (look, _), rows in zip(drawn, placed, strict=True)
+        ],
+        caption="Every trial of the search, on training images held out. A star is what was found, "
+        "a hollow circle a trial that was stopped early, at the accuracy it had there, a cross at "
+        "the bottom one that diverged.",
+    )  # fmt: skip
 
 
-def _search_columns(found: CellResults, key: str) -> dict[str, list[Any]]:
-    """Return the data of a search by the values of a key; empty columns without a trial."""
-    trials = [trial for trial in found.search if key in trial.values]
-    rows = [_trial(found, trial, key) for trial in sorted(trials, key=lambda one: one.values[key])]
-    columns = ("value", "accuracy", "place", "state", "marker", "size", "fill")
-    return {name: [row[name] for row in rows] for name in columns}
-
-
-def _trial(found: CellResults, trial: Result, key: str) -> dict[str, object]:
-    """Return a row of the data of a search: the trial found is a star, one stopped is hollow.
+def _trial(found: CellResults, trial: Result, key: str) -> dict[str, Any]:
+    """Return a point of a search: the trial found is a star, one that was stopped is hollow.
 
     One that diverged has no place of its own, for it would flatten the others.
     """
     accuracy = 100 * found.settings.value_of(trial)
-    state, marker, size, fill = "whole", "circle", 8, 1.0
+    look: dict[str, Any] = {"state": "whole", "marker": "circle", "size": 8, "fill": 1.0}
     if trial.diverged is not None:
-        state, marker, size = "diverged: counts as chance", "x", 10
+        look |= {"state": "diverged: counts as chance", "marker": "x", "size": 10}
     elif trial.pruned_after is not None:
-        state, fill = f"stopped after {trial.pruned_after:,} updates", 0.0
+        look |= {"state": f"stopped after {trial.pruned_after:,} updates", "fill": 0.0}
     elif dict(trial.values) == dict(found.values):
-        state, marker, size = "found", "star", 18
-    return {
-        "value": trial.values[key],
-        "accuracy": accuracy,
-        "place": accuracy if trial.diverged is None else math.nan,
-        "state": state,
-        "marker": marker,
-        "size": size,
-        "fill": fill,
-    }
+        look |= {"state": "found", "marker": "star", "size": 18}
+    place = accuracy if trial.diverged is None else None
+    return {"value": trial.values[key], "accuracy": accuracy, "place": place, **look}
 
 
-def _scales(one: Standing) -> Iterable[float]:
-    return () if one.robustness is None else one.robustness.by_scale
-
-
-def _draw_scales(drawn: Sequence[Drawn]) -> "Chart":
-    """Draw top-1 over multiples of the rate found."""
-    chart = new_chart(x="Times the rate found", y="Top-1, %", height=360, log="x")
-    marks = []
-    for look, one in drawn:
-        if one.robustness is not None:
-            means = one.robustness.by_scale
-            source = new_source({
-                "scale": list(means),
-                "top1": [100 * found.mean for found in means.values()],
-                "text": [describe_interval(found) for found in means.values()],
-            })  # fmt: skip
-            add_line(chart, look, source, "scale", "top1")
-            marks.append(add_points(chart, look, source, "scale", "top1"))
-    chart.xaxis.ticker = sorted({scale for _, one in drawn for scale in _scales(one)})
-    add_hover(chart, marks, [("rate", "@scale{0.[00]} times"), ("top-1", "@text")])
-    return chart
+def _scales_chart(drawn: Sequence[Drawn]) -> Chart:
+    """Return top-1 over multiples of the rate found."""
+    known = [(look, one.robustness.by_scale) for look, one in drawn if one.robustness is not None]
+    curves = [
+        Curve(
+            series=look,
+            data=by_column([
+                {"scale": scale, "top1": 100 * found.mean, "text": describe_interval(found)}
+                for scale, found in means.items()
+            ]),
+            hover=[("rate", "@scale{0.[00]} times"), ("top-1", "@text")],
+        )
+        for look, means in known
+    ]  # fmt: skip
+    return Chart(
+        name="scales", x="scale", y="top1", height=360, log="x",
+        x_title="Times the rate found", y_title="Top-1, %", curves=curves,
+        ticks=sorted({scale for _, means in known for scale in means}),
+        caption="Top-1 on the validation images at multiples of the rate found, over the seeds "
+        "that were run at all of them.",
+    )  # fmt: skip

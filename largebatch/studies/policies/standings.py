@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from largebatch.errors import shorten
-from largebatch.report.comparison import plural
+from largebatch.formatting import plural
 from largebatch.studies.metrics import (
     ENOUGH_SEEDS,
     Cost,
@@ -330,7 +330,6 @@ def describe_interval(found: Interval) -> str:
     >>> describe_interval(interval([0.90, 0.92]))
     '91.00 % (2 seeds)'
     """
-    seeds = plural(found.number, "seed")
-    if found.number < ENOUGH_SEEDS:
-        return f"{100 * found.mean:.2f} % ({seeds})"
-    return f"{100 * found.mean:.2f} % ± {100 * (found.high - found.mean):.2f} ({seeds})"
+    mean, reach = 100 * found.mean, found.scaled(100).reach
+    level = "" if reach is None else f" ± {reach:.2f}"
+    return f"{mean:.2f} %{level} ({plural(found.number, 'seed')})"

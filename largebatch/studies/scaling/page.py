@@ -1,33 +1,43 @@
-"""The page of a study of scaling: tables against the ideal, and the planner beside the measurement.
+"""The page of a study of scaling: against the ideal, and the planner beside the measurement.
 
-Words and layout stand in scaling.html. A place has one colour in all charts; the ideal is a line of
-its own, and so is what the planner predicts.
+A place has one colour in all charts; the ideal is a line of its own, and so is what the planner
+predicts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from largebatch.report.interactive import (
-    Series,
-    add_hover,
-    add_line,
-    add_points,
+    Column,
+    Filter,
+    Page,
+    Section,
+    Table,
     make_interactive_page,
-    new_chart,
-    new_source,
-    series,
 )
-from largebatch.report.table import Column, new_table
+from largebatch.report.interactive_charts import Chart, Curve, Series, by_column, series
 from largebatch.storage import write_html
 from largebatch.studies.scaling.rows import Row, findings, unequal_rates
 from largebatch.studies.scaling.study import PLACES, SCALINGS, ScalingStudy
 
-if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model
-    from largebatch.report.table import Table
+_LOOKS = {name: series(place, name) for place, name in enumerate([*PLACES, "ideal", "planner"])}
 
-_IDEAL, _PLANNER = "ideal", "planner"
+_NOTE = (
+    "Workers in one host, or each on a host of its own, which is a network namespace of one "
+    "machine with a shaped link. Gradients take a time that is set and slept. Means over starts "
+    "with Student's interval of 95 %."
+)
+_TABLE = (
+    "A click on a header sorts. The ideal is as many times one worker as there are workers; in "
+    "weak scaling each has the same mini-batch, in strong scaling all share one batch. Learning "
+    "rates are those that each worker's optimizer applied, compared in hexadecimal."
+)
+_HOVER = (
+    *(("cell", "@cell"), ("measured", "@value{0,0.0000}")),
+    ("planner", "@predicted{0,0.0000}"),
+)
 
 
 def write_page(study: ScalingStudy, rows: Sequence[Row], path: Path) -> Path:
@@ -35,123 +45,111 @@ def write_page(study: ScalingStudy, rows: Sequence[Row], path: Path) -> Path:
 
     Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
     """
-    return write_html(path, make_page(study, rows))
-
-
-def make_page(study: ScalingStudy, rows: Sequence[Row]) -> str:
-    """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
-    looks = [series(place, name) for place, name in enumerate([*PLACES, _IDEAL, _PLANNER])]
     recipes = list(dict.fromkeys(row.cell.configuration for row in rows))
-    models: dict[str, Model] = {"cells": _table(rows, looks)}
-    models["efficiency"] = _draw(
-        rows, "Efficiency, %", lambda row: 100 * (row.efficiency or 0.0), lambda _: 100.0,
-        _predicted_efficiency,
-    )  # fmt: skip
-    models["seconds"] = _draw(
-        rows, "Seconds of an update", lambda row: row.seconds.mean, None,
-        lambda row: row.predicted,
-    )  # fmt: skip
-    kinds = {f"scaling {name}": name for name in SCALINGS}
-    tags = {f"recipe {name}": name for name in recipes}
-    unequal = any(unequal_rates(found) for row in rows for found in row.found.values())
-    return make_interactive_page(
-        Path(__file__).with_name("scaling.html"),
-        models,
-        hidden=[*list(kinds)[1:], *list(tags)[1:]],
+    page = Page(
         title=study.name,
         subtitle=f"{', '.join(recipes)}; links of {study.megabits:,g} Mbit/s",
-        sentences=list(findings(rows)),
-        good=not unequal,
-        legend_of=looks,
-        recipes=tags,
-        scalings=kinds,
+        findings=list(findings(rows)),
+        is_sound=not any(unequal_rates(found) for row in rows for found in row.found.values()),
+        note=_NOTE,
+        legend=("Places", list(_LOOKS.values())),
+        filters=[
+            Filter("Scaling", {f"scaling {name}": name for name in SCALINGS}),
+            Filter("Model", {f"recipe {name}": name for name in recipes}),
+        ],
+        sections=[
+            Section(title="Against the ideal", parts=[_table(rows)], notes=[_TABLE]),
+            Section(title="By workers", parts=list(_charts(rows))),
+        ],
+        source="the records of a study",
     )
+    return write_html(path, make_interactive_page(page))
 
 
-def _predicted_efficiency(row: Row) -> float | None:
-    """Return the efficiency that the planner's time makes, in percent."""
-    if row.predicted is None or row.efficiency is None:
-        return None
-    return 100 * row.efficiency * row.seconds.mean / row.predicted
+class _Point(NamedTuple):
+    """What a chart shows of a row."""
+
+    value: float
+    predicted: float
+    ideal: float | None = None
 
 
-def _draw(
-    rows: Sequence[Row],
-    title: str,
-    value: Callable[[Row], float],
-    ideal: Callable[[Row], float] | None,
-    predicted: Callable[[Row], float | None],
-) -> "Chart":
-    """Draw a metric by workers: a line with points for each place, the planner's dashed."""
-    chart = new_chart(x="Workers", y=title, from_zero=True)
-    marks = []
-    for place, lines in _lines(rows).items():
-        scaling, recipe, where = place
-        tags = (f"scaling {scaling}", f"recipe {recipe}")
-        own = series(PLACES.index(where), where, tags=tags)
-        planned = Series(3, _PLANNER, own.colour, (2, 3), tags=tags)
-        source = new_source(
-            {
-                "workers": [row.cell.workers for row in lines],
-                "value": [value(row) for row in lines],
-                "predicted": [predicted(row) or 0.0 for row in lines],
-                "ideal": [ideal(row) if ideal else 0.0 for row in lines],
-                "cell": [row.cell.name for row in lines],
-            }
-        )
-        if ideal is not None:
-            add_line(chart, series(2, _IDEAL, tags=tags), source, "workers", "ideal")
-        add_line(chart, planned, source, "workers", "predicted")
-        add_line(chart, own, source, "workers", "value")
-        marks.append(add_points(chart, own, source, "workers", "value"))
-    add_hover(
-        chart, marks,
-        [("cell", "@cell"), ("measured", "@value{0,0.0000}"), ("planner", "@predicted{0,0.0000}")],
+def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
+    def efficiency(row: Row) -> _Point:
+        found = 100 * (row.efficiency or 0.0)
+        predicted = found * row.seconds.mean / row.predicted if row.predicted else 0.0
+        return _Point(found, predicted, 100.0)
+
+    def seconds(row: Row) -> _Point:
+        return _Point(row.seconds.mean, row.predicted or 0.0)
+
+    yield _chart(
+        rows, "efficiency", "Efficiency, %", efficiency,
+        caption="Points are measured; dotted is what the planner makes of one worker alone and the "
+        "link.",
     )  # fmt: skip
-    chart.xaxis.ticker = sorted({row.cell.workers for row in rows})
-    return chart
+    yield _chart(rows, "seconds", "Seconds of an update", seconds, caption="The time of an update.")
+
+
+def _chart(
+    rows: Sequence[Row], name: str, title: str, value: Callable[[Row], _Point], *, caption: str
+) -> Chart:
+    """Return a metric by workers: a line with points for each place, the planner's dotted."""
+    curves = []
+    for (scaling, recipe, place), line in _lines(rows).items():
+        tags = (f"scaling {scaling}", f"recipe {recipe}")
+        own, best, planner = (
+            replace(_LOOKS[each], tags=tags) for each in (place, "ideal", "planner")
+        )
+        points = by_column([
+            {"workers": row.cell.workers, "cell": row.cell.name, **value(row)._asdict()}
+            for row in line
+        ])  # fmt: skip
+        planned = replace(planner, colour=own.colour, dash=(2, 3))
+        for look, column in ((best, "ideal"), (planned, "predicted")):
+            if points[column][0] is not None:
+                curves.append(Curve(series=look, data=points, points=False, y=column))
+        curves.append(Curve(series=own, data=points, hover=_HOVER))
+    return Chart(
+        name=name, x="workers", y="value", x_title="Workers", y_title=title, from_zero=True,
+        ticks=sorted({row.cell.workers for row in rows}), curves=curves, caption=caption,
+    )  # fmt: skip
 
 
 def _lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """Return the rows of each scaling, recipe and place, from one worker alone on."""
     found: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.cell.workers):
         for place in PLACES if row.cell.workers == 1 else [row.cell.place]:
             found.setdefault((row.scaling, row.cell.configuration, place), []).append(row)
-    return {key: sorted(each, key=lambda row: row.cell.workers) for key, each in found.items()}
+    return found
 
 
-def _table(rows: Sequence[Row], looks: Sequence[Series]) -> "Table":
-    speed_ups = [row.speed_up for row in rows]
-    return new_table(
-        [
-            Column("Cell", [row.cell.name for row in rows]),
-            Column("Scaling", [row.scaling for row in rows]),
-            Column("Workers", [row.cell.workers for row in rows], "0"),
-            Column("Samples/s", [row.throughput.mean for row in rows], "0,0.0"),
-            Column("Ideal", [row.ideal for row in rows], "0,0.0"),
-            Column("Speed-up", [one and one.mean for one in speed_ups], "0.00"),
-            Column(
-                "±", [one.high - one.mean if one and one.number > 1 else None for one in speed_ups],
-                "0.00",
-            ),
-            Column("Efficiency, %", [100 * (row.efficiency or 0.0) for row in rows], "0"),
-            Column("An update, s", [row.seconds.mean for row in rows], "0.0000"),
-            Column("The planner, s", [row.predicted for row in rows], "0.0000"),
-            Column("Samples each", [row.cell.samples for row in rows], "0"),
-            Column("Learning rates", [_rates(row) for row in rows]),
-            Column("Starts", [len(row.found) for row in rows], "0"),
-        ],
-        colours=[looks[PLACES.index(row.cell.place)].colour for row in rows],
-        tags=[
-            (
-                f"scaling {row.scaling}",
-                f"recipe {row.cell.configuration}",
-                f"series {PLACES.index(row.cell.place)}",
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+def _table(rows: Sequence[Row]) -> Table:
+    def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
+        return Column(title, [value(row) for row in rows], form)
+
+    columns = [
+        column("Cell", lambda row: row.cell.name, None),
+        column("Scaling", lambda row: row.scaling, None),
+        column("Workers", lambda row: row.cell.workers, "d"),
+        column("Samples/s", lambda row: row.throughput.mean, ",.1f"),
+        column("Ideal", lambda row: row.ideal, ",.1f"),
+        column("Speed-up", lambda row: row.speed_up and row.speed_up.mean, ".2f"),
+        column("±", lambda row: row.speed_up and row.speed_up.reach, ".2f"),
+        column("Efficiency, %", lambda row: 100 * (row.efficiency or 0.0), ".0f"),
+        column("An update, s", lambda row: row.seconds.mean, ".4f"),
+        column("The planner, s", lambda row: row.predicted, ".4f"),
+        column("Samples each", lambda row: row.cell.samples, "d"),
+        column("Learning rates", _rates, None),
+        column("Starts", lambda row: len(row.found), "d"),
+    ]
+    return Table(name="cells", columns=columns, series=[_look(row) for row in rows])
+
+
+def _look(row: Row) -> Series:
+    tags = (f"scaling {row.scaling}", f"recipe {row.cell.configuration}")
+    return replace(_LOOKS[row.cell.place], tags=tags)
 
 
 def _rates(row: Row) -> str:

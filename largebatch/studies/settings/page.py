@@ -1,46 +1,55 @@
-"""The page of a study of settings: findings, costs, patterns along keys, transfer matrices.
+"""The page of a study of settings: findings, costs, transfer matrices, patterns along keys.
 
-Words and layout stand in page.html. A recipe has one colour in all charts, and a button that
-hides it. The transfer matrices are tables of HTML: their numbers are to be read, the colour only
-leads to the largest losses.
+A recipe has one colour in all charts.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from largebatch.formatting import MISSING, signed
 from largebatch.report.interactive import (
-    Series,
-    add_hover,
-    add_line,
-    add_points,
+    Column,
+    Filter,
+    Page,
+    Section,
+    Table,
     make_interactive_page,
-    new_chart,
-    new_source,
-    only_at,
-    series,
 )
-from largebatch.report.table import MISSING, Column, new_table
+from largebatch.report.interactive_charts import Chart, Columns, Curve, Series, by_column, series
 from largebatch.storage import write_html
-from largebatch.studies.metrics import ENOUGH_SEEDS, Interval
+from largebatch.studies.metrics import Interval
 from largebatch.studies.queue.results import Result
 from largebatch.studies.queue.study import Metric
-from largebatch.studies.queue.usage import Usage
 from largebatch.studies.settings.settings import MEASURES, Findings, Measure, Measured, describe
 from largebatch.studies.settings.transfer import Transfer
 
-if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model, Source
-    from largebatch.report.table import Table
-
-_DRAWN: tuple[Metric, ...] = ("top1", "train_seconds")
-"""What is drawn along every key."""
-
-_STRONGEST = 50
-"""Percent of the colour in the cell of the largest loss: the number on it stays readable."""
-
 _MEGABYTE = 1e-6
+
+_NOTE = (
+    "Means over seeds with Student's interval of 95 %; two settings compare by pairs of the same "
+    "seeds. Of many settings the best one is best by luck, too. The accuracy of a run that "
+    "diverged is that of chance, and its costs count for nothing."
+)
+_TABLE = (
+    "A click on a header sorts. Training is the time of the updates, evaluation that of all "
+    "validation images, on the way and at the end. Processor time, cores, memory and bytes are "
+    "those of all workers, from their set-up to the last update. Resident memory that workers "
+    "share is counted in each of them; what comes from the system's cache is not read from a disk. "
+    "Cores of others are those that other programs of the machine used meanwhile."
+)
+_TRANSFER = (
+    "Below each value is its distance from what the recipe of the column has with its own best "
+    "setting, over pairs of seeds with the interval of 95 %, that of all settings together: in "
+    "points, or as how many times the cost. The diagonal has the own best. The stronger the "
+    "colour, the more is lost."
+)
+_CAPTIONS: dict[Metric, str] = {
+    "top1": "The mean accuracy of every setting with its interval of 95 %, which may leave the "
+    "chart. Lines join settings of a recipe that differ in this key alone.",
+    "train_seconds": "The time of the updates of a run.",
+}
+"""What is drawn along every key."""
 
 
 def write_settings_page(findings: Findings, path: Path) -> Path:
@@ -48,37 +57,46 @@ def write_settings_page(findings: Findings, path: Path) -> Path:
 
     Raises LargebatchError where it cannot be written, MissingPackageError without Bokeh.
     """
-    return write_html(path, make_page(findings))
-
-
-def make_page(findings: Findings) -> str:
-    """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
     looks = [series(place, name) for place, name in enumerate(findings.recipes)]
-    models: dict[str, Model] = {"settings": _table(findings, looks)}
-    axes = {f"key_{place}": key for place, key in enumerate(findings.keys)}
-    for name in _DRAWN:
-        models |= {f"{name}_{at}": _draw(findings, looks, key, name) for at, key in axes.items()}
-    several = len(findings.recipes) > 1 and len(findings.settings) > 1
-    metrics = findings.metrics if several else ()
-    tags = {f"metric {name}": MEASURES[name].title for name in metrics}
-    return make_interactive_page(
-        Path(__file__).with_name("page.html"),
-        models,
-        hidden=[*list(tags)[1:], *map(only_at, list(axes)[1:])],
+    table = Section(title="Recipes with settings", parts=[_table(findings, looks)], notes=[_TABLE])
+    page = Page(
         title=findings.study,
         subtitle=", ".join(findings.recipes),
-        sentences=list(describe(findings)),
-        good=findings.has_enough_seeds and not findings.waiting,
-        legend_of=looks,
-        axes=axes,
-        shown_with={at: only_at(at) for at in axes},
-        metrics=tags,
-        matrices={f"metric {name}": _matrix(findings, name) for name in metrics},
-        measures={f"metric {name}": MEASURES[name] for name in metrics},
+        findings=list(describe(findings)),
+        is_sound=findings.has_enough_seeds and not findings.waiting,
+        note=_NOTE,
+        legend=("Recipes", looks),
+        sections=[table, *_transfer(findings), *_patterns(findings, looks)],
+        source="a database of studies",
     )
+    return write_html(path, make_interactive_page(page))
 
 
-def _table(findings: Findings, looks: Sequence[Series]) -> "Table":
+def _transfer(findings: Findings) -> Iterator[Section]:
+    """Yield the transfer matrices, if there are several recipes and settings."""
+    if len(findings.recipes) > 1 and len(findings.settings) > 1 and findings.metrics:
+        metrics = {f"metric {name}": MEASURES[name].title for name in findings.metrics}
+        yield Section(
+            title="Does the best setting transfer?",
+            parts=[_matrix(findings, name) for name in findings.metrics],
+            filters=[Filter("Best by", metrics)],
+            notes=[_TRANSFER],
+        )
+
+
+def _patterns(findings: Findings, looks: Sequence[Series]) -> Iterator[Section]:
+    """Yield the charts along the keys in which settings differ."""
+    if findings.keys:
+        keys = {f"key {place}": key for place, key in enumerate(findings.keys)}
+        charts = [
+            _chart(findings, looks, place, metric)
+            for place in range(len(keys))
+            for metric in _CAPTIONS
+        ]
+        yield Section(title="Patterns", parts=charts, filters=[Filter("Against", keys)])
+
+
+def _table(findings: Findings, looks: Sequence[Series]) -> Table:
     """Return a row for each cell."""
     cells = findings.cells
 
@@ -88,82 +106,143 @@ def _table(findings: Findings, looks: Sequence[Series]) -> "Table":
     def mean(
         title: str, value: Callable[[Result], float | None], form: str, *, factor: float = 1.0
     ) -> Column:
-        def of(one: Measured) -> float | None:
-            found = one.mean(value)
-            return None if found is None else factor * found.mean
+        return column(title, lambda one: (it := one.mean(value)) and factor * it.mean, form)
 
-        return column(title, of, form)
+    def reach(title: str, metric: Metric, form: str, *, factor: float = 1.0) -> Column:
+        return column(
+            title, lambda one: (it := one.mean_of(metric)) and it.scaled(factor).reach, form
+        )
 
     def used(title: str, name: str, form: str, *, factor: float = 1.0) -> Column:
         def value(run: Result) -> float | None:
-            usage: Usage | None = run.usage if run.diverged is None else None
+            usage = run.usage if run.diverged is None else None
             return None if usage is None else float(getattr(usage, name))
 
         return mean(title, value, form, factor=factor)
 
-    return new_table(
-        [
-            column("Setting", lambda one: one.found.setting, None),
-            mean("Top-1, %", lambda run: run.top1, "0.00", factor=100),
-            column("±", lambda one: _reach(one.mean_of("top1"), 100), "0.00"),
-            used("Training, s", "train_seconds", "0,0.0"),
-            column("± s", lambda one: _reach(one.mean_of("train_seconds"), 1), "0,0.0"),
-            column("Recipe", lambda one: one.found.configuration, None),
-            mean("Images/s", lambda run: run.images_per_second, "0,0"),
-            used("Evaluation, s", "evaluation_seconds", "0,0.00"),
-            used("Processor, s", "cpu_seconds", "0,0.0"),
-            used("Cores used", "cores", "0.00"),
-            used("Peak memory, MB", "peak_memory_bytes", "0,0", factor=_MEGABYTE),
-            used("Read, MB", "read_bytes", "0,0.0", factor=_MEGABYTE),
-            used("Written, MB", "written_bytes", "0,0.0", factor=_MEGABYTE),
-            used("GPU, %", "gpu_percent", "0"),
-            used("GPU memory, MB", "gpu_memory_bytes", "0,0", factor=_MEGABYTE),
-            *(_setting_column(findings, key) for key in findings.keys),
-            mean("Top-5, %", lambda run: run.top5, "0.00", factor=100),
-            mean("Cores of others", lambda run: run.other_cores, "0.0"),
-            column("Seeds", lambda one: len(one.found.seeds), "0"),
-            column("Diverged", lambda one: one.diverged, "0"),
-            column("Status", lambda one: None if one.found.finished else "unfinished", None),
-        ],
-        colours=[looks[one.configuration].colour for one in cells],
-        tags=[(f"series {one.configuration}",) for one in cells],
+    columns = [
+        column("Setting", lambda one: one.found.setting, None),
+        mean("Top-1, %", lambda run: run.top1, ".2f", factor=100),
+        reach("±", "top1", ".2f", factor=100),
+        used("Training, s", "train_seconds", ",.1f"),
+        reach("± s", "train_seconds", ",.1f"),
+        column("Recipe", lambda one: one.found.configuration, None),
+        mean("Images/s", lambda run: run.images_per_second, ",.0f"),
+        used("Evaluation, s", "evaluation_seconds", ",.2f"),
+        used("Processor, s", "cpu_seconds", ",.1f"),
+        used("Cores used", "cores", ".2f"),
+        used("Peak memory, MB", "peak_memory_bytes", ",.0f", factor=_MEGABYTE),
+        used("Read, MB", "read_bytes", ",.1f", factor=_MEGABYTE),
+        used("Written, MB", "written_bytes", ",.1f", factor=_MEGABYTE),
+        used("GPU, %", "gpu_percent", ".0f"),
+        used("GPU memory, MB", "gpu_memory_bytes", ",.0f", factor=_MEGABYTE),
+        *(_setting_column(findings, key) for key in findings.keys),
+        mean("Top-5, %", lambda run: run.top5, ".2f", factor=100),
+        mean("Cores of others", lambda run: run.other_cores, ".1f"),
+        column("Seeds", lambda one: len(one.found.seeds), "d"),
+        column("Diverged", lambda one: one.diverged, "d"),
+        column("Status", lambda one: None if one.found.finished else "unfinished", None),
+    ]
+    return Table(
+        name="settings", columns=columns, series=[looks[one.configuration] for one in cells]
     )
-
-
-def _reach(found: Interval | None, factor: float) -> float | None:
-    """Return half the width of an interval; None of too few seeds."""
-    if found is None or found.number < ENOUGH_SEEDS:
-        return None
-    return factor * (found.high - found.mean)
 
 
 def _setting_column(findings: Findings, key: str) -> Column:
     """Return what the cells have at a key in which settings differ."""
     values, title = _along(findings, findings.cells, key), key.rpartition(".")[2]
-    return Column(title, values, "0.[00000000]" if key in findings.numeric_keys else None)
+    return Column(title, values, ",.8g" if key in findings.numeric_keys else None)
 
 
-def _draw(findings: Findings, looks: Sequence[Series], key: str, metric: Metric) -> "Chart":
-    """Draw a metric of every cell along a key: of numbers in proportion, of words side by side."""
-    measure, words = MEASURES[metric], _words(findings, key)
-    chart = new_chart(
-        x=key, y=f"{measure.title}, {measure.unit}", height=360, log="" if words else "x",
-        from_zero=measure.is_cost, categories=words,
-    )  # fmt: skip
-    marks = []
-    for place, look in enumerate(looks):
-        cells = [one for one in findings.of(place) if one.mean_of(metric) is not None]
+def _matrix(findings: Findings, metric: Metric) -> Table:
+    """Return the transfer matrix of a metric."""
+    measure, matrix = MEASURES[metric], findings.matrix(metric)
+    largest = max((1 - one.share for row in matrix for one in row), default=0.0)
+    settings = [row[0].setting or MISSING for row in matrix]
+    first = Column("Best setting of", [row[0].best_of for row in matrix], details=settings)
+
+    def column(name: str, cells: Sequence[Transfer]) -> Column:
+        lost = [0.0 if one.value is None else 1 - one.share for one in cells]
+        return Column(
+            f"used on {name}",
+            [one.value and measure.factor * one.value.mean for one in cells],
+            f",.{measure.digits}f",
+            unit=f" {measure.unit}",
+            details=[_gap(one, measure) for one in cells],
+            strengths=[one / largest if largest else 0.0 for one in lost],
+        )
+
+    others = [
+        column(row[0].best_of, cells)
+        for row, cells in zip(matrix, zip(*matrix, strict=True), strict=True)
+    ]
+    return Table(
+        name=f"transfer_{metric}",
+        columns=[first, *others],
+        caption=f"{measure.title} of each recipe (column) with the setting that has {measure.best} "
+        "for another one (row)",
+        tags=(f"metric {metric}",),
+    )
+
+
+def _gap(one: Transfer, measure: Measure) -> str:
+    return "its own best" if one.best_of == one.used_on else describe_gap(one.gap, measure)
+
+
+def describe_gap(gap: Interval | None, measure: Measure) -> str:
+    """Return a gap as a cell of a transfer matrix shows it: points, or times as much.
+
+    >>> describe_gap(Interval(-0.0231, -0.034, -0.0122, 3), MEASURES["top1"])
+    '−2.31 (−3.40 to −1.22)'
+    >>> describe_gap(Interval(1.5, 1.2, 1.875, 3), MEASURES["cpu_seconds"])
+    '× 1.50 (1.20 to 1.88)'
+    """
+    if gap is None:
+        return "not measured with every seed"
+
+    def show(value: float) -> str:
+        return f"{value:.2f}" if measure.is_cost else signed(measure.factor * value, ".2f")
+
+    mean = f"{'× ' * measure.is_cost}{show(gap.mean)}"
+    return mean if gap.number == 1 else f"{mean} ({show(gap.low)} to {show(gap.high)})"
+
+
+def _chart(findings: Findings, looks: Sequence[Series], place: int, metric: Metric) -> Chart:
+    """Return a metric of every cell along a key: numbers in proportion, words side by side."""
+    measure, key = MEASURES[metric], findings.keys[place]
+    words = _words(findings, key)
+    hover = ("setting", "@setting"), (measure.title.lower(), "@text")
+    curves = []
+    for at, look in enumerate(looks):
+        cells = findings.of(at)
         for line in _lines(findings, cells, key):
-            add_line(chart, look, _source(findings, line, key, metric), "key", "value")
-        for one in cells:
-            ends = _ends(findings, one, key, metric)
-            if ends is not None:
-                add_line(chart, look, ends, "key", "value")
-        source = _source(findings, cells, key, metric)
-        marks.append(add_points(chart, look, source, "key", "value"))
-    chart.y_range.update(renderers=marks)
-    add_hover(chart, marks, [("setting", "@setting"), (measure.title.lower(), "@text")])
-    return chart
+            data = _points(findings, line, key, metric)
+            joined = {"key": data["key"], "value": data["value"]}
+            curves.append(Curve(series=look, data=joined, points=False))
+        data = _points(findings, cells, key, metric)
+        curves.append(Curve(series=look, data=data, line=False, hover=hover))
+    return Chart(
+        name=f"{metric}_{place}", x="key", y="value", height=360, log="" if words else "x",
+        x_title=key, y_title=f"{measure.title}, {measure.unit}", from_zero=measure.is_cost,
+        categories=words, curves=curves, caption=_CAPTIONS[metric], tags=(f"key {place}",),
+    )  # fmt: skip
+
+
+def _points(findings: Findings, cells: Sequence[Measured], key: str, metric: Metric) -> Columns:
+    measure = MEASURES[metric]
+    """Return the means of cells; those without one are left out."""
+    known = [(one, mean) for one in cells if (mean := one.mean_of(metric)) is not None]
+    along = _along(findings, [one for one, _ in known], key)
+    return by_column([
+        {"key": at, "setting": one.found.setting, "value": measure.factor * mean.mean,
+         **mean.scaled(measure.factor).ends, "text": _describe(mean, measure)}
+        for at, (one, mean) in zip(along, known, strict=True)
+    ])  # fmt: skip
+
+
+def _describe(mean: Interval, measure: Measure) -> str:
+    reach = mean.scaled(measure.factor).reach
+    return measure.show(mean.mean) + ("" if reach is None else f" ± {reach:,.2f}")
 
 
 def _words(findings: Findings, key: str) -> list[str]:
@@ -198,78 +277,3 @@ def _lines(findings: Findings, cells: Sequence[Measured], key: str) -> Iterator[
 def _along(findings: Findings, cells: Sequence[Measured], key: str) -> list[Any]:
     """Return where the cells are along a key."""
     return [one.at(key) if key in findings.numeric_keys else _word(one, key) for one in cells]
-
-
-def _source(findings: Findings, cells: Sequence[Measured], key: str, metric: Metric) -> "Source":
-    measure = MEASURES[metric]
-    means = [one.mean_of(metric) for one in cells]
-    return new_source({
-        "key": _along(findings, cells, key),
-        "setting": [one.found.setting for one in cells],
-        "value": [math.nan if mean is None else measure.factor * mean.mean for mean in means],
-        "text": [_describe(mean, measure) for mean in means],
-    })  # fmt: skip
-
-
-def _ends(findings: Findings, one: Measured, key: str, metric: Metric) -> "Source | None":
-    """Return the ends of an interval; None of too few seeds."""
-    mean, factor = one.mean_of(metric), MEASURES[metric].factor
-    if mean is None or mean.number < ENOUGH_SEEDS:
-        return None
-    along = _along(findings, [one, one], key)
-    return new_source({"key": along, "value": [factor * mean.low, factor * mean.high]})
-
-
-def _describe(mean: Interval | None, measure: Measure) -> str:
-    if mean is None:
-        return MISSING
-    reach = (
-        "" if mean.number < ENOUGH_SEEDS else f" ± {measure.factor * (mean.high - mean.mean):,.2f}"
-    )
-    return f"{measure.show(mean.mean)}{reach}"
-
-
-def _matrix(findings: Findings, metric: Metric) -> list[dict[str, Any]]:
-    """Return the rows of a transfer matrix as the template shows them."""
-    measure, matrix = MEASURES[metric], findings.matrix(metric)
-    largest = max((1 - one.share for row in matrix for one in row), default=0.0)
-    return [
-        {
-            "recipe": row[0].best_of,
-            "setting": row[0].setting or MISSING,
-            "cells": [_cell(one, measure, largest=largest) for one in row],
-        }
-        for row in matrix
-    ]
-
-
-def _cell(one: Transfer, measure: Measure, *, largest: float) -> dict[str, Any]:
-    """Return what a cell shows: the value, the gap to the own best, and how strong its colour."""
-    own = one.best_of == one.used_on
-    strength = 0.0 if one.value is None or not largest else (1 - one.share) / largest
-    return {
-        "value": MISSING if one.value is None else measure.show(one.value.mean),
-        "gap": "" if own else describe_gap(one.gap, measure),
-        "own": own,
-        "strength": round(_STRONGEST * strength),
-    }
-
-
-def describe_gap(gap: Interval | None, measure: Measure) -> str:
-    """Return a gap as a cell of a transfer matrix shows it: points, or times as much.
-
-    >>> describe_gap(Interval(-0.0231, -0.034, -0.0122, 3), MEASURES["top1"])
-    '−2.31 (−3.40 to −1.22)'
-    >>> describe_gap(Interval(1.5, 1.2, 1.875, 3), MEASURES["cpu_seconds"])
-    '× 1.50 (1.20 to 1.88)'
-    """
-    if gap is None:
-        return "not measured with every seed"
-
-    def show(value: float) -> str:
-        if measure.is_cost:
-            return f"{value:.2f}"
-        return f"{measure.factor * value:+.2f}".replace("-", "−")
-
-    mean = f"{'× ' * measure.is_cost}{show(gap.mean)}"
-    return mean if gap.number == 1 else f"{mean} ({show(gap.low)} to {show(gap.high)})"

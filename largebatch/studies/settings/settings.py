@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from largebatch.errors import StudyError, shorten
+from largebatch.formatting import plural
 from largebatch.recipe.loading import differences
-from largebatch.report.comparison import plural
 from largebatch.studies.metrics import ENOUGH_SEEDS, Interval, interval
 from largebatch.studies.policies.standings import describe_interval
 from largebatch.studies.queue.results import Result, SettingResults

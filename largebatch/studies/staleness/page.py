@@ -1,39 +1,31 @@
 """The page of a staleness study: its table, accuracy against time, and how late gradients were.
 
-Words and layout stand in page.html. A protocol has one colour in all charts, and a button that
-hides it; filters choose the recipe with its times, and the samples of an update of all learners.
+A protocol has one colour in all charts; filters choose the recipe with its times, and the samples
+of an update of all learners.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from largebatch.errors import StudyError
 from largebatch.recipe.protocols import Hardsync, Softsync
 from largebatch.report.interactive import (
-    Series,
-    add_hover,
-    add_line,
-    add_points,
+    Column,
+    Filter,
+    Page,
+    Section,
+    Table,
     make_interactive_page,
-    new_chart,
-    new_source,
-    only_at,
-    series,
+    tag_at,
 )
-from largebatch.report.table import Column, new_table
+from largebatch.report.interactive_charts import DOTTED, Chart, Curve, Series, by_column, series
 from largebatch.storage import write_html
 from largebatch.studies.staleness.pictures import diagonals, panels
 from largebatch.studies.staleness.run import Row
 
-if TYPE_CHECKING:
-    from largebatch.report.interactive import Chart, Model
-    from largebatch.report.table import Table
-
 PAGE = "study.html"
-"""What the page is called in the folder of a study."""
+"""Name of the page in the folder of a study."""
 
 AXES = {
     "seconds": "Simulated seconds of a run",
@@ -42,6 +34,18 @@ AXES = {
     "mu": "mu, samples of a gradient",
 }
 """What accuracy can be drawn against: columns of the chart's data by their titles."""
+
+_NOTE = (
+    "The gradients are real, the learners and their times are simulated. Means over seeds with "
+    "Student's interval of 95 %. Of many cells the best one is best by luck, too. A run that "
+    "diverged counts as chance."
+)
+_TABLE = (
+    "A click on a header sorts. sigma is the staleness that a protocol aims at (0: hardsync), mu "
+    "the samples of a gradient, lambda the learners. tau is how many updates late a gradient was; "
+    "the paper expects at most 2 sigma (arXiv:1509.04210). Seconds are those of the simulated "
+    "cluster, for a whole run without its evaluations."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class _Drawn:
 
     @property
     def name(self) -> str:
-        """The cell within its protocol, in words."""
+        """Name of the cell within its protocol."""
         return f"mu {self.row.cell.mu}, lambda {self.row.cell.learners}"
 
 
@@ -70,11 +74,6 @@ def write_staleness_page(rows: Sequence[Row], path: Path, *, title: str) -> Path
     """
     if not rows:
         raise StudyError("no run of the study has ended: there is nothing to show yet")
-    return write_html(path, make_page(rows, title=title))
-
-
-def make_page(rows: Sequence[Row], *, title: str) -> str:
-    """Return the HTML of the page. Raises MissingPackageError without Bokeh."""
     found = panels(rows)
     protocols = list(dict.fromkeys(row.cell.protocol for row in rows))
     drawn = [
@@ -83,27 +82,32 @@ def make_page(rows: Sequence[Row], *, title: str) -> str:
         for row in inside
         for tags in [(f"panel {place}", f"product {row.cell.mu * row.cell.learners}")]
     ]
-    late = [one for one in drawn if one.row.cell.sigma]
-    models: dict[str, Model] = {"cells": _table(drawn), "trade_off": _draw_trade_off(drawn)}
-    if late:
-        models["staleness"] = _draw_staleness(late)
     names = {f"panel {place}": name for place, name in enumerate(found)}
-    products = sorted({one.product for one in drawn})
-    return make_interactive_page(
-        Path(__file__).with_name("page.html"),
-        models,
-        hidden=[*list(names)[1:], *map(only_at, list(AXES)[1:])],
+    products = {f"product {n}": f"{n:,}" for n in sorted({one.product for one in drawn})}
+    late = [one for one in drawn if one.row.cell.sigma]
+    page = Page(
         title=title,
         subtitle="; ".join(found),
-        sentences=[
-            sentence for name, inside in found.items() for sentence in describe(name, inside)
+        findings=[text for name, inside in found.items() for text in describe(name, inside)],
+        is_sound=not any(row.diverged for row in rows),
+        note=_NOTE,
+        legend=("Protocols", [series(*each) for each in enumerate(protocols)]),
+        filters=[
+            *([Filter("Recipe and times", names)] if len(names) > 1 else []),
+            *([Filter("mu x lambda", products, "several")] if len(products) > 1 else []),
         ],
-        good=not any(row.diverged for row in rows),
-        legend_of=[series(place, name) for place, name in enumerate(protocols)],
-        panels=names,
-        products={f"product {product}": f"{product:,}" for product in products},
-        axes=AXES,
+        sections=[
+            Section(title="Cells", parts=[_table(drawn)], notes=[_TABLE]),
+            Section(
+                title="Accuracy against time",
+                parts=[_trade_off(drawn)],
+                filters=[Filter("Against", AXES, "axis")],
+            ),
+            *([Section(title="How late gradients were", parts=[_staleness(late)])] if late else []),
+        ],
+        source="the records of a study",
     )
+    return write_html(path, make_interactive_page(page))
 
 
 def describe(name: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -140,11 +144,11 @@ def _where(row: Row) -> str:
 
 
 def _accuracy(row: Row) -> str:
-    reach = row.error.high - row.error.mean
-    return f"{1 - row.error.mean:.2%}" + (f" ± {100 * reach:.2f}" if math.isfinite(reach) else "")
+    reach = row.error.scaled(100).reach
+    return f"{1 - row.error.mean:.2%}" + ("" if reach is None else f" ± {reach:.2f}")
 
 
-def _table(drawn: Sequence[_Drawn]) -> "Table":
+def _table(drawn: Sequence[_Drawn]) -> Table:
     """Return a row for each cell."""
 
     def column(title: str, value: Callable[[Row], object], form: str | None) -> Column:
@@ -155,28 +159,25 @@ def _table(drawn: Sequence[_Drawn]) -> "Table":
         column("Recipe", lambda row: row.cell.configuration, None),
         column("Times", lambda row: row.cell.times, None),
     )
-    return new_table(
-        [
-            column("Protocol", lambda row: row.cell.protocol.partition(",")[0], None),
-            column("Modulation", _modulation, None),
-            *(where if several else ()),
-            column("sigma", lambda row: row.cell.sigma, "0"),
-            column("mu", lambda row: row.cell.mu, "0,0"),
-            column("lambda", lambda row: row.cell.learners, "0,0"),
-            column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, "0,0"),
-            column("Top-1, %", lambda row: 100 * (1 - row.error.mean), "0.00"),
-            column("±", lambda row: 100 * (row.error.high - row.error.mean), "0.00"),
-            column("Seconds", lambda row: row.seconds, "0,0.00"),
-            column("Mean tau", lambda row: row.tau, "0.00"),
-            column("tau > 2 sigma, %", lambda row: 100 * row.late / sum(row.counts), "0.0000"),
-            column("Highest tau", lambda row: len(row.staleness) - 1, "0,0"),
-            column("Updates", lambda row: row.found[0]["updates"], "0,0"),
-            column("Seeds", lambda row: len(row.found), "0"),
-            column("Diverged", lambda row: row.diverged, "0"),
-        ],
-        colours=[one.look.colour for one in drawn],
-        tags=[(f"series {one.look.place}", *one.look.tags) for one in drawn],
-    )
+    columns = [
+        column("Protocol", lambda row: row.cell.protocol.partition(",")[0], None),
+        column("Modulation", _modulation, None),
+        *(where if several else ()),
+        column("sigma", lambda row: row.cell.sigma, "d"),
+        column("mu", lambda row: row.cell.mu, ",d"),
+        column("lambda", lambda row: row.cell.learners, ",d"),
+        column("mu x lambda", lambda row: row.cell.mu * row.cell.learners, ",d"),
+        column("Top-1, %", lambda row: 100 * (1 - row.error.mean), ".2f"),
+        column("±", lambda row: row.error.scaled(100).reach, ".2f"),
+        column("Seconds", lambda row: row.seconds, ",.2f"),
+        column("Mean tau", lambda row: row.tau, ".2f"),
+        column("tau > 2 sigma, %", lambda row: 100 * row.late / sum(row.counts), ".4f"),
+        column("Highest tau", lambda row: len(row.staleness) - 1, ",d"),
+        column("Updates", lambda row: row.found[0]["updates"], ",d"),
+        column("Seeds", lambda row: len(row.found), "d"),
+        column("Diverged", lambda row: row.diverged, "d"),
+    ]
+    return Table(name="cells", columns=columns, series=[one.look for one in drawn])
 
 
 def _modulation(row: Row) -> str:
@@ -185,65 +186,62 @@ def _modulation(row: Row) -> str:
     return protocol.modulation
 
 
-def _draw_trade_off(drawn: Sequence[_Drawn]) -> "Chart":
-    """Draw the error of every cell with its interval, and the lines of equal mu x lambda.
+def _trade_off(drawn: Sequence[_Drawn]) -> Chart:
+    """Return the error of every cell with its interval, and the lines of equal mu x lambda.
 
     Rudra's rule (arXiv:1509.04210) is that such a line is level.
     """
-    chart = new_chart(x=AXES["seconds"], y="Error, %", height=460, log="x")
-    marks = []
+    hover = ("cell", "@cell"), ("top-1", "@text"), ("seconds", "@seconds{0,0.00}")
+    curves = []
     for one in drawn:
-        row, error = one.row, one.row.error
-        at = {
-            "seconds": row.seconds,
-            "product": one.product,
-            "learners": row.cell.learners,
-            "mu": row.cell.mu,
-        }
-        if math.isfinite(error.low):
-            ends = {key: [value] * 2 for key, value in at.items()}
-            source = new_source({**ends, "error": [100 * error.low, 100 * error.high]})
-            add_line(chart, one.look, source, "seconds", "error", moves=True)
-        data: dict[str, list[Any]] = {key: [value] for key, value in at.items()}
-        data |= {"error": [100 * error.mean], "size": [10], "cell": [one.name]}
-        data |= {"text": [_accuracy(row)], "tau": [f"{row.tau:.2f}"]}
-        marks.append(add_points(chart, one.look, new_source(data), "seconds", "error", moves=True))
-    for look, joined in _lines(drawn):
-        ordered = sorted((row.seconds, 100 * row.error.mean) for row in joined)
-        ends = {
-            "seconds": [place for place, _ in ordered],
-            "error": [error for _, error in ordered],
-        }
-        dotted = replace(look, dash=(2, 4), tags=(*look.tags, only_at("seconds")))
-        add_line(chart, dotted, new_source(ends), "seconds", "error")
-    chart.y_range.update(renderers=marks)
-    rows = [("cell", "@cell"), ("top-1", "@text"), ("seconds", "@seconds{0,0.00}")]
-    add_hover(chart, marks, [*rows, ("mean tau", "@tau")])
-    return chart
+        row, error = one.row, one.row.error.scaled(100)
+        point = {
+            "seconds": row.seconds, "product": one.product, "learners": row.cell.learners,
+            "mu": row.cell.mu, "error": error.mean, **error.ends, "size": 10, "cell": one.name,
+            "text": _accuracy(row), "tau": f"{row.tau:.2f}",
+        }  # fmt: skip
+        data, rows = by_column([point]), (*hover, ("mean tau", "@tau"))
+        curves.append(Curve(series=one.look, data=data, line=False, hover=rows))
+    for look, joined in _diagonals(drawn):
+        ends = [{"seconds": row.seconds, "error": 100 * row.error.mean} for row in joined]
+        ends.sort(key=lambda end: end["seconds"])
+        curves.append(Curve(series=look, data=by_column(ends), points=False, x="seconds"))
+    return Chart(
+        name="trade_off", x="seconds", y="error", moves=True, height=460, log="x",
+        x_title=AXES["seconds"], y_title="Error, %", curves=curves,
+        caption="The mean error of each cell with its interval of 95 %, which may leave the chart. "
+        "A dotted line joins cells of a protocol with equal mu x lambda: by the paper's rule it is "
+        "level.",
+    )  # fmt: skip
 
 
-def _lines(drawn: Sequence[_Drawn]) -> Iterator[tuple[Series, list[Row]]]:
+def _diagonals(drawn: Sequence[_Drawn]) -> Iterator[tuple[Series, list[Row]]]:
     """Yield the cells that a line joins, and how it looks."""
     looks = {one.row.cell.protocol: one.look for one in drawn}
     tags = {one.row.cell.name: one.look.tags for one in drawn}
     for inside in panels([one.row for one in drawn]).values():
         for (protocol, _), joined in diagonals(inside).items():
-            yield replace(looks[protocol], tags=tags[joined[0].cell.name]), joined
+            own = (*tags[joined[0].cell.name], tag_at("seconds"))
+            yield replace(looks[protocol], tags=own, dash=DOTTED), joined
 
 
-def _draw_staleness(drawn: Sequence[_Drawn]) -> "Chart":
-    """Draw what share of the gradients was how many updates late, and where 2 sigma is."""
-    chart = new_chart(x="tau, updates", y="Gradients, %", height=380, from_zero=True)
-    marks = []
+def _staleness(drawn: Sequence[_Drawn]) -> Chart:
+    """Return what share of the gradients was how many updates late, and where 2 sigma is."""
+    hover = ("cell", "@cell"), ("tau", "@tau"), ("gradients", "@share{0.[0000]} %")
+    curves = []
     for one in drawn:
-        shares = [100 * share for share in one.row.staleness]
-        number, end = len(shares), 2 * one.row.cell.sigma
-        data = {"tau": list(range(number)), "share": shares, "cell": [one.name] * number}
-        source = new_source({**data, "size": [5] * number})
-        add_line(chart, one.look, source, "tau", "share")
-        marks.append(add_points(chart, one.look, source, "tau", "share"))
-        bound = new_source({"tau": [end, end], "share": [0.0, max(shares)]})
-        add_line(chart, replace(one.look, dash=(2, 4)), bound, "tau", "share")
-    rows = [("cell", "@cell"), ("tau", "@tau"), ("gradients", "@share{0.[0000]} %")]
-    add_hover(chart, marks, rows)
-    return chart
+        points = [
+            {"tau": tau, "share": 100 * share, "cell": one.name, "size": 5}
+            for tau, share in enumerate(one.row.staleness)
+        ]
+        end = 2 * one.row.cell.sigma
+        bound = {"tau": [end, end], "share": [0.0, 100 * max(one.row.staleness)]}
+        dotted = replace(one.look, dash=DOTTED)
+        curves.append(Curve(series=one.look, data=by_column(points), hover=hover))
+        curves.append(Curve(series=dotted, data=bound, points=False))
+    return Chart(
+        name="staleness", x="tau", y="share", height=380, from_zero=True,
+        x_title="tau, updates", y_title="Gradients, %", curves=curves,
+        caption="The share of all gradients of a cell by the number of updates that they were "
+        "late. A dotted line stands at 2 sigma.",
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from browser import (
     shown_axis,
     shown_rows,
     started_browser,
+    titles_of,
 )
 from playwright.sync_api import Browser, Page
 from policy_databases import Policy, fill
@@ -22,7 +23,7 @@ from study_results import cell, run, trial
 
 from largebatch.cli.main import DONE, USER, main
 from largebatch.errors import StudyError
-from largebatch.report.interactive import series
+from largebatch.report.interactive_charts import series
 from largebatch.studies.policies.by_class import MOST_CLASSES, ByClass, shown_classes
 from largebatch.studies.policies.page import thinned, write_page
 from largebatch.studies.policies.standings import Axis, describe, pareto_front, stand
@@ -187,7 +188,7 @@ def test_the_fewest_updates_are_those_of_one_policy_where_evaluations_are_close_
 
 
 def test_a_click_on_a_header_sorts_and_the_cells_are_the_means(page: Page) -> None:
-    titles = page.locator("#policies .slick-header-column").all_inner_texts()
+    titles = titles_of(page, "policies")
     rows = {row[0]: dict(zip(titles, row, strict=False)) for row in rows_of(page, "policies")}
     assert list(rows) == ["cosine", "constant", "late"]  # of the first recipe, the best one first
     assert rows["constant"]["Top-1, %"] == f"{100 * np.mean([0.92, 0.93, 0.94]):.2f}"
@@ -197,7 +198,7 @@ def test_a_click_on_a_header_sorts_and_the_cells_are_the_means(page: Page) -> No
     reached = titles.index("reached")
     assert [row[reached] for row in rows_of(page, "policies")] == ["3 of 3", "3 of 3", "2 of 3"]
     assert rows["cosine"]["Images to 90 %"] == f"{450 * 96:,}"
-    header = page.locator("#policies .slick-header-column", has_text="Updates to 90 %")
+    header = page.locator("#policies thead button", has_text="Updates to 90 %")
     header.click()
     assert names(page) == ["late", "cosine", "constant"]
     header.click()
@@ -232,7 +233,7 @@ def test_the_cells_by_class_have_the_mean_confidence(page: Page) -> None:
 
 def test_the_choice_of_the_cost_moves_the_marks_and_the_front(page: Page) -> None:
     for title, end in (("Seconds to 90 %", 6.0), ("Images to 90 %", 57_600), (None, 600)):
-        page.locator("#costs").get_by_text(title or "Updates to 90 %", exact=True).click()
+        page.locator(".filter").get_by_text(title or "Updates to 90 %", exact=True).click()
         axis = shown_axis(page, "costs")
         assert axis.title == (title or "Updates to 90 %")
         assert end <= axis.end <= 1.2 * end
@@ -251,21 +252,21 @@ def test_filters_change_the_table_and_every_chart(page: Page) -> None:
     assert sorted(names(page)) == ["constant", "cosine"]
     assert not any(late in colours_of(page, chart) for chart in charts)
     page.locator(".controls").get_by_text("polynomial", exact=True).click()
-    page.get_by_role("button", name="late").click()
+    page.locator(".legend").get_by_role("button", name="late").click()
     assert not any(late in colours_of(page, chart) for chart in charts)
-    page.get_by_role("button", name="late").click()
+    page.locator(".legend").get_by_role("button", name="late").click()
     assert all(late in colours_of(page, chart) for chart in charts)
     assert len(names(page)) == 3
 
 
 def test_another_recipe_of_the_study_takes_the_place_of_the_first(page: Page) -> None:
     assert page.locator("#classes_1").is_hidden()
-    page.get_by_text("large", exact=True).click()
+    page.locator(".filter").get_by_text("large", exact=True).click()
     assert sorted(names(page)) == [HOSTILE, "cosine"]
     assert page.locator("img").count() == 0  # that of the hostile name
     assert page.locator("#classes_0").is_hidden()
     assert series(0, "constant").colour not in colours_of(page, "costs")
-    page.get_by_text("small", exact=True).click()
+    page.locator(".filter").get_by_text("small", exact=True).click()
     assert len(names(page)) == 3
 
 

@@ -164,7 +164,7 @@ def test_the_page_has_every_row_and_says_where_rates_differ(tmp_path: Path) -> N
         (shown,) = point_at(page, "efficiency", "hosts", row=1)
         assert "lenet5-2x16-hosts" in shown
         assert "75.0000" in shown
-        page.get_by_text("strong", exact=True).click()
+        page.locator(".filter").get_by_text("strong", exact=True).click()
         assert rows_of(page, "cells")[0][0] == "lenet5-1x32-one-host"
     worse = made(tmp_path, rates=[good, bad])
     assert sum(line.startswith("RATES DIFFER") for line in findings(worse)) == len(SECONDS) * 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import opened, point_at, rows_of, shown_axis, started_browser
+from browser import opened, point_at, rows_of, shown_axis, started_browser, titles_of
 from playwright.sync_api import Browser, Page
 from setting_results import cell, run
 from test_page import HOSTILE
@@ -172,14 +172,8 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
         yield shown
 
 
-def matrix(page: Page) -> list[list[str]]:
-    """Return the cells of the matrix in sight."""
-    rows = page.locator(".matrix:visible tbody tr")
-    return [row.locator("td").all_inner_texts() for row in rows.all()]
-
-
 def test_the_table_has_the_means_of_what_was_used(page: Page) -> None:
-    titles = page.locator("#settings .slick-header-column").all_inner_texts()
+    titles = titles_of(page, "settings")
     rows = [dict(zip(titles, row, strict=False)) for row in rows_of(page, "settings")]
     assert [row["Setting"] for row in rows] == ["own", "large", "threads"] * 2
     assert rows[0]["Top-1, %"] == "98.20"
@@ -193,31 +187,34 @@ def test_the_table_has_the_means_of_what_was_used(page: Page) -> None:
 
 
 def test_the_matrix_is_of_the_measure_that_is_chosen(page: Page) -> None:
-    assert matrix(page) == [
-        ["98.20 %", "71.00 %\n−4.83 (−5.87 to −3.80)"],
-        ["98.20 %\n+0.00 (+0.00 to +0.00)", "75.83 %"],
+    assert titles_of(page, "transfer_top1")[1:] == ["used on mnist", f"used on {HOSTILE}"]
+    assert rows_of(page, "transfer_top1") == [
+        ["mnist\nown", "98.20 %\nits own best", "71.00 %\n−4.83 (−5.87 to −3.80)"],
+        [f"{HOSTILE}\nthreads", "98.20 %\n+0.00 (+0.00 to +0.00)", "75.83 %\nits own best"],
     ]
-    page.locator("#transfer").get_by_text("Training time", exact=True).click()
-    assert matrix(page) == [
-        ["10.8 s", "10.8 s\n× 1.00 (1.00 to 1.00)"],
-        ["10.8 s\n× 1.00 (1.00 to 1.00)", "10.8 s"],
+    assert rows_of(page, "transfer_train_seconds") == []
+    page.locator(".filter").get_by_text("Training time", exact=True).click()
+    assert rows_of(page, "transfer_top1") == []
+    assert [row[1:] for row in rows_of(page, "transfer_train_seconds")] == [
+        ["10.8 s\nits own best", "10.8 s\n× 1.00 (1.00 to 1.00)"],
+        ["10.8 s\n× 1.00 (1.00 to 1.00)", "10.8 s\nits own best"],
     ]
-    page.locator("#transfer").get_by_text("Top-1", exact=True).click()
+    page.locator(".filter").get_by_text("Top-1", exact=True).click()
 
 
 def test_the_choice_of_the_key_moves_the_marks(page: Page) -> None:
-    assert shown_axis(page, "top1_key_0")[0] == "batch.global_batch"
-    (tip, *_) = point_at(page, "top1_key_0", "mnist", 1)
+    assert shown_axis(page, "top1_0")[0] == "batch.global_batch"
+    (tip, *_) = point_at(page, "top1_0", "mnist", 1)
     assert tip == "mnist setting large top-1 97.67 % ± 0.38"
-    assert not page.locator("#top1_key_1").is_visible()
-    page.locator("#along").get_by_text("threads", exact=True).click()
-    axis = shown_axis(page, "seconds_key_1")
+    assert not page.locator("#top1_1").is_visible()
+    page.locator(".filter").get_by_text("threads", exact=True).click()
+    axis = shown_axis(page, "train_seconds_1")
     assert axis.title == "threads"
     assert 2 <= axis.end < 4
-    assert not page.locator("#top1_key_0").is_visible()
-    (tip, *_) = point_at(page, "seconds_key_1", "mnist", 1)
+    assert not page.locator("#top1_0").is_visible()
+    (tip, *_) = point_at(page, "train_seconds_1", "mnist", 1)
     assert tip.startswith("mnist setting large training time 10.8 s")
-    page.locator("#along").get_by_text("batch.global_batch", exact=True).click()
+    page.locator(".filter").get_by_text("batch.global_batch", exact=True).click()
 
 
 def test_words_lie_side_by_side_in_the_order_of_the_study(browser: Browser, tmp_path: Path) -> None:
@@ -227,15 +224,15 @@ def test_words_lie_side_by_side_in_the_order_of_the_study(browser: Browser, tmp_
     ]
     path = write_settings_page(find(cells, ("top1",)), tmp_path / "study.html")
     with opened(browser, path) as page:
-        assert shown_axis(page, "top1_key_0")[0] == "execution.cache"
+        assert shown_axis(page, "top1_0")[0] == "execution.cache"
         factors = page.evaluate(
             """() => {
-              const root = document.querySelector("#top1_key_0 [data-root-id]").dataset.rootId;
+              const root = document.querySelector("#top1_0 [data-root-id]").dataset.rootId;
               return Bokeh.index.get_by_id(root).model.x_range.factors;
             }"""
         )
         assert factors == ["–", "memory"]
-        assert point_at(page, "top1_key_0", "a", 1)[0].startswith("a setting kept top-1 91.50 %")
+        assert point_at(page, "top1_0", "a", 1)[0].startswith("a setting kept top-1 91.50 %")
 
 
 def test_numbers_with_a_zero_lie_side_by_side_in_their_order(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import opened, point_at, rows_of, shown_axis, started_browser
+from browser import opened, point_at, rows_of, shown_axis, started_browser, titles_of
 from playwright.sync_api import Browser, Page
 from short_staleness import STUDY, write_study
 
@@ -69,7 +69,7 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
 
 def cells(page: Page) -> list[tuple[str, ...]]:
     """Return protocol, mu and lambda of the rows in sight."""
-    titles = page.locator("#cells .slick-header-column").all_inner_texts()
+    titles = titles_of(page, "cells")
     places = [titles.index(name) for name in ("Protocol", "Times", "mu", "lambda")]
     return [tuple(row[place] for place in places) for row in rows_of(page, "cells")]
 
@@ -93,14 +93,14 @@ def test_the_sentences_name_the_best_the_quickest_and_what_diverged(rows: list[R
 
 def test_the_table_has_a_row_for_every_cell_and_sorts(page: Page) -> None:
     assert len(cells(page)) == 8
-    titles = page.locator("#cells .slick-header-column").all_inner_texts()
+    titles = titles_of(page, "cells")
     rows = [dict(zip(titles, row, strict=False)) for row in rows_of(page, "cells")]
     free = next(row for row in rows if row["sigma"] == "4" and row["mu x lambda"] == "64")
     assert (free["Protocol"], free["Modulation"]) == ("asynchronous", "staleness")
     assert (free["sigma"], free["Mean tau"], free["Highest tau"]) == ("4", "2.00", "4")
     assert (free["tau > 2 sigma, %"], free["Seconds"], free["Seeds"]) == ("0.0000", "4.25", "3")
     assert free["Top-1, %"] == f"{100 * (0.9 - 64 / 400 - 0.04 + np.mean(SPREAD)):.2f}"
-    page.locator("#cells .slick-header-column", has_text="Seconds").click()
+    page.locator("#cells thead button", has_text="Seconds").click()
     seconds = [row[titles.index("Seconds")] for row in rows_of(page, "cells")]
     assert seconds == sorted(seconds, key=float, reverse=True)
     assert page.locator("img").count() == 0  # that of the hostile name
@@ -112,11 +112,11 @@ def test_filters_and_the_legend_hide_cells(page: Page) -> None:
     assert {times for _, times, *_ in cells(page)} == {"slow"}
     page.get_by_label("32", exact=True).uncheck(force=True)
     assert {(mu, learners) for _, _, mu, learners in cells(page)} == {("8", "2"), ("16", "4")}
-    page.get_by_role("button", name="hardsync").click()
+    page.locator(".legend").get_by_role("button", name="hardsync").click()
     assert set(cells(page)) == {
         ("asynchronous", "slow", "8", "2"), ("asynchronous", "slow", "16", "4"),
     }  # fmt: skip
-    page.get_by_role("button", name="hardsync").click()
+    page.locator(".legend").get_by_role("button", name="hardsync").click()
     page.get_by_label("32", exact=True).check(force=True)
     page.get_by_label("plain, usual", exact=True).check(force=True)
 

@@ -1,0 +1,70 @@
+"""Numbers as text, for messages, logs and pages: counts, percentages, times, signs."""
+
+import math
+
+MISSING = "–"
+"""Text for a value that does not exist or was not measured."""
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Return a number and what it counts; `nouns` is the plural where it is not NOUNs.
+
+    >>> plural(1, "run"), plural(1_000, "run"), plural(2, "policy", "policies")
+    ('1 run', '1,000 runs', '2 policies')
+    """
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def percent(part: float) -> str:
+    """Return a part of 1 in percent, as accuracies are written.
+
+    >>> percent(0.98333)
+    '98.33'
+    """
+    return f"{100 * part:.2f}"
+
+
+def points(before: float, after: float) -> str:
+    """Return the change of a part of 1 in percentage points, with its sign.
+
+    >>> points(0.5, 0.4825)
+    '−1.75'
+    """
+    change = signed(100 * (after - before), ".2f")
+    return "±0.00" if change in {"+0.00", "−0.00"} else change
+
+
+def signed(value: float, form: str) -> str:
+    """Return a number with its sign, in this format.
+
+    >>> signed(-2.314, ".2f"), signed(0.5, ".2f")
+    ('−2.31', '+0.50')
+    """
+    return format(value, f"+{form}").replace("-", "−")
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, or all of those before the point.
+
+    >>> three_digits(0.01234), three_digits(11.44), three_digits(1117.2)
+    ('0.0123', '11.4', '1,117')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it.
+
+    >>> [duration(s) for s in (0.25, 74.7, 754, 9_000)]
+    ['0.25 s', '74.7 s', '12.6 min', '2.50 h']
+    """
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{_fixed(seconds / size)} {unit}"
+    return f"{_fixed(seconds)} s"
+
+
+def _fixed(value: float) -> str:
+    """Return a number with three digits, trailing zeros included."""
+    decimals = 2 - min(2, max(0, math.floor(math.log10(value)))) if value > 0 else 0
+    return f"{value:.{decimals}f}"
