@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
     INTERRUPTED,
-    Call,
+    Command,
+    accuracy,
     add_machine,
     count,
     machine_of,
     out_folder,
-    part,
 )
+from largebatch.cli.printing import print_unfinished
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
 from largebatch.optional import require_psutil
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from largebatch.studies.queue.phases import Bench
     from largebatch.studies.queue.study import AnyStudy
 
-Command = Callable[[str, Call, str], argparse.ArgumentParser]
 Show = Callable[["Bench", "BaseStorage"], None]
 """Prints what a study has found, and writes its page."""
 
@@ -66,7 +66,7 @@ def add_commands(command: Command) -> None:
     report.add_argument("study", metavar="STUDY", help="a study's folder, or its --storage")
     report.add_argument(
         "--target",
-        type=part,
+        type=accuracy,
         action="append",
         default=[],
         metavar="TOP1",
@@ -146,7 +146,7 @@ def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
             show(bench, storage)
             return 0
         done = progress.num_done
-    print(f"{done} of {bench.num_runs} runs are done; to go on: the same command")
+    print_unfinished(done, bench.num_runs, "runs")
     stopped = any(code == INTERRUPTED or -code in STOPS for code in codes)
     return INTERRUPTED if stopped else max(1, *codes)
 

@@ -1,6 +1,7 @@
 """The `data` commands: index, pack, import and show data sets. It prints, as main.py does."""
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import add_command, add_set, count, out_folder
+from largebatch.cli.arguments import add_command, add_recipe, count, number, out_folder
 from largebatch.errors import DataError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from largebatch.data.index.file import Content
     from largebatch.data.index.index import Index
     from largebatch.storage import Progress
+
+fraction = partial(number, expected="a part between 0 and 1", most=math.nextafter(1, 0))
 
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
@@ -58,10 +61,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_imports(commands)
 
     shown = command("show", _show, "draw what the model sees: training, clean and evaluation")
-    shown.add_argument("recipe", type=Path)
+    add_recipe(shown)
     shown.add_argument("--data", type=Path, metavar="DIR", help="what `train --data` is given")
     shown.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-sheet.png")
-    add_set(shown)
 
 
 def _add_imports(
@@ -85,7 +87,7 @@ def _add_imports(
     for parser in (parsers["imagefolder"], parsers["parquet"]):
         parser.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
         parser.add_argument(
-            "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
+            "--val-fraction", type=fraction, metavar="F", help="part of every class that validates"
         )
         parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that part (0)")
 
@@ -95,16 +97,6 @@ def _names(text: str) -> tuple[str, ...]:
     if len(set(names)) < len(names) or "" in names:
         raise argparse.ArgumentTypeError(f"expected different names, such as a,b,c, got {text!r}")
     return names
-
-
-def _fraction(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"expected a part between 0 and 1, got {text!r}")
-    return number
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

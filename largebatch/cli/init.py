@@ -2,11 +2,10 @@
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call
+from largebatch.cli.arguments import Command
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
@@ -28,7 +27,7 @@ VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
 """Other names of folders that validate."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     init = command("init", _init, "write a recipe for a folder of images")
     init.add_argument("folder", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar")

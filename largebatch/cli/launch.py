@@ -9,12 +9,12 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from largebatch.cli.arguments import Call, add_set, count
+from largebatch.cli.arguments import Command, add_recipe, count
 from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
@@ -36,12 +36,11 @@ BY_TORCH = ("slurm", "pytorchjob", "torchrun")
 """Kinds whose workers torch.distributed connects; Horovod connects those of the others."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     launch = command("launch", _launch, "print the job that trains a recipe on a cluster")
     launch.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-    launch.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
-    add_set(launch)
+    add_recipe(launch)
     launch.add_argument("--nodes", type=count, required=True, metavar="N", help="hosts")
     launch.add_argument(
         "--gpus-per-node", type=count, default=8, metavar="N", help="workers of each (8)"

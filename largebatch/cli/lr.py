@@ -1,23 +1,24 @@
 """The `lr` commands: look at learning rates and measure them. They print."""
 
 import argparse
-import math
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli import bench, recommend
 from largebatch.cli.arguments import (
-    INTERRUPTED,
     add_command,
     add_execution,
     add_machine,
+    add_recipe,
     add_set,
+    add_workers,
     count,
+    number,
     options_of,
     out_folder,
 )
+from largebatch.cli.printing import interrupted, print_table, wrapped
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import RecipeError, printable
 from largebatch.recipe.loading import load_recipe
@@ -28,10 +29,10 @@ from largebatch.tracking.events import RECIPE
 if TYPE_CHECKING:
     from largebatch.report.rates import Rates
 
+rate = partial(number, expected="a rate above 0, such as 0.1")
+
 BY = ("epoch", "step", "samples")
 """What rates can be drawn over; known here, so that the parser needs no NumPy."""
-
-WIDTH = 100
 
 COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
 
@@ -51,30 +52,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
     text = "train while the rate rises, and find the rates that a recipe can take"
     ranged = command("range", _range, text)
-    ranged.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
-    add_set(ranged)
+    add_recipe(ranged)
     add_execution(ranged)
-    ranged.add_argument("--low", type=_rate, metavar="LR", help="first rate (peak_lr / 1000)")
-    ranged.add_argument("--high", type=_rate, metavar="LR", help="last rate (100 x peak_lr)")
+    ranged.add_argument("--low", type=rate, metavar="LR", help="first rate (peak_lr / 1000)")
+    ranged.add_argument("--high", type=rate, metavar="LR", help="last rate (100 x peak_lr)")
     ranged.add_argument("--steps", type=count, metavar="N", help="updates from one to the other")
     ranged.add_argument("--seeds", type=count, default=3, metavar="N", help="runs (3)")
-    ranged.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_workers(ranged, dest="workers")
     add_machine(ranged)
     ranged.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
 
     bench.add_commands(command)
     recommend.add_commands(command)
-
-
-def _rate(text: str) -> float:
-    """Read a learning rate."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a rate above 0, such as 0.1, got {text!r}")
-    return found
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -91,14 +80,7 @@ def _show(args: argparse.Namespace) -> int:
             raise RecipeError(f"{path}: {error}") from None
     figure = args.out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=args.by)
-    rows = [COLUMNS, *(_row(each, args.by) for each in drawn)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.ljust(width) if place < 2 else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print(printable("  ".join(cells)))
+    print_table([COLUMNS, *(_row(each, args.by) for each in drawn)], left=2)
     for remark in remarks(drawn):
         print(remark)
     print(printable(f"drawn: {figure}"))
@@ -146,11 +128,9 @@ def _range(args: argparse.Namespace) -> int:
     try:
         train_range(recipe, options, rates, workers=args.workers)
     except InterruptedStudyError:
-        if own_rank() == 0:
-            print(printable(f"to go on: the same command with --out {options.out}"))
-        return INTERRUPTED
+        return interrupted(options.out)
     if own_rank() == 0:
         for sentence in describe(read_range(recipe, options.out, rates)):
-            print(printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ")))
+            print(wrapped(sentence))
         print(printable(f"figure: {options.out / CHART}"))
     return 0

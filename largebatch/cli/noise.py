@@ -2,21 +2,21 @@
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
-    INTERRUPTED,
-    Call,
+    Command,
     add_execution,
     add_machine,
     add_set,
+    add_workers,
     count,
     machine_of,
     options_of,
     out_folder,
 )
+from largebatch.cli.printing import interrupted
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MONITOR = "monitor=noise_scale"
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     text = "train a recipe and measure its gradient noise scale, or read it from a run folder"
     noise = command("noise", _noise, text)
@@ -40,7 +40,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     )
     add_set(noise)
     add_execution(noise)
-    noise.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_workers(noise, dest="workers")
     add_machine(noise)
     noise.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
     noise.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates")
@@ -74,17 +74,10 @@ def _noise(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         folder, status = _train(args)
         if status == "interrupted":
-            return _interrupted(folder)
+            return interrupted(folder)
     if own_rank() == 0:
         _show(folder)
     return 0
-
-
-def _interrupted(out: Path) -> int:
-    """Print how to go on; return the exit code of what was saved."""
-    if own_rank() == 0:
-        print(printable(f"to go on: the same command with --out {out}"))
-    return INTERRUPTED
 
 
 def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
@@ -170,7 +163,7 @@ def _measure(args: argparse.Namespace) -> int:
             else:
                 _show_trial(each)
     except InterruptedStudyError:
-        return _interrupted(options.out)
+        return interrupted(options.out)
     return 0
 
 

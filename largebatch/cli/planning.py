@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.loading import load_recipe
 
@@ -66,10 +67,8 @@ def plan_elsewhere(args: argparse.Namespace) -> int:
         content = {**asdict(found), "best_batches": [asdict(point) for point in best]}
         print(json.dumps(content, indent=2))
         return 0
-    for name, value in {**_rows(found), **_best(best)}.items():
-        print(printable(f"{name:>15}  {value}"))
-    if args.out is not None:
-        print(printable(f"{'drawn':>15}  {args.out}"))
+    drawn = {"drawn": args.out} if args.out is not None else {}
+    print_rows({**_rows(found), **_best(best), **drawn})
     return 0
 
 

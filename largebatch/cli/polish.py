@@ -1,18 +1,17 @@
 """The command that polishes what is saved: our runs, and weights from elsewhere. It prints."""
 
 import argparse
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.cli.arguments import (
-    Call,
+    Command,
     add_execution,
     add_machine,
-    add_processes,
     add_set,
+    add_workers,
     count,
     options_of,
 )
@@ -31,7 +30,7 @@ _EPOCHS = 1.0
 _HEAD = f"{'':>12}{'top-1':>9}{'top-5':>9}{'loss':>9}{'seconds':>10}"
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     text = "do the statistics pass on a checkpoint of any run, or on weights from elsewhere"
     polish = command("polish", _polish, text)
@@ -58,7 +57,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     )
     add_set(polish)
     add_execution(polish)
-    add_processes(polish)
+    add_workers(polish)
     add_machine(polish)
 
 

@@ -5,13 +5,21 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from largebatch.cli import planning
-from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
+from largebatch.cli.arguments import (
+    Command,
+    add_command,
+    add_execution,
+    add_imports,
+    add_recipe,
+    add_set,
+    count,
+)
+from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.plan import (
@@ -35,11 +43,10 @@ BREAKS_RULES = 1
 """The exit code of `check --mlperf-closed` for a recipe of the open division."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the commands; `command` makes a parser of a name, what it calls, and a description."""
     plan = command("plan", _plan, "print the arithmetic of a run")
-    plan.add_argument("recipe", type=Path)
-    add_set(plan)
+    add_recipe(plan)
     plan.add_argument("--workers", type=count, default=1, metavar="N")
     add_execution(plan)
     add_imports(plan)
@@ -110,20 +117,20 @@ def _plan(args: argparse.Namespace) -> int:
         **_polishing(recipe, plan),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
-    for name, value in rows.items():
-        print(f"{name:>15}  {value}", flush=True)
+    print_rows(rows)
     from largebatch.data.datasets.own import import_own
     from largebatch.runs.reduction import describe_groups
 
     for module in args.imports:
         import_own(module)
-    print(f"gradient groups  {describe_groups(recipe)}", flush=True)  # last: this takes seconds
-    print(f"{'this machine':>15}  {_this_machine(recipe, plan)}")
-    print(f"{'included':>15}  forward, backward and update of every step")
-    print(
-        f"{'not included':>15}  starting, reading images, sums over workers, evaluations, "
-        "statistics, the report"
-    )
+    print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
+    included = {
+        "this machine": _this_machine(recipe, plan),
+        "included": "forward, backward and update of every step",
+        "not included": "starting, reading images, sums over workers, evaluations, statistics, "
+        "the report",
+    }
+    print_rows(included)
     return 0
 
 
@@ -263,8 +270,7 @@ def _explain(args: argparse.Namespace) -> int:
     course = follow(recipe)
     figure = args.out or Path(f"{recipe.name}-schedule.png")
     write_rates(figure, course, name=recipe.name)
-    for name, value in {**course.facts(), "drawn": figure}.items():
-        print(printable(f"{name:>9}  {value}"))
+    print_rows({**course.facts(), "drawn": figure}, width=9)
     return 0
 
 

@@ -3,12 +3,12 @@
 import argparse
 import json
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, count, part
+from largebatch.cli.arguments import Command, accuracy, count
+from largebatch.cli.printing import wrapped
 from largebatch.errors import LargebatchError, StudyError, printable
 
 if TYPE_CHECKING:
@@ -17,17 +17,15 @@ if TYPE_CHECKING:
 BY = ("cost", "accuracy", "robustness")
 """Of studies.recommend.Criterion; known here, so that the parser needs no NumPy."""
 
-WIDTH = 100
 
-
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command to those below `lr`."""
     added = command("recommend", _recommend, "which policy the results of lr bench speak for")
     added.add_argument("--dataset", metavar="NAME", help="that begins the name of recipe or study")
     added.add_argument("--model", metavar="NAME", help="as in the recipe: lenet5")
     added.add_argument("--batch", type=count, metavar="B", help="global batch, or the nearest ones")
     added.add_argument("--optimizer", metavar="KIND", help="as in the recipe: sgd")
-    added.add_argument("--target", type=part, metavar="TOP1", help="accuracy, such as 0.90")
+    added.add_argument("--target", type=accuracy, metavar="TOP1", help="accuracy, such as 0.90")
     added.add_argument("--by", choices=BY, default=BY[0], help=f"what decides ({BY[0]})")
     add_storage(added)
     added.add_argument("--json", action="store_true", help="print all of it as JSON")
@@ -76,11 +74,6 @@ def _recommend(args: argparse.Namespace) -> int:
         for line in runs_behind(each):
             print(printable(line))
     return 0
-
-
-def wrapped(sentence: str) -> str:
-    """Return a sentence in lines that a terminal shows."""
-    return printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def default_storages() -> list[str]:

@@ -4,12 +4,11 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call
+from largebatch.cli.arguments import Command
 from largebatch.errors import LargebatchError, printable
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ FAILED = 1
 _WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     text = "apply MLPerf's checkers to the logs of runs, and draw their epochs beside the reference"
     referee = command("referee", _referee, text)

@@ -2,12 +2,11 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, add_execution, add_imports, add_set, count
-from largebatch.errors import LargebatchError, printable, shorten
+from largebatch.cli.arguments import Command, add_execution, add_imports, add_recipe, count
+from largebatch.cli.printing import print_rows
+from largebatch.errors import LargebatchError, shorten
 from largebatch.recipe.arithmetic.plan import describe_spans
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -16,13 +15,12 @@ if TYPE_CHECKING:
     from largebatch.measure.rehearsal import Message, Rehearsal
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     parser = command(
         "rehearse", _rehearse, "print what a job will do on one worker, without its machines"
     )
-    parser.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
-    add_set(parser)
+    add_recipe(parser)
     parser.add_argument("--workers", type=count, default=1, metavar="N", help="of the job")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="of the worker (0)")
     parser.add_argument("--cluster", metavar="NAME", help="where it will run: a name or a file")
@@ -50,8 +48,7 @@ def _rehearse(args: argparse.Namespace) -> int:
         **_messages(found),
         **_files(recipe, found),
     }
-    for name, value in rows.items():
-        print(printable(f"{name:>15}  {value}"))
+    print_rows(rows)
     if not found.fits:
         assert found.available is not None
         raise LargebatchError(

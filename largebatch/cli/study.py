@@ -14,6 +14,7 @@ from largebatch.cli.arguments import (
     machine_of,
     out_folder,
 )
+from largebatch.cli.printing import print_table, print_unfinished
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 
@@ -96,10 +97,10 @@ def _staleness(args: argparse.Namespace) -> int:
         carry_out(runs, options, processes=args.parallel, report=_report)
     except InterruptedStudyError:
         done = sum(run.read() is not None for run in runs)
-        print(f"{done} of {len(runs)} runs are done; to go on: the same command")
+        print_unfinished(done, len(runs), "runs")
         return INTERRUPTED
     rows = rows_of(runs)
-    _print_table([row.words for row in rows])
+    _print_words([row.words for row in rows])
     page = write_staleness_page(rows, out / PAGE, title=study.name)
     for path in (page, *write_pictures(rows, out)):
         print(printable(str(path)))
@@ -149,7 +150,7 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _print_findings(words: "list[dict[str, str]]", sentences: "Iterable[str]") -> None:
-    _print_table(words)
+    _print_words(words)
     for sentence in sentences:
         print(printable(sentence))
 
@@ -180,7 +181,7 @@ def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
             carry_out(starts, _report_start)
     except KeyboardInterrupt:
         done = sum(start.read() is not None for start in starts)
-        print(f"{done} of {len(starts)} starts are done; to go on: the same command")
+        print_unfinished(done, len(starts), "starts")
         return INTERRUPTED
     return None
 
@@ -205,8 +206,6 @@ def _report(run: "Run", found: "Result") -> None:
     )
 
 
-def _print_table(words: "list[dict[str, str]]") -> None:
-    heads = list(words[0])
-    widths = {head: max(len(head), *(len(one[head]) for one in words)) for head in heads}
-    for one in [dict(zip(heads, heads, strict=True)), *words]:
-        print(printable("  ".join(one[head].ljust(widths[head]) for head in heads).rstrip()))
+def _print_words(rows: "list[dict[str, str]]") -> None:
+    heads = list(rows[0])
+    print_table([heads, *([row[head] for head in heads] for row in rows)])

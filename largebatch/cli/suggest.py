@@ -2,13 +2,13 @@
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, count
+from largebatch.cli.arguments import Command, count
+from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_recipe
-from largebatch.cli.recommend import add_storage, default_storages, read_groups, wrapped
+from largebatch.cli.recommend import add_storage, default_storages, read_groups
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
 from largebatch.planner.draft import draft, recipe_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from largebatch.studies.policies.shape import Shape
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     added = command("suggest", _suggest, "write a recipe for a batch between published ones")
     added.add_argument("--batch", type=count, required=True, metavar="B", help="global batch")

@@ -4,12 +4,11 @@ import argparse
 import io
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from largebatch.cli.arguments import Call, add_set
+from largebatch.cli.arguments import Command, add_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.recipe import Recipe
@@ -21,10 +20,10 @@ Load = Callable[[str], Recipe]
 METHODS = ("bayes", "random", "grid")
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
+def add_commands(command: Command) -> None:
     """Add the command; `command` makes a parser of a name, what it calls, and a description."""
     sweep = command("sweep", _sweep, "print a W&B sweeps file for a recipe")
-    sweep.add_argument("recipe", type=Path)
+    add_recipe(sweep)
     sweep.add_argument(
         "--key",
         action="append",
@@ -34,7 +33,6 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
         help="schedule.peak_lr=1..32 (on a logarithmic scale), or values: optimizer.eta=1e-3,2e-3",
     )
     sweep.add_argument("--method", choices=METHODS, default="bayes", help="how to search (bayes)")
-    add_set(sweep)
 
 
 def _sweep(args: argparse.Namespace) -> int:
