@@ -1,4 +1,4 @@
-"""The `lr` commands: look at learning rates and measure them. They print."""
+"""The `lr` commands: draw and measure learning rates. They print."""
 
 import argparse
 from functools import partial
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 rate = partial(number, expected="a rate above 0, such as 0.1")
 
 BY = ("epoch", "step", "samples")
-"""What rates can be drawn over; known here, so that the parser needs no NumPy."""
+"""Axes that rates can be drawn over; listed here so that the parser needs no NumPy."""
 
 COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
 
@@ -50,7 +50,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--by", choices=BY, default=BY[0], help=f"the axis ({BY[0]})")
     shown.add_argument("--out", type=Path, metavar="PNG", help="learning-rates.png")
 
-    text = "train while the rate rises, and find the rates that a recipe can take"
+    text = "range test: train while the rate rises, and find the usable rates"
     ranged = command("range", _range, text)
     add_recipe(ranged)
     add_execution(ranged)
@@ -80,33 +80,33 @@ def _show(args: argparse.Namespace) -> int:
             raise RecipeError(f"{path}: {error}") from None
     figure = args.out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=args.by)
-    print_table([COLUMNS, *(_row(each, args.by) for each in drawn)], left=2)
+    print_table([COLUMNS, *(_row(rates, args.by) for rates in drawn)], left=2)
     for remark in remarks(drawn):
         print(remark)
     print(printable(f"drawn: {figure}"))
     return 0
 
 
-def _row(each: "Rates", by: str) -> tuple[str, ...]:
-    """Return a row of the table: rates in four digits, the peak's place in the unit of the axis."""
-    course, plan = each.course, each.course.plan
+def _row(rates: "Rates", by: str) -> tuple[str, ...]:
+    """Return a row of the table: rates in four digits, and where the peak is on the axis."""
+    course, plan = rates.course, rates.course.plan
     steps, peak = len(course.rates), course.peak
     place = {"epoch": f"{plan.epoch(peak):.2f}", "step": f"{peak:,}"}
     return (
-        each.label,
-        each.optimizer,
+        rates.label,
+        rates.optimizer,
         f"{plan.global_batch:,}",
         f"{steps:,}",
         f"{plan.epoch(steps):.4g}",
         f"{course.rates[peak]:.4g}",
         f"{by} {place.get(by) or format(plan.position(peak), ',')}",
         f"{course.rates[-1]:.4g}",
-        f"{each.mean:.4g}",
+        f"{rates.mean:.4g}",
     )
 
 
 def _recipe(path: Path, overrides: list[str]) -> Recipe:
-    """Read a recipe, or that of a run folder."""
+    """Load a recipe from a file or from a run folder."""
     if path.is_dir():
         if not (path / RECIPE).exists():
             raise RecipeError(f"{path}: this folder holds no run: no {RECIPE}")

@@ -257,9 +257,13 @@ def _overview(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
 
 
 def _add_doctor(command: Command) -> None:
-    doctor = command("doctor", _doctor, "show what is installed and works, or how fast hosts meet")
+    doctor = command(
+        "doctor", _doctor, "check the installation, or measure the network between hosts"
+    )
     doctor.add_argument(
-        "--network", action="store_true", help="measure sums between the workers and their hosts"
+        "--network",
+        action="store_true",
+        help="measure the network between the workers and between their hosts",
     )
     add_backend(doctor)
     add_workers(doctor)
@@ -269,9 +273,13 @@ def _add_evaluate(command: Command) -> None:
     evaluate = command("evaluate", _evaluate, "measure a checkpoint or the newest one of a run")
     evaluate.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
     evaluate.add_argument(
-        "--training", action="store_true", help="the training images too, for the loss difference"
+        "--training",
+        action="store_true",
+        help="evaluate the training images too, for the loss difference",
     )
-    evaluate.add_argument("--test", action="store_true", help="the test part of a text too")
+    evaluate.add_argument(
+        "--test", action="store_true", help="evaluate the test part of a text too"
+    )
     add_set(evaluate)
     add_execution(evaluate)
     add_workers(evaluate)
@@ -295,7 +303,7 @@ def make_parser() -> argparse.ArgumentParser:
     exported = command("export", _export, "write a saved model for timm, and as ONNX")
     exported.add_argument("checkpoint", type=Path, help="a .safetensors file or a run folder")
     exported.add_argument("--out", type=out_folder, required=True, metavar="DIR", help="new folder")
-    exported.add_argument("--onnx", action="store_true", help="model.onnx besides")
+    exported.add_argument("--onnx", action="store_true", help="also write model.onnx")
     add_imports(exported)
 
     for module in (polish, recipe, init, suggest, noise, referee, sweep, launch, rehearse):
@@ -309,7 +317,9 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser("study", help="measure the cost of stale gradients and of hosts")
     )
 
-    report = command("report", _report, "draw a run folder again, or compare several in one page")
+    report = command(
+        "report", _report, "draw the report of a run, or compare several runs in one page"
+    )
     report.add_argument("runs", type=Path, nargs="+", metavar="run", help="one; or all to compare")
     report.add_argument(
         "--out",

@@ -1,4 +1,4 @@
-"""The command `noise`: how large may the batch be, by the gradient noise scale? It prints."""
+"""The command `noise`: measure the gradient noise scale, or the critical batch. It prints."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ _MONITOR = "monitor=noise_scale"
 
 
 def add_commands(command: Command) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+    """Add the command `noise`."""
     text = "train a recipe and measure its gradient noise scale, or read it from a run folder"
     noise = command("noise", _noise, text)
     noise.add_argument(
@@ -55,12 +55,12 @@ def add_commands(command: Command) -> None:
         type=float,
         default=2.0,
         metavar="E",
-        help="of the smallest batch of --measure, whose loss the others are to reach (2)",
+        help="epochs of the smallest batch of --measure; the others train to its loss (2)",
     )
 
 
 def _sizes(text: str) -> list[int]:
-    """Read batches between commas."""
+    """Parse batch sizes separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
@@ -81,7 +81,7 @@ def _noise(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
-    """Train with the monitor; return the run folder and how the run ended."""
+    """Train with the monitor; return the run folder and the run's status."""
     recipe = load_recipe(args.recipe, [*args.set, _MONITOR])
     _require_updates(recipe, args)
     from largebatch.runs.folder import default_folder
@@ -100,7 +100,7 @@ def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
 
 
 def _require_updates(recipe: Recipe, args: argparse.Namespace) -> None:
-    """Raise LargebatchError where a run would have fewer updates than a noise scale needs."""
+    """Raise LargebatchError if a run has fewer updates than a noise scale needs."""
     from largebatch.report.noise import BOUNDED, LEAST
 
     planned = make_plan(recipe, workers=args.workers).steps
@@ -116,7 +116,7 @@ def _require_updates(recipe: Recipe, args: argparse.Namespace) -> None:
 
 
 def _show(folder: Path) -> None:
-    """Print the noise scale over the parts of a run, and what it means."""
+    """Print the noise scale of each part of a run, and what it means."""
     from largebatch.report.noise import LEAST, course, describe_noise, measured, samples
     from largebatch.report.run import read_run
 

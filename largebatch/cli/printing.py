@@ -1,4 +1,4 @@
-"""What several commands print alike: rows, tables, wrapped sentences, how to resume."""
+"""Output that several commands share: rows, tables, wrapped sentences, how to resume."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def wrapped(sentence: str) -> str:
-    """Return a sentence in lines that a terminal shows."""
+    """Wrap a sentence for a terminal."""
     return printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
@@ -42,5 +42,5 @@ def interrupted(out: Path) -> int:
 
 
 def print_unfinished(done: int, total: int, what: str) -> None:
-    """Print how many of some runs are done, and how to continue."""
+    """Print how many runs are done, and how to resume."""
     print(f"{done} of {total} {what} are done; to resume: the same command")

@@ -1,4 +1,4 @@
-"""The commands that read a recipe and run nothing: plan, check, explain, recipes. They print."""
+"""The commands that only read recipes: plan, check, explain, recipes. They print."""
 
 import argparse
 import math
@@ -40,11 +40,11 @@ from largebatch.recipe.sections import Polish
 from largebatch.schedules.build import build_schedule, follow
 
 BREAKS_RULES = 1
-"""The exit code of `check --mlperf-closed` for a recipe of the open division."""
+"""Exit code of `check --mlperf-closed` for a recipe of the open division."""
 
 
 def add_commands(command: Command) -> None:
-    """Add the commands; `command` makes a parser of a name, what it calls, and a description."""
+    """Add the commands."""
     plan = command("plan", _plan, "print the arithmetic of a run")
     add_recipe(plan)
     plan.add_argument("--workers", type=count, default=1, metavar="N")
@@ -75,7 +75,7 @@ def add_commands(command: Command) -> None:
 
 
 def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
-    """Return how many workers to plan for: those of the protocol, if the recipe has one."""
+    """Return the number of workers to plan for: the protocol's, if the recipe has one."""
     given: int = args.workers
     if recipe.protocol is None:
         return given
@@ -85,7 +85,7 @@ def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _division(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return what an update is made of."""
+    """Return the row on what makes an update."""
     if recipe.protocol is not None:
         return {"protocol": describe_protocol(recipe)}
     division = f"{plan.workers} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
@@ -146,7 +146,7 @@ def _batch_changes(plan: Plan) -> dict[str, str]:
 
 
 def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return a row on the resolution schedule, if there is one."""
+    """Return the row on the resolution schedule, if the recipe has one."""
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
@@ -154,7 +154,7 @@ def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
 
 
 def _epoch(plan: Plan) -> str:
-    """Describe an epoch, and what a batch that is larger than one means."""
+    """Describe the steps of an epoch, and a batch larger than an epoch."""
     sizes = [piece.global_batch for piece in plan.pieces]
     found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
     if plan.steps_per_epoch < 1:
@@ -164,7 +164,7 @@ def _epoch(plan: Plan) -> str:
 
 
 def _this_machine(recipe: Recipe, plan: Plan) -> str:
-    """Describe what one worker takes here, measured on a few samples."""
+    """Describe the time and memory of one worker here, measured on a few samples."""
     from largebatch.measure.estimate import estimate
 
     found = estimate(recipe, plan)
@@ -181,7 +181,7 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return a time as it is written.
+    """Format a time.
 
     >>> [_time(seconds) for seconds in (0.0312, 100, 5000, 1e6)]
     ['0.031 s', '0:01:40', '1:23:20', '11.6 days']
@@ -194,7 +194,7 @@ def _time(seconds: float) -> str:
 
 
 def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Say what comes after the schedule, and who judges it."""
+    """Return the rows on the stages after the schedule."""
     polish = recipe.polish or Polish.model_construct()
     rows = {}
     if polish.ema:
@@ -241,7 +241,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
-    """Say which rules of MLPerf's closed division a recipe breaks, one a line."""
+    """Describe the rules of MLPerf's closed division that a recipe breaks, one per line."""
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
@@ -275,9 +275,9 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _recipes(_args: argparse.Namespace) -> int:
-    """Print a row of each installed recipe by data set, what was measured and needs no data first.
+    """Print a row for each installed recipe, by data set; measured ones first.
 
-    A terminal of 80 columns holds them; on a wider one more is seen of whom a recipe follows.
+    Rows fit 80 columns; a wider terminal shows more of the source.
     """
     width = max(80, shutil.get_terminal_size().columns) - 51
     print(f"  {'recipe':31}  {'batch':>6}  epochs  measured here, or after whom")
@@ -311,7 +311,7 @@ def _copy(args: argparse.Namespace) -> int:
 
 
 def write_recipe(out: Path, text: str) -> None:
-    """Write the text of a recipe to a new file; raise LargebatchError where that cannot be done."""
+    """Write a recipe to a new file; raise LargebatchError if that fails."""
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -1,4 +1,4 @@
-"""The `study` commands: what protocols cost, over grids of settings. They print."""
+"""The `study` commands: protocols compared over grids of settings. They print."""
 
 import argparse
 import signal
@@ -42,15 +42,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     staleness.add_argument("--dry-run", action="store_true", help="print the runs that are left")
     add_machine(staleness)
-    text = "where weights are best: central servers, servers beside workers, or all-reduce"
+    text = "compare central servers, servers beside workers, and all-reduce"
     servers = command("servers", _servers, text)
     _add_hosts(servers, suite="jaeger")
-    text = "what more workers bring in one host and on hosts, against the ideal and the planner"
+    text = "measure the speed-up by workers on one host and on several"
     _add_hosts(command("scaling", _scaling, text), suite="dell")
 
 
 def _add_hosts(study: argparse.ArgumentParser, *, suite: str) -> None:
-    """Add what studies on hosts of this machine have in common."""
+    """Add the options of studies on several hosts."""
     study.add_argument("study", metavar="STUDY", help=f"a YAML file, or an installed one: {suite}")
     study.add_argument(
         "--out", type=out_folder, metavar="DIR", help="folder of the records (runs/<name>)"
@@ -156,7 +156,7 @@ def _print_findings(words: "list[dict[str, str]]", sentences: "Iterable[str]") -
 
 
 def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, Path]:
-    """Return the data of the recipes by name; raise StudyError for one that there is not."""
+    """Return the data folder of each recipe; raise StudyError for an unknown recipe."""
     for name, _ in args.data:
         if name not in recipes:
             raise StudyError(f"--data {name}=...: the study has the recipes {', '.join(recipes)}")
@@ -164,7 +164,7 @@ def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, 
 
 
 def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
-    """Carry out what is left, or print it; return the exit code where that is all."""
+    """Run what is left, or print it; return the exit code unless all starts are done."""
     from largebatch.runs.interrupts import STOPS, answering
     from largebatch.studies.hosts.namespaces import require_hosts
     from largebatch.studies.hosts.starts import carry_out
