@@ -6,7 +6,8 @@
 #                   oldest and the newest torch (make test-torch)
 # make test-hosts   train on three hosts made of network namespaces, by the scripts of launch/, also with
 #                   a Horovod that has MPI; needs root, and openssh-server and iproute2 of the system
-# make bench        measure on this machine beside the peers; keep it quiet meanwhile (half an hour)
+# make bench        measure again what is stale, beside the peers; keep the machine quiet meanwhile
+#                   (minutes each); everything, in half an hour: make bench BENCH_ARGS=--all
 # make study        what polishing gains, on Fashion-MNIST and CIFAR-10 (an hour and a half); goes on
 #                   where it was stopped
 # make measure      train the recipes that fit two cores to their end (hours); goes on where it was
@@ -96,17 +97,8 @@ lint: $(VENV)/.installed-for-tests
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.horovod
-	$(BENCH_PYTHON) benchmarks/lars.py
-	$(BENCH_PYTHON) benchmarks/loop.py
-	$(BENCH_PYTHON) benchmarks/reduction.py
-	$(BENCH_PYTHON) benchmarks/norm.py
-	$(BENCH_PYTHON) benchmarks/input_host.py
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BENCH_PYTHON) benchmarks/checkpoint.py
 	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)
-	$(BENCH_PYTHON) benchmarks/polish.py
-	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/index.py
-	[ -z "$$LARGEBATCH_DATA" ] || $(BENCH_PYTHON) benchmarks/input_pipeline.py
-	$(BENCH_PYTHON) benchmarks/table.py
+	$(BENCH_PYTHON) benchmarks/renew.py $(BENCH_ARGS)
 
 study: $(VENV)/.installed-for-tests
 	$(BENCH_PYTHON) benchmarks/polishing_study.py

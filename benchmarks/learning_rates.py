@@ -270,7 +270,7 @@ def carry_out(
     run_largebatch(command)
     with open_existing(f"sqlite:///{out / 'study.db'}") as storage:
         cells = {cell.policy: _record(cell) for cell in read_results(storage)}
-    about = circumstances("python benchmarks/learning_rates.py")
+    about = circumstances(NAME, "python benchmarks/learning_rates.py")
     return {**about, "study": study, "policies": cells}
 
 

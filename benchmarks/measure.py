@@ -323,7 +323,9 @@ class Measurement:
         self.earlier: dict[str, Any] = found.get("earlier", {})
         """Searches and runs with other settings than the arms have now; nothing is made of them."""
 
-        self.begun_with = circumstances("python benchmarks/measure.py")
+        self.begun_with = circumstances(NAME, "python benchmarks/measure.py")
+        if "sources" in found:  # those of the oldest run
+            self.begun_with["sources"] = found["sources"]
         self.searches = {
             arm.key: Search(arm, work, self.known.get(arm.key))
             for arm in self.arms

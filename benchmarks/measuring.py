@@ -5,9 +5,6 @@ machine that slows down for a while then slows both.
 """
 
 import argparse
-import ast
-import hashlib
-import io
 import json
 import math
 import multiprocessing
@@ -21,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tokenize
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sources import sources
 
 from largebatch import accelerator
 from largebatch.cli.arguments import INTERRUPTED
@@ -42,57 +39,6 @@ from largebatch.studies.metrics import Interval
 from largebatch.tracking.environment import source_commit, versions
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
-PACKAGE = Path(__file__).parents[1] / "largebatch"
-
-MEASURED = {
-    "checkpoint": ("training/checkpoint.py", "training/state.py"),
-    "checkpoint_busy": ("training/checkpoint.py", "training/state.py"),
-    "index": ("data/index",),
-    "input_gpu": ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py"),
-    "input_host": (
-        "data/augment.py",
-        "data/batches.py",
-        "data/decoders",
-        "data/index/file.py",
-        "data/order.py",
-        "data/pipeline.py",
-    ),
-    "input_pipeline": ("data/augment.py", "data/batches.py", "data/decoders", "data/pipeline.py"),
-    "lars": ("optim/kernels", "optim/lars.py"),
-    "loop": (
-        "distributed/reducer.py",
-        "models/batchnorm.py",
-        "models/batchnorm_functional.py",
-        "training/loop.py",
-        "training/loss.py",
-    ),
-    "noise_cost": ("distributed/reducer.py", "training/loop.py"),
-    "norm": ("models/batchnorm.py", "models/batchnorm_functional.py"),
-    "polish": ("models/batchnorm.py", "models/batchnorm_functional.py", "polish"),
-    "resnet50": (
-        "distributed/reducer.py",
-        "models/batchnorm.py",
-        "models/batchnorm_functional.py",
-        "optim/kernels",
-        "optim/lars.py",
-        "training/loop.py",
-        "training/loss.py",
-    ),
-    "roofline": (
-        "models/batchnorm.py",
-        "models/batchnorm_functional.py",
-        "optim/kernels",
-        "optim/lars.py",
-    ),
-    "reduction": (
-        "distributed/horovod.py",
-        "distributed/reducer.py",
-        "distributed/torch_distributed.py",
-    ),
-    "simulator": ("training/protocols/simulator.py",),
-}
-"""Files and folders of the package whose speed a benchmark measures."""
-
 DAY = 86400.0
 
 RESAMPLES = 2000
@@ -206,46 +152,20 @@ def write(name: str, command: str, result: dict[str, Any]) -> Path:
     """Write results/<name>_<hardware>_<date>.json: where and how it was measured, and `result`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}_{hardware()}_{today()}.json"
-    code = {"code": fingerprint(name)} if name in MEASURED else {}
-    content = {**circumstances(command), **code, **result}
+    content = {**circumstances(name, command), **result}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 
 
-def measured_files(name: str) -> list[Path]:
-    """Return the source files that a benchmark measures, in order."""
-    paths = [PACKAGE / path for path in MEASURED[name]]
-    return [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
-
-
-def fingerprint(name: str) -> str:
-    """Return a digest of the code that a benchmark measures, without comments and docstrings."""
-    code = sorted(_code(file.read_text(encoding="utf-8")) for file in measured_files(name))
-    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
-
-
-def _code(source: str) -> str:
-    """Return the lines of a module that are code, the same on every version of Python."""
-    lines: list[str] = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(ast.Constant(str()), lineno=first, end_lineno=int(last)):  # a docstring
-                lines[first - 1 : last] = [""] * (last - first + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def circumstances(command: str) -> dict[str, Any]:
-    """Return how, where, when and with what something is measured."""
+def circumstances(name: str, command: str) -> dict[str, Any]:
+    """Return how, where, when and with what code a benchmark measures."""
     return {
         "command": command,
         "machine": machine(),
         "date": today(),
         "commit": source_commit(),
         "versions": versions(),
+        "sources": sources(name),
     }
 
 

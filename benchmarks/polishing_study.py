@@ -219,9 +219,11 @@ def read(path: Path, size: Size) -> dict[str, Any]:
 
 def write(study: dict[str, Any], path: Path) -> None:
     """Replace the file of results by one with the means, the command and the versions of now."""
+    now = _now()
     content = {
         **study,
-        **_now(),
+        **now,
+        "sources": study.get("sources", now["sources"]),  # those of the oldest cell
         "why_a_part": "two cores go through some 3,000 images of 32 x 32 a second",
         **tables(study["cells"]),
     }
@@ -264,7 +266,7 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
 
 
 def _now() -> dict[str, Any]:
-    return circumstances(" ".join(["python", *sys.argv]))
+    return circumstances(NAME, " ".join(["python", *sys.argv]))
 
 
 def _describe(cell: Cell, result: dict[str, Any]) -> str:

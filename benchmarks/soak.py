@@ -118,7 +118,9 @@ def main() -> None:
     result = summarize(rounds)
     command = f"python benchmarks/soak.py --faults {args.faults} --seed {args.seed}"
     if args.out is not None:
-        args.out.write_text(json.dumps({**circumstances(command), **result}), encoding="utf-8")
+        args.out.write_text(
+            json.dumps({**circumstances("soak", command), **result}), encoding="utf-8"
+        )
     else:
         path = write("soak", command, result)
         save_png(

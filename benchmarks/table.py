@@ -1,10 +1,10 @@
-"""What was measured, in one table: benchmarks/README.md, from the newest file of each benchmark.
+"""Write benchmarks/README.md: one table of the newest result of each benchmark.
 
     python benchmarks/table.py
 
-A cell says the median of the paired ratio, its 95 % interval and n; a benchmark that no file in
-benchmarks/results/ holds for a kind of machine is "not measured" there. A figure whose code has
-changed since it was measured, comments and docstrings aside, is marked "older than the code".
+A cell holds the median of the paired ratio, its 95 % interval and n. "not measured" means that
+benchmarks/results/ has no file of this benchmark for this kind of machine; "stale" means that the
+code that the figure measures has changed since.
 """
 
 import json
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import MEASURED, RESULTS, fingerprint
+from measuring import RESULTS
+from sources import is_stale
 
 PAGE = Path(__file__).parent / "README.md"
 MACHINES = ("CPU", "GPU")
@@ -204,9 +205,10 @@ ROWS = (
 HEAD = """# Measurements
 
 Written by `python benchmarks/table.py` from the files in `results/`, which hold the command, the
-machine, versions, commit, n and spread. Ratios are of times, ours first; shares are of rates. Both
-are paired round by round: median (95 % bootstrap interval, n); "older than the code": measured
-before the code that it measures was changed. What Final Polishing does to accuracy is in
+machine, versions, commit, n, spread and the source files that were measured. Ratios are of times,
+ours first; shares are of rates. Both are paired round by round: median (95 % bootstrap interval,
+n). "stale" means that the measured source files have changed since in more than comments;
+`make bench` measures these again. What Final Polishing does to accuracy is in
 [docs/final-polishing.md](../docs/final-polishing.md#when-it-helps-and-when-not), from
 `make study`; what recipes reach when they are trained to their end, in
 [docs/recipes/pairs.md](../docs/recipes/pairs.md), from `make measure`.
@@ -232,7 +234,7 @@ def page() -> str:
             about = result if "command" in result else next(iter(result.values()))
             lines.append(f"- {name}, {kind}: {about['machine']}, {about['date']}, ")
             lines[-1] += f"torch {about['versions']['torch']}: `{about['command']}`"
-            lines[-1] += _age(name, result)
+            lines[-1] += _mark(name, result)
         if not newest[kind]:
             lines.append(f"- {kind}: not measured")
     return HEAD + "\n".join(lines) + "\n"
@@ -259,15 +261,14 @@ def _cell(result: Any, row: Row) -> str:  # noqa: ANN401 -- JSON
         figure = figure.get(key)
     if figure is None:
         return "not measured"
-    return "{median:.3f} ({low:.3f} to {high:.3f}, {n})".format(**figure) + _age(
+    return "{median:.3f} ({low:.3f} to {high:.3f}, {n})".format(**figure) + _mark(
         row.benchmark, result
     )
 
 
-def _age(name: str, result: Any) -> str:  # noqa: ANN401 -- JSON
-    """Return the mark of a figure whose code is not that of today."""
-    changed = name in MEASURED and result.get("code") != fingerprint(name)
-    return ", older than the code" if changed else ""
+def _mark(name: str, result: dict[str, Any]) -> str:
+    """Return what follows a figure: that it is stale, or nothing."""
+    return ", stale" if is_stale(name, result) else ""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The command line: parse, call, print, exit code. Nothing else in this package prints.
+"""The command line: parse, call, print, exit code. Only this folder prints.
 
-`main` has the commands that run something; the others stand by what they are about. Nothing here
-imports PyTorch before a command needs it.
+Each command is in the file of its subject; `main` puts them together.
 """

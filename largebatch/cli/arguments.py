@@ -1,4 +1,4 @@
-"""What several commands share: how one is added, and the arguments that mean the same in each."""
+"""Options that several commands share, and how a command is added."""
 
 import argparse
 import math
@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from largebatch.runs.options import Options
 
 Call = Callable[[argparse.Namespace], int]
+"""Runs a command and returns its exit code."""
+
+Command = Callable[[str, Call, str], argparse.ArgumentParser]
+"""Adds a command: its name, what it calls, and its description."""
 
 INTERRUPTED = 75
-"""The exit code of what was asked to stop and has saved."""
+"""Exit code of a command that was stopped and has saved."""
 
 ENDINGS = {".png", ".jpg", ".pdf", ".svg", ".html", ".json", ".yaml", ".onnx", ".pth", ".csv"}
-"""The endings of file names that are given by mistake where a folder is expected."""
+"""Endings of file names that users give by mistake where a folder is expected."""
 
 
 def add_command(
@@ -26,14 +30,14 @@ def add_command(
     call: Call,
     text: str,
 ) -> argparse.ArgumentParser:
-    """Add a command that does `call` with its arguments; `text` describes it."""
+    """Add a command that runs `call` on its arguments; `text` describes it."""
     added = commands.add_parser(name, help=text, description=text)
     added.set_defaults(call=call)
     return added
 
 
 def count(text: str) -> int:
-    """Read a number of things: 1 or more."""
+    """Parse a count: a whole number, 1 or more."""
     try:
         number = int(text)
     except ValueError:
@@ -44,7 +48,7 @@ def count(text: str) -> int:
 
 
 def out_folder(text: str) -> Path:
-    """Read the path of a folder to write to, which has no file's name."""
+    """Parse the path of an output folder; refuse the name of a file."""
     path = Path(text)
     if path.suffix.lower() in ENDINGS and not path.exists():
         raise argparse.ArgumentTypeError(
@@ -53,37 +57,39 @@ def out_folder(text: str) -> Path:
     return path
 
 
-def part(text: str) -> float:
-    """Read an accuracy: above 0 and at most 1."""
+def number(text: str, *, expected: str, most: float = math.inf) -> float:
+    """Parse a finite number above 0 and at most `most`."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found <= 1:
-        raise argparse.ArgumentTypeError(f"expected a part of 1, such as 0.90, got {text!r}")
-    return found
+        value = math.nan
+    if not (0 < value <= most and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
+
+
+def accuracy(text: str) -> float:
+    """Parse an accuracy: above 0 and at most 1."""
+    return number(text, expected="a part of 1, such as 0.90", most=1)
 
 
 def seconds(text: str) -> float:
-    """Read a time in seconds, or with s, m or h behind it, such as 90m.
+    """Parse a time: seconds, or a number followed by s, m or h.
 
     >>> [seconds(text) for text in ("90", "90s", "1.5h")]
     [90.0, 90.0, 5400.0]
     """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in {"s", "m", "h"} else (text, "s")
+    expected = "seconds, or a number with s, m or h behind it, such as 5m"
+    digits, unit = (text[:-1], text[-1]) if text[-1:] in {"s", "m", "h"} else (text, "s")
     try:
-        found = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"expected seconds, or a number with s, m or h behind it, such as 5m, got {text!r}"
-        )
-    return found
+        value = number(digits, expected=expected, most=1e300)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+    return value * {"s": 1, "m": 60, "h": 3600}[unit]
 
 
 def updates(text: str) -> tuple[int, int]:
-    """Read the numbers of the first and the last of some updates.
+    """Parse a range of updates FROM:TO; both ends count from 1 and are included.
 
     >>> updates("100:110")
     (100, 110)
@@ -97,15 +103,21 @@ def updates(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe that the command reads, and --set."""
+    parser.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
+    add_set(parser)
+
+
 def add_set(parser: argparse.ArgumentParser) -> None:
-    """Let the command override what the recipe says."""
+    """Add --set, which overrides keys of the recipe."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override the recipe"
     )
 
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
-    """Let the command override the settings of `execution` that are asked for most."""
+    """Add options for the most used settings of `execution`."""
     for option, key, kind, text in (
         ("--device-batch", "device_batch", "N", "samples a worker holds at a time"),
         ("--decoder", "decoder", "NAME", "dali or torchvision"),
@@ -120,15 +132,15 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Let the command be done by several local processes; as `train` is by `run`."""
+def add_workers(parser: argparse.ArgumentParser, *, dest: str = "processes") -> None:
+    """Add --workers. `main` starts these processes, unless the command starts them itself."""
     parser.add_argument(
-        "--workers", type=count, default=1, metavar="N", dest="processes", help="local processes"
+        "--workers", type=count, default=1, metavar="N", dest=dest, help="local processes"
     )
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """Let the command choose what connects its workers."""
+    """Add --backend, the library that connects the workers."""
     parser.add_argument(
         "--backend",
         choices=get_args(BackendName),
@@ -138,7 +150,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add what the machine decides about a run."""
+    """Add the options that depend on the machine."""
     add_backend(parser)
     parser.add_argument(
         "--timeout",
@@ -158,14 +170,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace, *, out: Path = Path()) -> "Options":
-    """Return the options of a command on what is saved, as add_set and add_machine read them."""
+    """Return the values of add_set and add_machine as Options."""
     from largebatch.runs.options import Options
 
     return Options(out=out, overrides=tuple(args.set), **machine_of(args))
 
 
 class Machine(TypedDict):
-    """What add_machine adds, as Options and `run` take it."""
+    """Values of add_machine, as keyword arguments of Options and `run`."""
 
     data: Path | None
     dataset: str | None
@@ -175,7 +187,7 @@ class Machine(TypedDict):
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """Return what the machine decides about a run, as add_machine reads it."""
+    """Return the values of add_machine."""
     return Machine(
         data=args.data,
         dataset=args.dataset,
@@ -186,7 +198,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 
 def add_imports(parser: argparse.ArgumentParser) -> None:
-    """Let a model of the user's own be known to the command."""
+    """Add --import, which makes the user's own models known."""
     parser.add_argument(
         "--import",
         action="append",

@@ -1,4 +1,4 @@
-"""The commands that carry studies out: `lr bench` of policies, `bench` of settings. They print."""
+"""The commands `lr bench` and `bench`: run a study of policies or of settings. They print."""
 
 import argparse
 from collections.abc import Callable
@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
     INTERRUPTED,
-    Call,
+    Command,
+    accuracy,
     add_machine,
     count,
     machine_of,
     out_folder,
-    part,
 )
+from largebatch.cli.printing import print_unfinished
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, DataError, StudyError, printable
 from largebatch.optional import require_psutil
@@ -25,22 +26,21 @@ if TYPE_CHECKING:
     from largebatch.studies.queue.phases import Bench
     from largebatch.studies.queue.study import AnyStudy
 
-Command = Callable[[str, Call, str], argparse.ArgumentParser]
 Show = Callable[["Bench", "BaseStorage"], None]
-"""Prints what a study has found, and writes its page."""
+"""Print the results of a study and write its page."""
 
 
 def add_settings_commands(command: Command) -> None:
     """Add the command `bench`."""
-    bench = command("bench", _bench_settings, "measure what settings of recipes cost and reach")
-    _add_study(bench)
-    bench.add_argument(
-        "--report", action="store_true", help="write the page of what is measured so far"
+    bench = command(
+        "bench", _bench_settings, "measure the time and accuracy of settings of recipes"
     )
+    _add_study(bench)
+    bench.add_argument("--report", action="store_true", help="write the page of the results so far")
 
 
 def _add_study(bench: argparse.ArgumentParser) -> None:
-    """Add what both kinds of studies take."""
+    """Add the options that both kinds of studies have."""
     bench.add_argument("study", type=Path, metavar="STUDY.yaml")
     bench.add_argument(
         "--out", type=out_folder, metavar="DIR", help="run folders (runs/<study's name>)"
@@ -58,15 +58,17 @@ def _add_study(bench: argparse.ArgumentParser) -> None:
 
 
 def add_commands(command: Command) -> None:
-    """Add the commands to those below `lr`."""
-    bench = command("bench", _bench, "search each policy's rate, then run seeds at it: a study")
+    """Add the commands `lr bench` and `lr report`."""
+    bench = command(
+        "bench", _bench, "compare policies: search the rate of each, then run seeds at it"
+    )
     _add_study(bench)
 
-    report = command("report", _report, "write a study's page again, of what its database holds")
+    report = command("report", _report, "write a study's page from its database")
     report.add_argument("study", metavar="STUDY", help="a study's folder, or its --storage")
     report.add_argument(
         "--target",
-        type=part,
+        type=accuracy,
         action="append",
         default=[],
         metavar="TOP1",
@@ -97,7 +99,7 @@ def _bench_settings(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
-    """Return what the study is carried out with; raise LargebatchError where it cannot be."""
+    """Return a study with its cells and machine; raise LargebatchError if it cannot run here."""
     if worker_rank() is not None:
         raise BackendError(
             "a study starts the workers of its runs itself; start it by itself on every machine, "
@@ -119,7 +121,7 @@ def _prepare(args: argparse.Namespace, study: "AnyStudy") -> "Bench":
 
 
 def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
-    """Do all runs that are left, or print what they are; at the end show what was found."""
+    """Run what is left of a study, or print it; print the results when all runs are done."""
     bench = _prepare(args, study)
     from largebatch.studies.queue.bench import work, work_together
     from largebatch.studies.queue.console import describe_budget, print_run
@@ -146,13 +148,13 @@ def _carry_out(args: argparse.Namespace, study: "AnyStudy", show: Show) -> int:
             show(bench, storage)
             return 0
         done = progress.num_done
-    print(f"{done} of {bench.num_runs} runs are done; to go on: the same command")
+    print_unfinished(done, bench.num_runs, "runs")
     stopped = any(code == INTERRUPTED or -code in STOPS for code in codes)
     return INTERRUPTED if stopped else max(1, *codes)
 
 
 def _require_images(bench: "Bench", args: argparse.Namespace) -> None:
-    """Raise DataError, before processes start, where a recipe reads images that are not there."""
+    """Raise DataError before processes start if a recipe's images are missing."""
     from largebatch.data.index.folder import layout
     from largebatch.data.pipeline import root_of
 
@@ -197,7 +199,7 @@ def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
 
 
 def _url(args: argparse.Namespace, out: Path) -> str:
-    """Return the URL of a study's storage."""
+    """Return the URL of the study's storage."""
     return str(args.storage or f"sqlite:///{out.absolute()}/study.db")
 
 
@@ -216,7 +218,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _database(folder: Path) -> str:
-    """Return the URL of the database in a study's folder; raise StudyError without one."""
+    """Return the URL of the database in a study's folder; raise StudyError if there is none."""
     path = folder / "study.db"
     if not path.is_file():
         raise StudyError(
@@ -227,7 +229,7 @@ def _database(folder: Path) -> str:
 
 
 def _make_folder(out: Path) -> None:
-    """Make the folder of a study; raise StudyError where that cannot be."""
+    """Create the folder of a study; raise StudyError if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

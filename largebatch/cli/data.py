@@ -1,6 +1,7 @@
-"""The `data` commands: index, pack, import and show data sets. It prints, as main.py does."""
+"""The `data` commands: index, verify, pack, import and show data sets. They print."""
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import add_command, add_set, count, out_folder
+from largebatch.cli.arguments import add_command, add_recipe, count, number, out_folder
 from largebatch.errors import DataError, printable
 from largebatch.recipe.loading import load_recipe
 from largebatch.runs.interrupts import answering
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from largebatch.data.index.index import Index
     from largebatch.storage import Progress
 
+fraction = partial(number, expected="a part between 0 and 1", most=math.nextafter(1, 0))
+
 SPLITS = ("train", "val")
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a command that a SIGTERM ended."""
+"""Exit code of a command that was stopped by SIGTERM."""
 
 NAMES = {
     "fashion-mnist": "its four official .gz files, in the folder SOURCE",
@@ -32,10 +35,10 @@ NAMES = {
     "imagefolder": "class folders in a folder, a zip or a tar; ImageNet's tars",
     "parquet": "Parquet files as the Hugging Face hub lays them out, in the folder SOURCE",
 }
-"""What can be imported; known here, so that the parser needs no NumPy."""
+"""Formats that can be imported; listed here so that the parser needs no NumPy."""
 
 OPENING = ("classes", "val_name", "val_fraction", "seed", "label")
-"""The options that some of those have of their own."""
+"""Options that only some formats have."""
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +52,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
     verified = command("verify", _verify, "read every image of DIR and compare it with a checksum")
     verified.add_argument("folder", type=Path, metavar="DIR")
-    verified.add_argument("--write", action="store_true", help="note the checksums first")
+    verified.add_argument("--write", action="store_true", help="write the checksums")
 
     pack = command("pack", _pack, "copy images of DIR, or its shards, into WebDataset tar shards")
     pack.add_argument("folder", type=Path, metavar="DIR")
@@ -58,10 +61,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_imports(commands)
 
     shown = command("show", _show, "draw what the model sees: training, clean and evaluation")
-    shown.add_argument("recipe", type=Path)
+    add_recipe(shown)
     shown.add_argument("--data", type=Path, metavar="DIR", help="what `train --data` is given")
     shown.add_argument("--out", type=Path, metavar="PNG", help="<recipe name>-sheet.png")
-    add_set(shown)
 
 
 def _add_imports(
@@ -85,9 +87,11 @@ def _add_imports(
     for parser in (parsers["imagefolder"], parsers["parquet"]):
         parser.add_argument("--drop-bad", action="store_true", help="leave out what cannot be used")
         parser.add_argument(
-            "--val-fraction", type=_fraction, metavar="F", help="part of every class that validates"
+            "--val-fraction", type=fraction, metavar="F", help="part of every class that validates"
         )
-        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that part (0)")
+        parser.add_argument(
+            "--seed", type=int, default=0, metavar="N", help="seed of that part (0)"
+        )
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -95,16 +99,6 @@ def _names(text: str) -> tuple[str, ...]:
     if len(set(names)) < len(names) or "" in names:
         raise argparse.ArgumentTypeError(f"expected different names, such as a,b,c, got {text!r}")
     return names
-
-
-def _fraction(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"expected a part between 0 and 1, got {text!r}")
-    return number
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +114,7 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def show_index(folder: Path, *, drop_bad: bool = False) -> "tuple[Index, Index]":
-    """Make the indexes of a folder unless they are there, check them and print what they hold."""
+    """Build or refresh the indexes of a folder, check them and print what they hold."""
     from largebatch.data.index.index import BadImagesError, check_same_classes, index_of, refresh
 
     contents, bad = [], 0
@@ -204,7 +198,7 @@ def _pack(args: argparse.Namespace) -> int:
 
 
 def _check_written(out: Path) -> None:
-    """Print that the shards are complete before their images are checked, which takes a while."""
+    """Print that the shards are complete, then check their images, which takes longer."""
     check = f"largebatch data index {out}"
     line = f"{out}: written; its images are checked now, or later with: {check}"
     print(printable(line), flush=True)
@@ -243,9 +237,9 @@ def _show(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(text: str) -> Iterator["Progress"]:
-    """Show a bar on the terminal, and a plain line every few seconds where there is none.
+    """Show a progress bar, or a plain line every few seconds without a terminal.
 
-    A SIGTERM meanwhile becomes an exception, so that what is half done is removed.
+    SIGTERM raises SystemExit meanwhile, so that unfinished output is removed.
     """
     from rich.console import Console
     from rich.progress import (
@@ -268,7 +262,7 @@ def _progress(text: str) -> Iterator["Progress"]:
 
 
 def _plain_lines(text: str) -> "Progress":
-    """Return what prints progress on standard error, a line every LINE_SECONDS at most."""
+    """Return a function that prints progress to standard error, at most every LINE_SECONDS."""
     from largebatch.tracking.console import LINE_SECONDS
 
     last = time.monotonic()

@@ -1,4 +1,4 @@
-"""Say what is installed and works, by using it, and how to get the rest."""
+"""Check what is installed by using it, and print how to install the rest."""
 
 import importlib.metadata
 import os
@@ -36,7 +36,7 @@ from largebatch.studies.hosts.namespaces import lacking
 
 
 def examine() -> Iterator[str]:
-    """Yield one line for each part: whether it works, its version, or what to do about it."""
+    """Yield one line per package: that it works and its version, or how to fix it."""
     yield f"{'torch':>12}  works  {torch.__version__}, {_devices()}"
     checks: dict[str, tuple[str, Callable[[], object]]] = {
         "torchvision": ("torchvision", lambda: _decode_one(torchvision.open_decoder)),
@@ -63,9 +63,9 @@ def examine() -> Iterator[str]:
 
 
 def examine_network(backend: Backend) -> Iterator[str]:
-    """Yield what sums over the workers take, all of them and those of two hosts at a time.
+    """Yield the time of sums over all workers, and over every two hosts.
 
-    Raises LargebatchError where there is one worker only.
+    Raises LargebatchError for a single worker.
     """
     workers = backend.world_size
     if workers < 2:
@@ -105,7 +105,7 @@ def _outcome(package: str, use: Callable[[], object]) -> str:
 
 
 def _decode_one(open_decoder: Callable[..., AbstractContextManager[Decode]]) -> None:
-    """Decode one image made for the purpose."""
+    """Decode a small image made for this check."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,11 @@
-"""The command `init`: look at a folder of images and write a recipe for it. It prints."""
+"""The command `init`: write a recipe for a folder of images. It prints."""
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call
+from largebatch.cli.arguments import Command
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     from largebatch.recipe.recipe import Recipe
 
 SHOWN = 20
-"""Classes whose images are counted line by line."""
+"""Number of classes that are printed one by one."""
 
 UNEVEN = 4
-"""Times as many images in one class as in another from which that is remarked on."""
+"""Ratio of images between two classes from which the classes are called uneven."""
 
 VALIDATIONS = ("test", "validation", "valid", "dev", "eval")
-"""Other names of folders that validate."""
+"""Other common names of the validation folder."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the command `init`."""
     init = command("init", _init, "write a recipe for a folder of images")
     init.add_argument("folder", type=Path, metavar="DIR", help="DIR/{train,val}/<class>/* or *.tar")
     init.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (<DIR>.yaml)")
@@ -58,7 +57,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _require_splits(folder: Path) -> None:
-    """Raise DataError with the command that makes a split of validation where there is none."""
+    """Raise DataError if there is no validation split, with the command that makes one."""
     if (folder / "val").is_dir() or not folder.is_dir():
         return
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -96,7 +95,7 @@ def _show_classes(train: "Index", val: "Index") -> None:
 
 
 def _show_choices(found: "Survey", recipe: "Recipe") -> None:
-    """Print what was assumed, one line each."""
+    """Print the assumptions of the recipe, one per line."""
     import numpy as np
 
     sides = np.minimum(found.train.heights, found.train.widths)
@@ -133,7 +132,7 @@ def _show_time(found: "TimeEstimate") -> None:
 
 
 def _duration(seconds: float) -> str:
-    """Return a length of time in the unit that suits it.
+    """Format a time in seconds, minutes or hours.
 
     >>> [_duration(seconds) for seconds in (5, 600, 36_000)]
     ['5 s', '10 min', '10.0 h']

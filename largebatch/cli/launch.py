@@ -1,7 +1,8 @@
-"""The command `launch`: print the file that starts a run on a cluster, filled in. It prints.
+"""The command `launch`: print the script or manifest that starts a run on a cluster. It prints.
 
-The files are those of the folder launch/, each a program or a manifest by itself, whose settings
-stand on lines of their own. The plan is made first: what cannot be divided is never submitted.
+The templates are the files of launch/, each of which also runs by itself; their settings stand
+on lines of their own. The plan is made first, so that a batch which cannot be divided is never
+submitted.
 """
 
 import argparse
@@ -9,12 +10,12 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from largebatch.cli.arguments import Call, add_set, count
+from largebatch.cli.arguments import Command, add_recipe, count
 from largebatch.errors import LargebatchError, PlanError, RecipeError, nearest
 from largebatch.recipe.arithmetic.plan import make_plan, require_workers
 from largebatch.recipe.loading import load_recipe
@@ -30,18 +31,17 @@ KINDS = {
     "horovodrun": "horovodrun.sh",
     "mpirun": "mpirun.sh",
 }
-"""The files of launch/ that are filled in, by what takes them."""
+"""Templates in launch/, by kind of job."""
 
 BY_TORCH = ("slurm", "pytorchjob", "torchrun")
-"""Kinds whose workers torch.distributed connects; Horovod connects those of the others."""
+"""Kinds of jobs whose workers torch.distributed connects; Horovod connects the others."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the command `launch`."""
     launch = command("launch", _launch, "print the job that trains a recipe on a cluster")
     launch.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-    launch.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
-    add_set(launch)
+    add_recipe(launch)
     launch.add_argument("--nodes", type=count, required=True, metavar="N", help="hosts")
     launch.add_argument(
         "--gpus-per-node", type=count, default=8, metavar="N", help="workers of each (8)"
@@ -66,7 +66,7 @@ def _launch(args: argparse.Namespace) -> int:
         raise PlanError(
             f"--nodes {args.nodes} with {args.gpus_per_node} GPUs each: {error}"
         ) from None
-    options = ["--resume", "auto", *(word for each in args.set for word in ("--set", each))]
+    options = ["--resume", "auto", *(word for override in args.set for word in ("--set", override))]
     if args.data is not None:
         options += ["--data", str(args.data)]
     for word in (str(args.recipe), *options):
@@ -87,7 +87,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _require_horovod_trains(recipe: Recipe, kind: str) -> None:
-    """Raise RecipeError where Horovod cannot train a recipe, with the kinds of job that can."""
+    """Raise RecipeError if Horovod cannot train a recipe, with the kinds of jobs that can."""
     *others, last = BY_TORCH
     try:
         require_backend(recipe, "horovod", use=f"launch {', '.join(others)} or {last}")
@@ -107,7 +107,7 @@ def _require_utf8(word: str) -> None:
 def fill_script(
     text: str, *, name: str, recipe: str, options: Sequence[str], nodes: int, gpus: int
 ) -> str:
-    """Return a script with its settings; each is a line that begins in one of these ways."""
+    """Return a script with its settings filled in; each key is the start of a line."""
     settings = {
         "RECIPE=": f"${{RECIPE:-{shlex.quote(recipe)}}}",
         "OUT=": f"${{OUT:-runs/{name}}}",
@@ -131,7 +131,7 @@ def fill_script(
 def fill_manifest(
     text: str, *, name: str, recipe: str, options: Sequence[str], nodes: int, gpus: int
 ) -> str:
-    """Return a Kubernetes manifest with its variables; its volume of runs is mounted at /runs."""
+    """Return a Kubernetes manifest with its variables filled in; runs are mounted at /runs."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
     return Template(text).substitute(
         NAME=label,
@@ -146,7 +146,7 @@ def fill_manifest(
 
 
 def _quoted(word: str) -> str:
-    """Return a word as YAML takes it, with each $ as Kubernetes wants it, which reads variables.
+    """Quote a word for YAML, and double each $, because Kubernetes expands variables.
 
     >>> _quoted("$(HOME)/a$$b")
     '"$$(HOME)/a$$$$b"'

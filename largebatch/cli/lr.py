@@ -1,23 +1,24 @@
-"""The `lr` commands: look at learning rates and measure them. They print."""
+"""The `lr` commands: draw and measure learning rates. They print."""
 
 import argparse
-import math
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli import bench, recommend
 from largebatch.cli.arguments import (
-    INTERRUPTED,
     add_command,
     add_execution,
     add_machine,
+    add_recipe,
     add_set,
+    add_workers,
     count,
+    number,
     options_of,
     out_folder,
 )
+from largebatch.cli.printing import interrupted, print_table, wrapped
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import RecipeError, printable
 from largebatch.recipe.arithmetic.plan import plan_updates
@@ -29,10 +30,10 @@ from largebatch.tracking.events import RECIPE
 if TYPE_CHECKING:
     from largebatch.report.rates import Rates
 
-BY = ("epoch", "step", "samples")
-"""What rates can be drawn over; known here, so that the parser needs no NumPy."""
+rate = partial(number, expected="a rate above 0, such as 0.1")
 
-WIDTH = 100
+BY = ("epoch", "step", "samples")
+"""Axes that rates can be drawn over; listed here so that the parser needs no NumPy."""
 
 COLUMNS = ("recipe", "optimizer", "batch", "steps", "epochs", "peak", "at", "last", "mean")
 
@@ -50,32 +51,20 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--by", choices=BY, default=BY[0], help=f"the axis ({BY[0]})")
     shown.add_argument("--out", type=Path, metavar="PNG", help="learning-rates.png")
 
-    text = "train while the rate rises, and find the rates that a recipe can take"
+    text = "range test: train while the rate rises, and find the usable rates"
     ranged = command("range", _range, text)
-    ranged.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
-    add_set(ranged)
+    add_recipe(ranged)
     add_execution(ranged)
-    ranged.add_argument("--low", type=_rate, metavar="LR", help="first rate (peak_lr / 1000)")
-    ranged.add_argument("--high", type=_rate, metavar="LR", help="last rate (100 x peak_lr)")
+    ranged.add_argument("--low", type=rate, metavar="LR", help="first rate (peak_lr / 1000)")
+    ranged.add_argument("--high", type=rate, metavar="LR", help="last rate (100 x peak_lr)")
     ranged.add_argument("--steps", type=count, metavar="N", help="updates from one to the other")
     ranged.add_argument("--seeds", type=count, default=3, metavar="N", help="runs (3)")
-    ranged.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_workers(ranged, dest="workers")
     add_machine(ranged)
     ranged.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
 
     bench.add_commands(command)
     recommend.add_commands(command)
-
-
-def _rate(text: str) -> float:
-    """Read a learning rate."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a rate above 0, such as 0.1, got {text!r}")
-    return found
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -92,40 +81,33 @@ def _show(args: argparse.Namespace) -> int:
             raise RecipeError(f"{path}: {error}") from None
     figure = args.out or Path("learning-rates.png")
     write_rates_of(figure, drawn, by=args.by)
-    rows = [COLUMNS, *(_row(each, args.by) for each in drawn)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.ljust(width) if place < 2 else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print(printable("  ".join(cells)))
+    print_table([COLUMNS, *(_row(rates, args.by) for rates in drawn)], left=2)
     for remark in remarks(drawn):
         print(remark)
     print(printable(f"drawn: {figure}"))
     return 0
 
 
-def _row(each: "Rates", by: str) -> tuple[str, ...]:
-    """Return a row of the table: rates in four digits, the peak's place in the unit of the axis."""
-    course, plan = each.course, each.course.plan
+def _row(rates: "Rates", by: str) -> tuple[str, ...]:
+    """Return a row of the table: rates in four digits, and where the peak is on the axis."""
+    course, plan = rates.course, rates.course.plan
     steps, peak = len(course.rates), course.peak
     place = {"epoch": f"{plan.epoch(peak):.2f}", "step": f"{peak:,}"}
     return (
-        each.label,
-        each.optimizer,
+        rates.label,
+        rates.optimizer,
         f"{plan.global_batch:,}",
         f"{steps:,}",
         f"{plan.epoch(steps):.4g}",
         f"{course.rates[peak]:.4g}",
         f"{by} {place.get(by) or format(plan.position(peak), ',')}",
         f"{course.rates[-1]:.4g}",
-        f"{each.mean:.4g}",
+        f"{rates.mean:.4g}",
     )
 
 
 def _recipe(path: Path, overrides: list[str]) -> Recipe:
-    """Read a recipe, or that of a run folder."""
+    """Load a recipe from a file or from a run folder."""
     if path.is_dir():
         if not (path / RECIPE).exists():
             raise RecipeError(f"{path}: this folder holds no run: no {RECIPE}")
@@ -147,11 +129,9 @@ def _range(args: argparse.Namespace) -> int:
     try:
         train_range(recipe, options, rates, workers=args.workers)
     except InterruptedStudyError:
-        if own_rank() == 0:
-            print(printable(f"to go on: the same command with --out {options.out}"))
-        return INTERRUPTED
+        return interrupted(options.out)
     if own_rank() == 0:
         for sentence in describe(read_range(recipe, options.out, rates)):
-            print(printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ")))
+            print(wrapped(sentence))
         print(printable(f"figure: {options.out / CHART}"))
     return 0

@@ -1,22 +1,22 @@
-"""The command `noise`: how large may the batch be, by the gradient noise scale? It prints."""
+"""The command `noise`: measure the gradient noise scale, or the critical batch. It prints."""
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from largebatch.cli.arguments import (
-    INTERRUPTED,
-    Call,
+    Command,
     add_execution,
     add_machine,
     add_set,
+    add_workers,
     count,
     machine_of,
     options_of,
     out_folder,
 )
+from largebatch.cli.printing import interrupted
 from largebatch.distributed.environment import own_rank
 from largebatch.errors import CheckpointError, LargebatchError, printable
 from largebatch.recipe.arithmetic.plan import make_plan
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _MONITOR = "monitor=noise_scale"
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the command `noise`."""
     text = "train a recipe and measure its gradient noise scale, or read it from a run folder"
     noise = command("noise", _noise, text)
     noise.add_argument(
@@ -40,7 +40,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     )
     add_set(noise)
     add_execution(noise)
-    noise.add_argument("--workers", type=count, default=1, metavar="N", help="local processes")
+    add_workers(noise, dest="workers")
     add_machine(noise)
     noise.add_argument("--out", type=out_folder, metavar="DIR", help="folder (runs/<name>-<time>)")
     noise.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates")
@@ -55,12 +55,12 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
         type=float,
         default=2.0,
         metavar="E",
-        help="of the smallest batch of --measure, whose loss the others are to reach (2)",
+        help="epochs of the smallest batch of --measure; the others train to its loss (2)",
     )
 
 
 def _sizes(text: str) -> list[int]:
-    """Read batches between commas."""
+    """Parse batch sizes separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
@@ -74,21 +74,14 @@ def _noise(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         folder, status = _train(args)
         if status == "interrupted":
-            return _interrupted(folder)
+            return interrupted(folder)
     if own_rank() == 0:
         _show(folder)
     return 0
 
 
-def _interrupted(out: Path) -> int:
-    """Print how to go on; return the exit code of what was saved."""
-    if own_rank() == 0:
-        print(printable(f"to go on: the same command with --out {out}"))
-    return INTERRUPTED
-
-
 def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
-    """Train with the monitor; return the run folder and how the run ended."""
+    """Train with the monitor; return the run folder and the run's status."""
     recipe = load_recipe(args.recipe, [*args.set, _MONITOR])
     _require_updates(recipe, args)
     from largebatch.runs.folder import default_folder
@@ -107,7 +100,7 @@ def _train(args: argparse.Namespace) -> tuple[Path, "Status"]:
 
 
 def _require_updates(recipe: Recipe, args: argparse.Namespace) -> None:
-    """Raise LargebatchError where a run would have fewer updates than a noise scale needs."""
+    """Raise LargebatchError if a run has fewer updates than a noise scale needs."""
     from largebatch.report.noise import BOUNDED, LEAST
 
     planned = make_plan(recipe, workers=args.workers).steps
@@ -123,7 +116,7 @@ def _require_updates(recipe: Recipe, args: argparse.Namespace) -> None:
 
 
 def _show(folder: Path) -> None:
-    """Print the noise scale over the parts of a run, and what it means."""
+    """Print the noise scale of each part of a run, and what it means."""
     from largebatch.report.noise import LEAST, course, describe_noise, measured, samples
     from largebatch.report.run import read_run
 
@@ -170,7 +163,7 @@ def _measure(args: argparse.Namespace) -> int:
             else:
                 _show_trial(each)
     except InterruptedStudyError:
-        return _interrupted(options.out)
+        return interrupted(options.out)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The parser of the command line: a mistake is one sentence, with the words that were meant."""
+"""The argument parser: an error is one sentence with the nearest valid word."""
 
 import argparse
 import shlex
@@ -12,44 +12,44 @@ from largebatch.recipe.problems import meant_key, meant_words
 from largebatch.recipe.recipe import Recipe
 
 _LONGEST_LINE = 600
-"""Characters of a line that are printed: what it quotes may be of any length."""
+"""Longest line in characters: what it quotes may be of any length."""
 
 _NEAR_OPTION = 0.72
-"""Similarity of an option that may have been meant: all have a `--`, which makes any two alike."""
+"""Least similarity of a suggested option; high, because all options start with `--`."""
 
 _WITHOUT_TRAINING = {"batch.global_batch": "execution.device_batch"}
-"""Keys of updates, and what their words mean to a command that makes none."""
+"""Keys of training, and the keys that they stand for in commands without updates."""
 
 _FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
-"""Commands that show how to begin."""
+"""Example commands for a first start."""
 
 
 _ELSEWHERE = {
     "compare": "to compare runs: largebatch report A B",
     "resume": "to go on with a run: largebatch train RECIPE --out RUN --resume",
 }
-"""Words that are tried as commands, and what does that here."""
+"""Commands of other tools, and the command that does the same here."""
 
 _OF_TRAIN = {"--data", "--out", "--profile", "--resume"}
-"""What of a `train` line is copied to another command."""
+"""Options of `train` that users copy to other commands."""
 
 _REQUIRED = "the following arguments are required: "
-"""The start of argparse's message."""
+"""Start of argparse's message on missing arguments."""
 
 _FEW = 5
-"""Options that a message lists at most."""
+"""Largest number of options that a message lists."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors have no usage before them; its subparsers are of its kind."""
+    """An ArgumentParser whose errors are one line without usage; its subparsers are alike."""
 
     _words: Sequence[str] = ()
-    """What it parses."""
+    """Words that are being parsed."""
 
     def parse_known_args(  # type: ignore[override]  # typeshed: also of a namespace of any type
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the words of this command; what it does not know is an error."""
+        """Parse the words of this command; an unknown word is an error."""
         words = self._words = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
@@ -60,13 +60,13 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End the program with what is wrong about its arguments, which it may quote."""
+        """Exit with code 2 and a message, which may quote the arguments."""
         if message.startswith(_REQUIRED):
             message = self._describe_required(message)
         self.exit(2, f"{self.prog}: {cut(printable(message))}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 -- argparse's
-        """Refuse a command or a choice that there is not, with the nearest one."""
+        """Refuse an unknown command or choice, with the nearest valid one."""
         if action.choices is None or value in action.choices:
             return
         known = list(action.choices)
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, "; ".join(filter(None, [message, hint])))
 
     def _describe_required(self, message: str) -> str:
-        """Return what is missing with what it stands for, after the options that there are not."""
+        """Describe the missing arguments, after any unknown options."""
         missing = message.removeprefix(_REQUIRED).split(", ")
         described = []
         for action in self._actions:
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _describe_unknown(self, words: Sequence[str], unknown: Sequence[str]) -> str:
-        """Return what to write in place of the options that this command does not have."""
+        """Describe unknown options, with what to write instead."""
         options = [word for word in unknown if word.startswith("-") or "=" in word]
         if not options:
             return f"{unknown[0]!r} is one word too many; `{self.prog} --help` shows which it takes"
@@ -113,9 +113,9 @@ class Parser(argparse.ArgumentParser):
         return "; ".join(f"there is no option {' or '.join(n)}{h}" for h, n in by_hint.items())
 
     def _hint(self, name: str, value: str) -> str:
-        """Return what follows an option that there is not: what to write, or what there is.
+        """Return what to write instead of an unknown option, or which options there are.
 
-        A recipe's keys are for commands that read a recipe: a checkpoint has been trained already.
+        Keys of a recipe are suggested only to commands that read a recipe.
         """
         if name in _OF_TRAIN:
             return f"; it is one of `{self.prog.partition(' ')[0]} train`, and of no use here"
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
         return f"; {nearest(name, known, otherwise=otherwise, most=1, cutoff=_NEAR_OPTION)}"
 
     def _own_option(self, key: str) -> str | None:
-        """Return this command's option, with a value, that stands for a key of a recipe."""
+        """Return this command's option for a key of a recipe; None if there is none."""
         keys = {key, _WITHOUT_TRAINING.get(key, key)}
         options = self._option_string_actions.items()
         valued = (option for option, action in options if action.nargs != 0)
@@ -140,14 +140,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands below a command, by name."""
+    """Return the parsers of a command's subcommands by name."""
     actions = parser._actions  # argparse has no other list of them
     below = (each for each in actions if isinstance(each, argparse._SubParsersAction))
     return {name: command for each in below for name, command in each.choices.items()}
 
 
 def print_overview(parser: argparse.ArgumentParser) -> None:
-    """Print how to begin, and the names of all commands, on a terminal of 80 columns."""
+    """Print how to start, and the names of all commands, in 80 columns."""
     commands = commands_of(parser)
     print(f"{parser.description}\n")
     for words in _FIRST:
@@ -157,6 +157,6 @@ def print_overview(parser: argparse.ArgumentParser) -> None:
 
 
 def cut(line: str) -> str:
-    """Return a line without its middle if it is long: what is wrong often stands at its end."""
+    """Shorten a long line in its middle: its end often says what is wrong."""
     half = _LONGEST_LINE // 2
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"

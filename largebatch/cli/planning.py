@@ -1,4 +1,4 @@
-"""`plan --cluster` and `plan --calibrate`: what a recipe takes on other machines. They print."""
+"""`plan --cluster` and `plan --calibrate`: the time of a recipe on other machines. They print."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.recipe.loading import load_recipe
 
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
-    """Add to `plan` the options that are about other machines."""
+    """Add the options of `plan` for other machines."""
     plan.add_argument("--cluster", metavar="NAME", help="predict its time there: a name or a file")
     plan.add_argument("--json", action="store_true", help="the prediction as JSON")
     plan.add_argument(
         "--calibrate", action="store_true", help="measure this machine and write a cluster file"
     )
-    plan.add_argument("--data", type=Path, metavar="DIR", help="images that --calibrate reads")
+    plan.add_argument("--data", type=Path, metavar="DIR", help="images for --calibrate")
     plan.add_argument(
         "--out", type=Path, metavar="FILE", help="chart (PNG) of --cluster, file of --calibrate"
     )
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Return whether `plan` is about another machine; refuse options that would do nothing."""
+    """Return True if `plan` is about another machine; refuse options without effect."""
     if args.cluster and args.calibrate:
         raise LargebatchError("--cluster predicts and --calibrate measures: give one of the two")
     if not args.cluster and not args.calibrate:
@@ -56,70 +57,71 @@ def plan_elsewhere(args: argparse.Namespace) -> int:
     from largebatch.planner.scan import best_batches, has_epoch_law
 
     recipe, cluster = load_recipe(args.recipe, args.set), load_cluster(args.cluster)
-    found = predict(recipe, cluster, workers=args.workers)
+    prediction = predict(recipe, cluster, workers=args.workers)
     best = best_batches(recipe, cluster) if has_epoch_law(recipe, cluster) else []
     if args.out is not None:
         from largebatch.planner.forecast import write_forecast
 
-        write_forecast(args.out, recipe, cluster, found)
+        write_forecast(args.out, recipe, cluster, prediction)
     if args.json:
-        content = {**asdict(found), "best_batches": [asdict(point) for point in best]}
+        content = {**asdict(prediction), "best_batches": [asdict(point) for point in best]}
         print(json.dumps(content, indent=2))
         return 0
-    for name, value in {**_rows(found), **_best(best)}.items():
-        print(printable(f"{name:>15}  {value}"))
-    if args.out is not None:
-        print(printable(f"{'drawn':>15}  {args.out}"))
+    drawn = {"drawn": args.out} if args.out is not None else {}
+    print_rows({**_rows(prediction), **_best(best), **drawn})
     return 0
 
 
-def _rows(found: "Prediction") -> dict[str, str]:
+def _rows(prediction: "Prediction") -> dict[str, str]:
     """Return the rows of a prediction."""
-    step = sum(found.step.values())
+    step = sum(prediction.step.values())
     rows = {
-        "recipe": found.recipe,
-        "cluster": f"{found.cluster}, {found.workers:,} workers",
-        "global batch": f"{found.global_batch:,} = {found.workers:,} workers x "
-        f"{found.accumulation} micro-batches x {found.device_batch}",
-        "time": f"{time(found.seconds)}, {found.coverage:.0%} of such runs within "
-        f"{time(found.low)} to {time(found.high)}",
-        "a step": f"{1000 * step:.2f} ms, {found.steps:,} of them: {_shares(found.step, step)}",
-        "the run": _shares(found.parts, found.seconds),
+        "recipe": prediction.recipe,
+        "cluster": f"{prediction.cluster}, {prediction.workers:,} workers",
+        "global batch": f"{prediction.global_batch:,} = {prediction.workers:,} workers x "
+        f"{prediction.accumulation} micro-batches x {prediction.device_batch}",
+        "time": f"{time(prediction.seconds)}, {prediction.coverage:.0%} of such runs within "
+        f"{time(prediction.low)} to {time(prediction.high)}",
+        "a step": f"{1000 * step:.2f} ms, {prediction.steps:,} of them: "
+        f"{_shares(prediction.step, step)}",
+        "the run": _shares(prediction.parts, prediction.seconds),
         "included": "getting up to speed, updates, waits for input, evaluations, statistics",
         "not included": "the job's own start (a minute or two), queues, checkpoints, the report",
-        "throughput": f"{found.images_per_second:,.0f} images/s, "
-        f"{found.images_per_second / found.workers:,.0f} a worker, efficiency "
-        f"{found.efficiency:.0%}",
-        "input": _input(found),
+        "throughput": f"{prediction.images_per_second:,.0f} images/s, "
+        f"{prediction.images_per_second / prediction.workers:,.0f} a worker, efficiency "
+        f"{prediction.efficiency:.0%}",
+        "input": _input(prediction),
     }
-    if found.memory_bytes is not None and found.memory_available is not None:
+    if prediction.memory_bytes is not None and prediction.memory_available is not None:
         rows["memory"] = (
-            f"{found.memory_bytes / 1e9:.0f} of {found.memory_available / 1e9:.0f} GB a GPU"
+            f"{prediction.memory_bytes / 1e9:.0f} of {prediction.memory_available / 1e9:.0f} "
+            "GB a GPU"
         )
-    if found.kilowatt_hours is not None:
-        alone = ", GPUs alone" if found.energy_of == "GPUs" else ""
-        rows["energy"] = f"at most {_number(found.kilowatt_hours)} kWh{alone}"
-    if found.cost is not None:
-        rows["cost"] = f"{found.cost:,.2f}"
+    if prediction.kilowatt_hours is not None:
+        alone = ", GPUs alone" if prediction.energy_of == "GPUs" else ""
+        rows["energy"] = f"at most {_number(prediction.kilowatt_hours)} kWh{alone}"
+    if prediction.cost is not None:
+        rows["cost"] = f"{prediction.cost:,.2f}"
     unfit = ": a device batch does not fit, so there is no such run"
-    rows["limited by"] = found.limit + unfit * (found.limit == "memory")
-    rows["what helps"] = found.help
-    if found.extrapolates:
-        rows["extrapolates"] = "; ".join(found.extrapolates)
+    rows["limited by"] = prediction.limit + unfit * (prediction.limit == "memory")
+    rows["what helps"] = prediction.help
+    if prediction.extrapolates:
+        rows["extrapolates"] = "; ".join(prediction.extrapolates)
     return rows
 
 
-def _input(found: "Prediction") -> str:
-    if not found.read_bytes_per_second:
+def _input(prediction: "Prediction") -> str:
+    if not prediction.read_bytes_per_second:
         return "no image files are decoded on the way"
     return (
-        f"{_number(found.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; decoding on CPUs "
-        f"takes {found.cores_per_worker:.1f} cores a worker, which has {found.cores_available:g}"
+        f"{_number(prediction.read_bytes_per_second / 1e9)} GB/s of JPEG files in all; decoding on "
+        f"CPUs takes {prediction.cores_per_worker:.1f} cores a worker, which has "
+        f"{prediction.cores_available:g}"
     )
 
 
 def _number(value: float) -> str:
-    """Return a number with three digits at least, and none after them from 100 on.
+    """Format a number with at least three digits, and without decimals from 100 on.
 
     >>> [_number(value) for value in (0.0123, 11.44, 1117.2)]
     ['0.0123', '11.4', '1,117']
@@ -128,7 +130,7 @@ def _number(value: float) -> str:
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:
-    """Return the larger parts of a time, largest first."""
+    """Format the parts of a time as percentages, largest first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part > 0.005 * whole)
 
@@ -144,7 +146,7 @@ def _best(points: "list[Point]") -> dict[str, str]:
 
 
 def time(seconds: float) -> str:
-    """Return a time with three digits at least.
+    """Format a time with at least three digits.
 
     >>> [time(seconds) for seconds in (20.83, 1721.4, 400_000)]
     ['20.8 s', '0:28:41', '4 days, 15:06:40']

@@ -1,18 +1,17 @@
-"""The command that polishes what is saved: our runs, and weights from elsewhere. It prints."""
+"""The command `polish`: the statistics pass on a run or on pretrained weights. It prints."""
 
 import argparse
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from largebatch.cli.arguments import (
-    Call,
+    Command,
     add_execution,
     add_machine,
-    add_processes,
     add_set,
+    add_workers,
     count,
     options_of,
 )
@@ -26,39 +25,41 @@ if TYPE_CHECKING:
     from largebatch.runs.pretrained import Pretrained
 
 _EPOCHS = 1.0
-"""Of the updates of a comparison, where nothing else was asked for."""
+"""Default epochs of a comparison's updates."""
 
 _HEAD = f"{'':>12}{'top-1':>9}{'top-5':>9}{'loss':>9}{'seconds':>10}"
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
-    text = "do the statistics pass on a checkpoint of any run, or on weights from elsewhere"
+def add_commands(command: Command) -> None:
+    """Add the command `polish`."""
+    text = "recompute BatchNorm statistics of a run or of pretrained weights"
     polish = command("polish", _polish, text)
-    polish.add_argument("checkpoint", type=Path, nargs="?", help="of ours, or a run folder")
+    polish.add_argument("checkpoint", type=Path, nargs="?", help="a checkpoint, or a run folder")
     polish.add_argument("--model", metavar="NAME", help="timm's or torchvision's, with --weights")
     polish.add_argument("--weights", type=Path, metavar="FILE", help="a .pth or .safetensors file")
     polish.add_argument(
         "--ema",
         action="store_true",
-        help="the moving average beside the weights: in --weights, or of an unfinished run",
+        help="use the moving average of the weights, in --weights or in an unfinished run",
     )
     polish.add_argument(
         "--out", type=Path, help="new run folder; new file of weights; JSON of --compare"
     )
     polish.add_argument("--samples", type=count, metavar="N", help="images to measure (all)")
     polish.add_argument(
-        "--compare", action="store_true", help="try every way on copies and print a table"
+        "--compare", action="store_true", help="try every method on copies and print a table"
     )
     polish.add_argument(
-        "--epochs", type=float, help=f"of the updates that --compare makes ({_EPOCHS:g})"
+        "--epochs", type=float, help=f"epochs of updates that --compare makes ({_EPOCHS:g})"
     )
     polish.add_argument(
-        "--lr", type=float, help="of their first (0.001 for a global batch of 256, in proportion)"
+        "--lr",
+        type=float,
+        help="first learning rate of --compare (0.001 for a global batch of 256, in proportion)",
     )
     add_set(polish)
     add_execution(polish)
-    add_processes(polish)
+    add_workers(polish)
     add_machine(polish)
 
 
@@ -69,11 +70,11 @@ def _polish(args: argparse.Namespace) -> int:
     if args.weights is not None:
         from largebatch.runs.pretrained import polish_weights
 
-        found = polish_weights(
+        result = polish_weights(
             _pretrained(args), options_of(args, out=args.out or Path()), samples=args.samples
         )
-        before, after = asdict(found.before), asdict(found.after)
-        done = "\n".join([*filter(None, [found.note]), f"polished weights: {args.out}"])
+        before, after = asdict(result.before), asdict(result.after)
+        done = "\n".join([*filter(None, [result.note]), f"polished weights: {args.out}"])
     else:
         from largebatch.runs.checkpoints import polish_checkpoint
 
@@ -98,7 +99,7 @@ def _polish(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise LargebatchError for words that do not go together."""
+    """Raise LargebatchError for options that exclude each other."""
     if (args.model is None) != (args.weights is None):
         raise LargebatchError("--model and --weights go together: a name, and a file for it")
     if (args.checkpoint is None) == (args.weights is None):
@@ -118,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_out(args: argparse.Namespace) -> None:
-    """Raise LargebatchError unless what is left has a new place, where it needs one."""
+    """Raise LargebatchError unless --out is a new place, where one is needed."""
     if args.out is None and not args.compare:
         raise LargebatchError("pass --out for the result; nothing is overwritten")
     if args.compare and args.out is not None and args.out.exists():
@@ -130,8 +131,8 @@ def _check_out(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> int:
     first = own_rank() == 0
     rows: list[dict[str, Any]] = []
-    with _comparison(args) as found:
-        for row in found.rows:
+    with _comparison(args) as result:
+        for row in result.rows:
             if first and not rows:
                 print(_HEAD)
             rows.append(asdict(row))
@@ -146,7 +147,7 @@ def _compare(args: argparse.Namespace) -> int:
             "of": str(args.checkpoint or args.weights),
             **{key: getattr(args, key) for key in ("model", "samples", "lr")},
             "epochs": args.epochs or _EPOCHS,
-            **{key: getattr(found, key) for key in ("commit", "versions", "data")},
+            **{key: getattr(result, key) for key in ("commit", "versions", "data")},
             "rows": rows,
         }
         from largebatch.tracking.events import write_json

@@ -1,17 +1,25 @@
-"""The commands that read a recipe and run nothing: plan, check, explain, recipes. They print."""
+"""The commands that only read recipes: plan, check, explain, recipes. They print."""
 
 import argparse
 import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from largebatch.cli import planning
-from largebatch.cli.arguments import Call, add_command, add_execution, add_imports, add_set, count
+from largebatch.cli.arguments import (
+    Command,
+    add_command,
+    add_execution,
+    add_imports,
+    add_recipe,
+    add_set,
+    count,
+)
+from largebatch.cli.printing import print_rows
 from largebatch.errors import LargebatchError, printable
 from largebatch.mlperf.rules import LARS_REMARK, ROUND, BrokenRule, broken_rules
 from largebatch.recipe.arithmetic.describe import (
@@ -29,14 +37,13 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.schedules.build import build_schedule, follow
 
 BREAKS_RULES = 1
-"""The exit code of `check --mlperf-closed` for a recipe of the open division."""
+"""Exit code of `check --mlperf-closed` for a recipe of the open division."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the commands; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the commands."""
     plan = command("plan", _plan, "print the arithmetic of a run")
-    plan.add_argument("recipe", type=Path)
-    add_set(plan)
+    add_recipe(plan)
     plan.add_argument("--workers", type=count, default=1, metavar="N")
     add_execution(plan)
     add_imports(plan)
@@ -65,7 +72,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 
 def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
-    """Return how many workers to plan for: those of the protocol, if the recipe has one."""
+    """Return the number of workers to plan for: the protocol's, if the recipe has one."""
     given: int = args.workers
     if recipe.protocol is None:
         return given
@@ -75,7 +82,7 @@ def _workers(args: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _division(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return what an update is made of."""
+    """Return the row on what makes an update."""
     if recipe.protocol is not None:
         return {"protocol": describe_protocol(recipe)}
     division = f"{plan.workers} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
@@ -107,20 +114,20 @@ def _plan(args: argparse.Namespace) -> int:
         **_polishing(recipe, plan),
         "evaluations": f"{len(plan.evaluate_after)} on the way, one after each stage",
     }
-    for name, value in rows.items():
-        print(f"{name:>15}  {value}", flush=True)
+    print_rows(rows)
     from largebatch.data.datasets.own import import_own
     from largebatch.runs.reduction import describe_groups
 
     for module in args.imports:
         import_own(module)
-    print(f"gradient groups  {describe_groups(recipe)}", flush=True)  # last: this takes seconds
-    print(f"{'this machine':>15}  {_this_machine(recipe, plan)}")
-    print(f"{'included':>15}  forward, backward and update of every step")
-    print(
-        f"{'not included':>15}  starting, reading images, sums over workers, evaluations, "
-        "statistics, the report"
-    )
+    print_rows({"gradient groups": describe_groups(recipe)})  # last: this takes seconds
+    included = {
+        "this machine": _this_machine(recipe, plan),
+        "included": "forward, backward and update of every step",
+        "not included": "starting, reading images, sums over workers, evaluations, statistics, "
+        "the report",
+    }
+    print_rows(included)
     return 0
 
 
@@ -136,7 +143,7 @@ def _batch_changes(plan: Plan) -> dict[str, str]:
 
 
 def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Return a row on the resolution schedule, if there is one."""
+    """Return the row on the resolution schedule, if the recipe has one."""
     if not plan.sizes:
         return {}
     parts = [f"{piece.image_size} until step {piece.end:,}" for piece in plan.sizes]
@@ -144,7 +151,7 @@ def _image_sizes(recipe: Recipe, plan: Plan) -> dict[str, str]:
 
 
 def _epoch(plan: Plan) -> str:
-    """Describe an epoch, and what a batch that is larger than one means."""
+    """Describe the steps of an epoch, and a batch larger than an epoch."""
     sizes = [piece.global_batch for piece in plan.pieces]
     found = ", then ".join(f"{plan.train_samples / size:.2f}" for size in sizes) + " steps"
     if plan.steps_per_epoch < 1:
@@ -154,7 +161,7 @@ def _epoch(plan: Plan) -> str:
 
 
 def _this_machine(recipe: Recipe, plan: Plan) -> str:
-    """Describe what one worker takes here, measured on a few samples."""
+    """Describe the time and memory of one worker here, measured on a few samples."""
     from largebatch.measure.estimate import estimate
 
     found = estimate(recipe, plan)
@@ -171,7 +178,7 @@ def _this_machine(recipe: Recipe, plan: Plan) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return a time as it is written.
+    """Format a time.
 
     >>> [_time(seconds) for seconds in (0.0312, 100, 5000, 1e6)]
     ['0.031 s', '0:01:40', '1:23:20', '11.6 days']
@@ -184,7 +191,7 @@ def _time(seconds: float) -> str:
 
 
 def _polishing(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    """Say what comes after the schedule, and who judges it."""
+    """Return the rows on the stages after the schedule."""
     polish = recipe.polish or Polish.model_construct()
     rows = {}
     if polish.ema:
@@ -230,7 +237,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _closed(recipe: Recipe, rules: list[BrokenRule]) -> str:
-    """Say which rules of MLPerf's closed division a recipe breaks, one a line."""
+    """Describe the rules of MLPerf's closed division that a recipe breaks, one per line."""
     division = f"MLPerf's closed division (Training {ROUND}, ResNet)"
     if not rules:
         remark = f"; {LARS_REMARK}" if isinstance(recipe.optimizer, LARS) else ""
@@ -259,15 +266,14 @@ def _explain(args: argparse.Namespace) -> int:
     course = follow(recipe.schedule, plan_updates(recipe))
     figure = args.out or Path(f"{recipe.name}-schedule.png")
     write_rates(figure, course, name=recipe.name)
-    for name, value in {**course.facts(), "drawn": figure}.items():
-        print(printable(f"{name:>9}  {value}"))
+    print_rows({**course.facts(), "drawn": figure}, width=9)
     return 0
 
 
 def _recipes(_args: argparse.Namespace) -> int:
-    """Print a row of each installed recipe by data set, what was measured and needs no data first.
+    """Print a row for each installed recipe, by data set; measured ones first.
 
-    A terminal of 80 columns holds them; on a wider one more is seen of whom a recipe follows.
+    Rows fit 80 columns; a wider terminal shows more of the source.
     """
     width = max(80, shutil.get_terminal_size().columns) - 51
     print(f"  {'recipe':31}  {'batch':>6}  epochs  measured here, or after whom")
@@ -301,7 +307,7 @@ def _copy(args: argparse.Namespace) -> int:
 
 
 def write_recipe(out: Path, text: str) -> None:
-    """Write the text of a recipe to a new file; raise LargebatchError where that cannot be done."""
+    """Write a recipe to a new file; raise LargebatchError if that fails."""
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)

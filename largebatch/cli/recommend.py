@@ -1,46 +1,46 @@
-"""The `lr recommend` command: which policy the measured ones speak for. It prints."""
+"""The command `lr recommend`: the best measured learning-rate policy. It prints."""
 
 import argparse
 import json
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, count, part
+from largebatch.cli.arguments import Command, accuracy, count
+from largebatch.cli.printing import wrapped
 from largebatch.errors import LargebatchError, StudyError, printable
 
 if TYPE_CHECKING:
     from largebatch.studies.policies.groups import Group
 
 BY = ("cost", "accuracy", "robustness")
-"""Of studies.recommend.Criterion; known here, so that the parser needs no NumPy."""
-
-WIDTH = 100
+"""Choices of studies.recommend.Criterion; listed here so that the parser needs no NumPy."""
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command to those below `lr`."""
-    added = command("recommend", _recommend, "which policy the results of lr bench speak for")
-    added.add_argument("--dataset", metavar="NAME", help="that begins the name of recipe or study")
+def add_commands(command: Command) -> None:
+    """Add the command `lr recommend`."""
+    added = command("recommend", _recommend, "print the best policy measured by lr bench")
+    added.add_argument("--dataset", metavar="NAME", help="start of the name of the recipe or study")
     added.add_argument("--model", metavar="NAME", help="as in the recipe: lenet5")
-    added.add_argument("--batch", type=count, metavar="B", help="global batch, or the nearest ones")
+    added.add_argument(
+        "--batch", type=count, metavar="B", help="global batch; the nearest if it was not measured"
+    )
     added.add_argument("--optimizer", metavar="KIND", help="as in the recipe: sgd")
-    added.add_argument("--target", type=part, metavar="TOP1", help="accuracy, such as 0.90")
+    added.add_argument("--target", type=accuracy, metavar="TOP1", help="accuracy, such as 0.90")
     added.add_argument("--by", choices=BY, default=BY[0], help=f"what decides ({BY[0]})")
     add_storage(added)
     added.add_argument("--json", action="store_true", help="print all of it as JSON")
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
-    """Let the command read other databases than those in runs/."""
+    """Add --storage, databases of studies other than those in runs/."""
     parser.add_argument(
         "--storage",
         action="append",
         default=[],
         metavar="URL",
-        help="of lr bench; may be given several times (every runs/*/study.db)",
+        help="a database of lr bench; may be repeated (every runs/*/study.db)",
     )
 
 
@@ -60,10 +60,10 @@ def _recommend(args: argparse.Namespace) -> int:
         sentences,
     )
 
-    found = choose(
+    chosen = choose(
         groups, dataset=args.dataset, model=args.model, optimizer=args.optimizer, batch=args.batch
     )
-    answers = [recommend(each, by=args.by, target=args.target, batch=args.batch) for each in found]
+    answers = [recommend(each, by=args.by, target=args.target, batch=args.batch) for each in chosen]
     if args.json:
         print(json.dumps([as_json(each) for each in answers], indent=2))
         return 0
@@ -78,21 +78,16 @@ def _recommend(args: argparse.Namespace) -> int:
     return 0
 
 
-def wrapped(sentence: str) -> str:
-    """Return a sentence in lines that a terminal shows."""
-    return printable(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
-
-
 def default_storages() -> list[str]:
-    """Return the databases of studies whose --out was not given."""
+    """Return the databases of studies in runs/."""
     return [f"sqlite:///{path.absolute()}" for path in sorted(Path("runs").glob("*/study.db"))]
 
 
 def read_groups(named: Sequence[str]) -> "list[Group]":
-    """Read the policies of these databases, or else of the default ones.
+    """Read the measured policies of these databases, or of those in runs/ if none is named.
 
-    Of the latter, one that cannot be read is passed over, with its reason on standard error. Raises
-    StudyError where there is no policy.
+    An unnamed database that cannot be read is skipped with a message on standard error. Raises
+    StudyError if there is no policy.
     """
     from largebatch.studies.policies.groups import groups_of
     from largebatch.studies.queue.database import open_existing, shown

@@ -1,29 +1,28 @@
-"""The command `referee`: MLPerf's checkers on the logs of runs. It prints."""
+"""The command `referee`: run MLPerf's checkers on the logs of runs. It prints."""
 
 import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call
+from largebatch.cli.arguments import Command
 from largebatch.errors import LargebatchError, printable
 
 if TYPE_CHECKING:
     from largebatch.mlperf.referee import Findings
 
 FAILED = 1
-"""The exit code where a checker found something wrong."""
+"""Exit code of a failed check."""
 
 _WORDS = {True: "passed", False: "FAILED", None: "unchecked"}
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
-    text = "apply MLPerf's checkers to the logs of runs, and draw their epochs beside the reference"
+def add_commands(command: Command) -> None:
+    """Add the command `referee`."""
+    text = "run MLPerf's checkers on the logs of runs, and draw their epochs beside the reference"
     referee = command("referee", _referee, text)
     referee.add_argument(
         "runs", type=Path, nargs="+", metavar="run", help="a run folder, or one of result_*.txt"
@@ -32,7 +31,7 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
     referee.add_argument(
         "--describe",
         action="store_true",
-        help="print a system description to be filled in; on a node of the run",
+        help="print a system description to fill in; run it on a node of the run",
     )
     referee.add_argument("--json", action="store_true", help="print all of it as JSON")
     referee.add_argument(
@@ -45,9 +44,9 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 
 def _referee(args: argparse.Namespace) -> int:
-    """Print the verdicts; return 1 if one of them is against the runs.
+    """Print the verdicts; return 1 if a check failed.
 
-    The chart is drawn after that, and whether it can be written changes no verdict.
+    The chart comes last: an error in drawing it changes no verdict.
     """
     if args.describe:
         return _describe(args)
@@ -55,23 +54,23 @@ def _referee(args: argparse.Namespace) -> int:
     from largebatch.report.style import require_png
 
     require_png(args.out)
-    found = check(args.runs, system=args.system)
+    findings = check(args.runs, system=args.system)
     if not args.json:
-        _show(found)
+        _show(findings)
     chart = None
     try:
-        chart = _draw(found, args.out)
+        chart = _draw(findings, args.out)
     except LargebatchError as error:
         print(f"largebatch: {printable(str(error))}", file=sys.stderr)
     if args.json:
-        print(json.dumps(_as_json(found, chart), indent=2))
+        print(json.dumps(_as_json(findings, chart), indent=2))
     elif chart is not None:
         print(printable(f"{'drawn':>11}              {chart}"))
-    return 0 if found.passed else FAILED
+    return 0 if findings.passed else FAILED
 
 
 def _describe(args: argparse.Namespace) -> int:
-    """Print a draft of the description of one run's system."""
+    """Print a draft of the system description of one run."""
     if len(args.runs) > 1 or args.system is not None or args.json:
         raise LargebatchError(
             "--describe prints the system of one run, as JSON: give one run, and neither --system "
@@ -90,32 +89,32 @@ def _describe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(found: "Findings", out: Path) -> Path | None:
-    """Draw the chart where there is a reference, and return its path."""
+def _draw(findings: "Findings", out: Path) -> Path | None:
+    """Draw the chart if there is a reference, and return its path."""
     from largebatch.mlperf.page import write_convergence
 
-    batch = found.logs[0].batch
-    if found.reference is None or batch is None:
+    batch = findings.logs[0].batch
+    if findings.reference is None or batch is None:
         return None
-    epochs = [log.epochs for log in found.logs if log.epochs is not None]
-    write_convergence(out, found.points, found.reference, batch=batch, epochs=epochs)
+    epochs = [log.epochs for log in findings.logs if log.epochs is not None]
+    write_convergence(out, findings.points, findings.reference, batch=batch, epochs=epochs)
     return out
 
 
-def _show(found: "Findings") -> None:
-    for verdict in found.verdicts:
+def _show(findings: "Findings") -> None:
+    for verdict in findings.verdicts:
         print(printable(f"{verdict.name:>11}  {_WORDS[verdict.passed]:<10}  {verdict.sentence}"))
         for reason in verdict.reasons:
             print(printable(f"{'':>25}{reason}"))
-    for remark in dict.fromkeys(remark for log in found.logs for remark in log.remarks):
+    for remark in dict.fromkeys(remark for log in findings.logs for remark in log.remarks):
         print(printable(f"{'remark':>11}              {remark}"))
 
 
-def _as_json(found: "Findings", chart: Path | None) -> dict[str, object]:
+def _as_json(findings: "Findings", chart: Path | None) -> dict[str, object]:
     return {
-        "passed": found.passed,
-        "verdicts": [asdict(verdict) for verdict in found.verdicts],
-        "logs": [asdict(log) | {"path": str(log.path)} for log in found.logs],
-        "reference": asdict(found.reference) if found.reference else None,
+        "passed": findings.passed,
+        "verdicts": [asdict(verdict) for verdict in findings.verdicts],
+        "logs": [asdict(log) | {"path": str(log.path)} for log in findings.logs],
+        "reference": asdict(findings.reference) if findings.reference else None,
         "chart": str(chart) if chart else None,
     }

@@ -1,13 +1,12 @@
-"""`rehearse`: what a job will do on one of its workers, found without its machines. It prints."""
+"""The command `rehearse`: what one worker of a job will do, without its machines. It prints."""
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, add_execution, add_imports, add_set, count
-from largebatch.errors import LargebatchError, printable, shorten
+from largebatch.cli.arguments import Command, add_execution, add_imports, add_recipe, count
+from largebatch.cli.printing import print_rows
+from largebatch.errors import LargebatchError, shorten
 from largebatch.recipe.arithmetic.describe import describe_spans
 from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
@@ -16,15 +15,14 @@ if TYPE_CHECKING:
     from largebatch.measure.rehearsal import Message, Rehearsal
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the command `rehearse`."""
     parser = command(
         "rehearse", _rehearse, "print what a job will do on one worker, without its machines"
     )
-    parser.add_argument("recipe", type=Path, help="a YAML file, or the name of an installed recipe")
-    add_set(parser)
-    parser.add_argument("--workers", type=count, default=1, metavar="N", help="of the job")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="of the worker (0)")
+    add_recipe(parser)
+    parser.add_argument("--workers", type=count, default=1, metavar="N", help="workers of the job")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank of the worker (0)")
     parser.add_argument("--cluster", metavar="NAME", help="where it will run: a name or a file")
     add_execution(parser)
     add_imports(parser)
@@ -40,32 +38,32 @@ def _rehearse(args: argparse.Namespace) -> int:
         import_own(module)
     recipe = load_recipe(args.recipe, args.set)
     cluster = load_cluster(args.cluster) if args.cluster else None
-    found = rehearse(recipe, workers=args.workers, rank=args.rank, cluster=cluster)
-    where = f" on {cluster.name}: GPU {found.local_rank} of node {found.node}" if cluster else ""
+    result = rehearse(recipe, workers=args.workers, rank=args.rank, cluster=cluster)
+    where = f" on {cluster.name}: GPU {result.local_rank} of node {result.node}" if cluster else ""
     rows = {
         "recipe": recipe.name,
-        "worker": f"{found.rank:,} of {found.plan.workers:,}, numbered from 0{where}",
-        **_work(found),
-        **_memory(found),
-        **_messages(found),
-        **_files(recipe, found),
+        "worker": f"{result.rank:,} of {result.plan.workers:,}, numbered from 0{where}",
+        **_work(result),
+        **_memory(result),
+        **_messages(result),
+        **_files(recipe, result),
     }
-    for name, value in rows.items():
-        print(printable(f"{name:>15}  {value}"))
-    if not found.fits:
-        assert found.available is not None
+    print_rows(rows)
+    if not result.fits:
+        assert result.available is not None
         raise LargebatchError(
-            f"an update takes {_size(found.memory.total)} on each worker, libraries some "
-            f"{_size(FIXED_BYTES)}, and the GPU has {_size(found.available)}; give {HELP['memory']}"
+            f"an update takes {_size(result.memory.total)} on each worker, libraries some "
+            f"{_size(FIXED_BYTES)}, and the GPU has {_size(result.available)}; give "
+            f"{HELP['memory']}"
         )
     return 0
 
 
-def _work(found: "Rehearsal") -> dict[str, str]:
-    plan = found.plan
+def _work(result: "Rehearsal") -> dict[str, str]:
+    plan = result.plan
     division = f"{plan.workers:,} workers x {plan.accumulation} micro-batches x {plan.device_batch}"
-    positions = plan.positions(0, 0, found.rank)
-    samples = shorten([str(sample) for sample in found.first_samples], most=6)
+    positions = plan.positions(0, 0, result.rank)
+    samples = shorten([str(sample) for sample in result.first_samples], most=6)
     return {
         "global batch": f"{plan.global_batch:,} = {division}",
         "BatchNorm span": describe_spans(plan),
@@ -73,9 +71,9 @@ def _work(found: "Rehearsal") -> dict[str, str]:
     }
 
 
-def _memory(found: "Rehearsal") -> dict[str, str]:
-    """Return what the device holds in an update."""
-    memory = found.memory
+def _memory(result: "Rehearsal") -> dict[str, str]:
+    """Return rows on the memory of an update."""
+    memory = result.memory
     rows = {
         "parameters": memory.parameters,
         "buffers": memory.buffers,
@@ -86,15 +84,15 @@ def _memory(found: "Rehearsal") -> dict[str, str]:
         "together": memory.total,
     }
     sizes = {name: _size(number) for name, number in rows.items() if number}
-    if found.available is not None:
-        sizes["together"] += f" of {_size(found.available)}, libraries not counted"
+    if result.available is not None:
+        sizes["together"] += f" of {_size(result.available)}, libraries not counted"
     return sizes
 
 
-def _messages(found: "Rehearsal") -> dict[str, str]:
-    """Return what an update sends, for each number of workers that join it."""
+def _messages(result: "Rehearsal") -> dict[str, str]:
+    """Return a row on the messages of an update, by the number of workers in each."""
     by_workers: dict[int, list[Message]] = {}
-    for message in found.messages if found.plan.workers > 1 else ():
+    for message in result.messages if result.plan.workers > 1 else ():
         by_workers.setdefault(message.workers, []).append(message)
     described = []
     for workers, messages in sorted(by_workers.items(), reverse=True):
@@ -107,24 +105,24 @@ def _messages(found: "Rehearsal") -> dict[str, str]:
     return {"an update": "; ".join(described) or "sends nothing"}
 
 
-def _files(recipe: Recipe, found: "Rehearsal") -> dict[str, str]:
-    """Return what the worker writes, and where."""
+def _files(recipe: Recipe, result: "Rehearsal") -> dict[str, str]:
+    """Return a row on the files that the worker writes."""
     written = []
-    if found.rank == 0:
+    if result.rank == 0:
         kept = recipe.execution.checkpoints.keep_last + 1
-        size = _size(found.memory.checkpoint)
+        size = _size(result.memory.checkpoint)
         written.append(
             f"the run folder: log, summary, report, and {kept} checkpoints of {size} or fewer"
         )
         if recipe.data.source == "folder":
             written.append("an index beside the images, unless there is one")
-    if recipe.execution.cache is not None and found.local_rank in {0, None}:
+    if recipe.execution.cache is not None and result.local_rank in {0, None}:
         written.append("decoded images in the cache folder of its machine")
     return {"writes": "; ".join(written) or "nothing"}
 
 
 def _size(num_bytes: float) -> str:
-    """Return a number of bytes with three digits.
+    """Format a number of bytes with three digits.
 
     >>> [_size(number) for number in (24, 6_376, 102_228_128, 1.6e10)]
     ['24 bytes', '6.38 kB', '102 MB', '16.0 GB']

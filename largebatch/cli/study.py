@@ -1,4 +1,4 @@
-"""The `study` commands: what protocols cost, over grids of settings. They print."""
+"""The `study` commands: protocols compared over grids of settings. They print."""
 
 import argparse
 import signal
@@ -14,6 +14,7 @@ from largebatch.cli.arguments import (
     machine_of,
     out_folder,
 )
+from largebatch.cli.printing import print_table, print_unfinished
 from largebatch.distributed.environment import worker_rank
 from largebatch.errors import BackendError, StudyError, printable
 
@@ -41,15 +42,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     staleness.add_argument("--dry-run", action="store_true", help="print the runs that are left")
     add_machine(staleness)
-    text = "where weights are best: central servers, servers beside workers, or all-reduce"
+    text = "compare central servers, servers beside workers, and all-reduce"
     servers = command("servers", _servers, text)
     _add_hosts(servers, suite="jaeger")
-    text = "what more workers bring in one host and on hosts, against the ideal and the planner"
+    text = "measure the speed-up by workers on one host and on several"
     _add_hosts(command("scaling", _scaling, text), suite="dell")
 
 
 def _add_hosts(study: argparse.ArgumentParser, *, suite: str) -> None:
-    """Add what studies on hosts of this machine have in common."""
+    """Add the options of studies on several hosts."""
     study.add_argument("study", metavar="STUDY", help=f"a YAML file, or an installed one: {suite}")
     study.add_argument(
         "--out", type=out_folder, metavar="DIR", help="folder of the records (runs/<name>)"
@@ -96,10 +97,10 @@ def _staleness(args: argparse.Namespace) -> int:
         carry_out(runs, options, processes=args.parallel, report=_report)
     except InterruptedStudyError:
         done = sum(run.read() is not None for run in runs)
-        print(f"{done} of {len(runs)} runs are done; to go on: the same command")
+        print_unfinished(done, len(runs), "runs")
         return INTERRUPTED
     rows = rows_of(runs)
-    _print_table([row.words for row in rows])
+    _print_words([row.words for row in rows])
     page = write_staleness_page(rows, out / PAGE, title=study.name)
     for path in (page, *write_pictures(rows, out)):
         print(printable(str(path)))
@@ -149,13 +150,13 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _print_findings(words: "list[dict[str, str]]", sentences: "Iterable[str]") -> None:
-    _print_table(words)
+    _print_words(words)
     for sentence in sentences:
         print(printable(sentence))
 
 
 def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, Path]:
-    """Return the data of the recipes by name; raise StudyError for one that there is not."""
+    """Return the data folder of each recipe; raise StudyError for an unknown recipe."""
     for name, _ in args.data:
         if name not in recipes:
             raise StudyError(f"--data {name}=...: the study has the recipes {', '.join(recipes)}")
@@ -163,7 +164,7 @@ def _data_of(args: argparse.Namespace, recipes: "Collection[str]") -> dict[str, 
 
 
 def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
-    """Carry out what is left, or print it; return the exit code where that is all."""
+    """Run what is left, or print it; return the exit code unless all starts are done."""
     from largebatch.runs.interrupts import STOPS, answering
     from largebatch.studies.hosts.namespaces import require_hosts
     from largebatch.studies.hosts.starts import carry_out
@@ -180,7 +181,7 @@ def _measure(args: argparse.Namespace, starts: "Sequence[Start]") -> int | None:
             carry_out(starts, _report_start)
     except KeyboardInterrupt:
         done = sum(start.read() is not None for start in starts)
-        print(f"{done} of {len(starts)} starts are done; to go on: the same command")
+        print_unfinished(done, len(starts), "starts")
         return INTERRUPTED
     return None
 
@@ -205,8 +206,6 @@ def _report(run: "Run", found: "Result") -> None:
     )
 
 
-def _print_table(words: "list[dict[str, str]]") -> None:
-    heads = list(words[0])
-    widths = {head: max(len(head), *(len(one[head]) for one in words)) for head in heads}
-    for one in [dict(zip(heads, heads, strict=True)), *words]:
-        print(printable("  ".join(one[head].ljust(widths[head]) for head in heads).rstrip()))
+def _print_words(rows: "list[dict[str, str]]") -> None:
+    heads = list(rows[0])
+    print_table([heads, *([row[head] for head in heads] for row in rows)])

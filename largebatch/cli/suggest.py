@@ -1,14 +1,14 @@
-"""The command `suggest`: write a recipe for a batch, and what it is from. It prints."""
+"""The command `suggest`: write a recipe for a batch, and print its sources. It prints."""
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from largebatch.cli.arguments import Call, count
+from largebatch.cli.arguments import Command, count
+from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_recipe
-from largebatch.cli.recommend import add_storage, default_storages, read_groups, wrapped
+from largebatch.cli.recommend import add_storage, default_storages, read_groups
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
 from largebatch.planner.draft import draft, recipe_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from largebatch.studies.policies.shape import Shape
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the command `suggest`."""
     added = command("suggest", _suggest, "write a recipe for a batch between published ones")
     added.add_argument("--batch", type=count, required=True, metavar="B", help="global batch")
     added.add_argument("--model", default="resnet50", metavar="NAME", help="(resnet50)")
@@ -54,9 +54,9 @@ def _suggest(args: argparse.Namespace) -> int:
 
 
 def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
-    """Return the shape that was measured for such a recipe; None where nothing was.
+    """Return the schedule measured for such a recipe; None if there is none.
 
-    A database that was not named, and cannot be read, is passed over with its reason.
+    An unnamed database that cannot be read is skipped with a message.
     """
     if not storages and not default_storages():
         return None
@@ -76,7 +76,7 @@ def _measured(found: Suggestion, storages: list[str]) -> "Shape | None":
 
 
 def _data(args: argparse.Namespace) -> DataSet:
-    """Return the data set that is described, which takes three numbers if it is not ImageNet."""
+    """Return the data set of the options; one other than ImageNet takes three numbers."""
     numbers = {
         "--samples": args.samples,
         "--val-samples": args.val_samples,

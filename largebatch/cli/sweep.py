@@ -1,30 +1,29 @@
-"""The command `sweep`: write a W&B sweeps file that varies keys of a recipe. It prints."""
+"""The command `sweep`: print a W&B sweep over keys of a recipe. It prints."""
 
 import argparse
 import io
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from largebatch.cli.arguments import Call, add_set
+from largebatch.cli.arguments import Command, add_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.text import Text
 
 Load = Callable[[str], Recipe]
-"""Reads the recipe with one more override."""
+"""Load the recipe with one more override."""
 
 METHODS = ("bayes", "random", "grid")
 
 
-def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -> None:
-    """Add the command; `command` makes a parser of a name, what it calls, and a description."""
+def add_commands(command: Command) -> None:
+    """Add the command `sweep`."""
     sweep = command("sweep", _sweep, "print a W&B sweeps file for a recipe")
-    sweep.add_argument("recipe", type=Path)
+    add_recipe(sweep)
     sweep.add_argument(
         "--key",
         action="append",
@@ -34,7 +33,6 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
         help="schedule.peak_lr=1..32 (on a logarithmic scale), or values: optimizer.eta=1e-3,2e-3",
     )
     sweep.add_argument("--method", choices=METHODS, default="bayes", help="how to search (bayes)")
-    add_set(sweep)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -42,10 +40,10 @@ def _sweep(args: argparse.Namespace) -> int:
         return load_recipe(args.recipe, [*args.set, override])
 
     recipe = load_recipe(args.recipe, args.set)
-    found = [_parameter(text, load) for text in args.keys]
-    parameters = dict(found)
-    if len(parameters) < len(found):
-        twice = Counter(key for key, _ in found).most_common(1)[0][0]
+    pairs = [_parameter(text, load) for text in args.keys]
+    parameters = dict(pairs)
+    if len(parameters) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise LargebatchError(f"--key {twice}: given twice; give all of its values in one")
     ranges = [key for key, parameter in parameters.items() if "values" not in parameter]
     if args.method == "grid" and ranges:
@@ -74,9 +72,9 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _parameter(text: str, load: Load) -> tuple[str, dict[str, Any]]:
-    """Return a key and what W&B draws its values from, all of which the recipe can have.
+    """Return a key and its values for W&B, all checked against the recipe.
 
-    Raises RecipeError for a key that it does not have, and for values that it cannot.
+    Raises RecipeError for an unknown key and for invalid values.
     """
     key, _, values = text.partition("=")
     shown = f"--key {text}"
@@ -99,9 +97,9 @@ def _parameter(text: str, load: Load) -> tuple[str, dict[str, Any]]:
 
 
 def _distribution(key: str, ends: list[float], load: Load) -> str:
-    """Return the distribution over a range: even in the logarithm, or of whole numbers.
+    """Return the distribution of a range: log-uniform, or uniform over whole numbers.
 
-    Whole numbers are for a key that takes both ends and no half between them.
+    Whole numbers are for a key that accepts both ends but no half between them.
     """
     if not all(isinstance(end, int) for end in ends):
         return "log_uniform_values"

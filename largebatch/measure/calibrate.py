@@ -1,10 +1,10 @@
-"""Measure what a machine gives a recipe, and write it as a cluster file for the planner.
+"""Measure a machine with a recipe, and write the result as a cluster file for the planner.
 
-One worker alone measures forward and backward at three device batches, the update, and how fast it
-is given images; two workers measure all-reduces of four sizes. All take turns, round by round, so a
-machine that is slower for a while slows all alike. A worker has one CPU core, as in a run with as
-many workers as cores, and its time there is what the core worked for it, not what it waited for
-other programs; an all-reduce waits by nature, so that its shortest time counts. On CPUs more
+One worker alone measures forward and backward at three device batches, the update, and the rate
+of the input pipeline; two workers measure all-reduces of four sizes. The measurements alternate
+round by round, so that a slow phase of the machine affects all alike. A worker has one CPU core,
+as in a run with as many workers as cores. Its time on a CPU is processor time, without waits for
+other programs; an all-reduce consists of waiting, so its shortest time counts. On CPUs more
 workers than cores then make updates together (largebatch.measure.oversubscription).
 """
 
@@ -48,16 +48,16 @@ from largebatch.training.loss import cross_entropy
 
 ROUNDS = 7
 SIZES = (2**12, 2**16, 2**20, 2**24)
-"""Bytes of the all-reduces that are timed."""
+"""Message sizes in bytes of the timed all-reduces."""
 
 READ_SECONDS = 1.0
-"""For so long images are read; the first batches, which open the decoder, do not count."""
+"""Seconds that images are read; the first batches, which open the decoder, do not count."""
 
 
 def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[str]:
-    """Write a cluster file of this machine and return what was measured, in words.
+    """Write a cluster file of this machine and return a description of the measurements.
 
-    Raises LargebatchError where the file exists, cannot be written, or its name is not *.yaml.
+    Raises LargebatchError if the file exists, cannot be written, or is not named *.yaml.
     """
     if out.suffix != ".yaml":
         raise LargebatchError(f"--out {out}: a cluster file has a name that ends in .yaml")
@@ -83,7 +83,7 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
 
 
 def _require_writable(out: Path) -> None:
-    """Raise LargebatchError where no such file can be made, before a minute is spent on it."""
+    """Raise LargebatchError if the file cannot be written, before the measurement starts."""
     try:
         out.touch(exist_ok=False)
         out.unlink()
@@ -96,7 +96,7 @@ def _require_writable(out: Path) -> None:
 
 
 def describe(found: Measured) -> list[str]:
-    """Return what was measured, in words."""
+    """Describe the measurements."""
     passes, images = 1000 * found.seconds_per_pass, 1000 * found.seconds_per_image
     update, latency = 1000 * found.seconds_per_update, 1e6 * found.exchange_seconds
     rate, number = found.exchange_gigabytes_per_second, found.messages
@@ -112,7 +112,7 @@ def describe(found: Measured) -> list[str]:
 
 
 def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
-    """Measure one worker, and the link between two where there is a place for the second."""
+    """Measure one worker, and the link between two if there is a place for the second."""
     threads = torch.get_num_threads()
     backend, plan = Serial(), make_plan(recipe, workers=1)
     if backend.device.type == "cpu":
@@ -155,9 +155,9 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
 
 
 def fit_line(times: dict[int, float]) -> tuple[float, float]:
-    """Return the seconds of one more, and of none, by least squares of the relative errors.
+    """Return slope and intercept in seconds of a line, by least squares of relative errors.
 
-    Neither is below 0. Raises LargebatchError where more took no longer.
+    Neither is below 0. Raises LargebatchError if larger batches take no longer.
 
     >>> tuple(round(each, 9) for each in fit_line({10: 0.12, 20: 0.22, 40: 0.42}))
     (0.01, 0.02)
@@ -174,7 +174,7 @@ def fit_line(times: dict[int, float]) -> tuple[float, float]:
 
 
 def _group_bytes(recipe: Recipe, model: nn.Module) -> list[int]:
-    """Return what each group of gradients has to send."""
+    """Return the bytes that each group of gradients sends."""
     exact, width = kept_exact(recipe, model), 4 if recipe.reduction.dtype == "fp32" else 2
     grouping = grouping_of(recipe.execution.groups)
     groups = divide(model.named_parameters(), grouping=grouping, exact=exact)
@@ -235,7 +235,7 @@ def _device_batches(plan: Plan) -> list[int]:
 def _take_turns(
     rivals: dict[int, Callable[[], object]], backend: Backend, clock: Callable[[], float]
 ) -> dict[int, list[float]]:
-    """Return the seconds of each, round by round; a first round does not count."""
+    """Return the seconds of each function, round by round, without a first round."""
     times: dict[int, list[float]] = {name: [] for name in rivals}
     for _ in range(ROUNDS + 1):
         for name, rival in rivals.items():
@@ -248,12 +248,12 @@ def _take_turns(
 
 
 def _clock(backend: Backend) -> Callable[[], float]:
-    """Return what times a worker alone: on a CPU, the seconds that it worked for this process."""
+    """Return the clock for a worker alone: on a CPU, the process's processor time."""
     return time.process_time if backend.device.type == "cpu" else time.perf_counter
 
 
 class _Beside(Serial):
-    """One worker that leaves to others of its machine their share of the CPU cores."""
+    """A worker that leaves their share of the CPU cores to other workers of its machine."""
 
     def __init__(self, device: torch.device, local_size: int) -> None:
         super().__init__(device)
@@ -261,10 +261,10 @@ class _Beside(Serial):
 
 
 def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) -> float:
-    """Return the images a second that the pipeline gives one worker that does nothing else.
+    """Return the images per second of the input pipeline for one worker that does nothing else.
 
-    It has the CPU cores that it has beside a worker on every device. Raises LargebatchError where
-    the run ends before anything can be timed.
+    The worker has its share of the CPU cores with a worker on every device. Raises
+    LargebatchError if the run is too short to be timed.
     """
     beside = _Beside(backend.device, _places(backend.device.type))
     pipeline, seen, clock = open_pipeline(recipe, plan, beside, folder=data), 0, _clock(backend)
@@ -286,7 +286,7 @@ def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) ->
 
 
 def _exchanging() -> dict[int, float]:
-    """Return the seconds of an all-reduce between two workers by its bytes."""
+    """Return the seconds of an all-reduce between two workers, by message size."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "exchange.json")
         start_workers(["-m", "largebatch.measure.calibrate", str(file)], workers=2)
@@ -295,7 +295,7 @@ def _exchanging() -> dict[int, float]:
 
 
 def exchange(file: Path) -> None:
-    """Be one of two workers; worker 0 writes the seconds by bytes."""
+    """Run one of two workers; worker 0 writes the seconds by message size."""
     backend = connect("torch")
     if backend.device.type == "cpu":
         torch.set_num_threads(1)

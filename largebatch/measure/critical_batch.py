@@ -31,31 +31,31 @@ from largebatch.tracking.events import LOG, Step, write_json
 from largebatch.tracking.noise_scale import CONFIDENCE, NoiseScale
 
 LEAST_BATCHES = 4
-"""Two numbers are fitted, and their interval needs more points than that."""
+"""Least number of batches for an interval of the fit, which has two parameters."""
 
 FACTORS = (0.5, 1.0, 2.0)
-"""Of the rate that follows from the recipe's by the square root of the batch; while the best one is
-the first or the last, one twice as far is tried."""
+"""Factors of the rate that the square-root rule gives for a batch. While the best rate is the
+first or the last, one more beyond it is tried."""
 
 MOST_FACTORS = 3
-"""How often that is done."""
+"""Largest number of rates tried beyond FACTORS."""
 
 MOST_SAMPLES = 4.0
-"""Times the samples of the smallest batch that a run may take to reach its loss."""
+"""Longest run, as a multiple of the samples of the smallest batch."""
 
 WINDOW = 0.1
-"""The part of the smallest batch's samples that losses are averaged over, if that is more than the
-largest batch."""
+"""Window that losses are averaged over, as a fraction of the smallest batch's samples; at least
+the largest batch."""
 
 FAR = 1000.0
-"""A fit that has B_noise so many times beyond the batches says only on which side it lies."""
+"""Ratio of the fitted noise scale to the batches beyond which the fit gives only a bound."""
 
 RESULT = "critical_batch.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run: its batch and rate, and the updates to the target; None if it never got there."""
+    """One run: its batch, rate, and updates to the target; None if it did not reach it."""
 
     batch: int
     rate: float
@@ -64,14 +64,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
-    """What runs at several batches tell; batches and noise in samples."""
+    """Result of runs at several batches; batches and noise in samples."""
 
     target: float
-    """The training loss that all were to reach."""
+    """Training loss that all batches train to."""
 
     trials: tuple[Trial, ...]
     best: tuple[Trial, ...]
-    """The fewest steps of each batch that reached the target."""
+    """Trials with the fewest steps, one for each batch that reached the target."""
 
     least_steps: float
     """S_min of the fit."""
@@ -79,40 +79,40 @@ class Critical:
     measured: float
     low: float
     high: float
-    """The critical batch, and its interval of 95 % by the scatter of the best about the fit."""
+    """Critical batch, with its 95 % interval from the scatter about the fit."""
 
     noise: NoiseScale
-    """Over the run of the smallest batch up to the target; a fifth of it is the prediction."""
+    """Noise scale over the smallest batch's run to the target; a fifth of it is the prediction."""
 
     @property
     def predicted(self) -> float:
-        """The critical batch by the noise scale alone."""
+        """Critical batch predicted from the noise scale alone."""
         return MORE_STEPS * self.noise.value
 
     def more(self, batch: int) -> float:
-        """Return how many more steps than linear scaling a batch needs by the fit, as a part."""
+        """Return the fraction of steps that a batch needs beyond linear scaling, by the fit."""
         return MORE_STEPS * batch / self.measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Study:
-    """The runs of one recipe at several batches, which go on where they were stopped."""
+    """Runs of one recipe at several batches, which resume after an interruption."""
 
     recipe: Recipe
     options: Options
     workers: int
     sizes: list[int]
     epochs: float
-    """Of the smallest batch, after which its loss is the target."""
+    """Epochs of the smallest batch; its loss at their end is the target."""
 
     trials: list[Trial] = field(default_factory=list)
 
     def updates(self, batch: int, epochs: float) -> int:
-        """Return how many updates so many epochs are."""
+        """Return the number of updates in some epochs."""
         return max(2, round(epochs * self.recipe.train_samples / batch))
 
     def window(self, batch: int) -> int:
-        """Return how many updates of a batch losses are averaged over."""
+        """Return the number of updates in the averaging window of a batch."""
         samples = max(self.sizes[-1], round(WINDOW * self.epochs * self.recipe.train_samples))
         return max(1, round(samples / batch))
 
@@ -121,9 +121,10 @@ class _Study:
         return float(f"{factor * self.recipe.schedule.peak_lr * math.sqrt(share):.3g}")
 
     def at(self, batch: int, rate: float) -> Recipe:
-        """Return the recipe at another batch and a constant rate, measured and without polishing.
+        """Return the recipe at another batch and a constant rate, monitored and without polishing.
 
-        Its warm-up is as many samples at every batch, and at most a quarter of the first target's.
+        The warm-up has the same number of samples at every batch, at most a quarter of the
+        smallest batch's run.
         """
         content, per_epoch = self.recipe.model_dump(), self.recipe.train_samples / batch
         warmup = self.recipe.schedule.warmup
@@ -151,7 +152,7 @@ class _Study:
         return Recipe.model_validate(content)
 
     def train(self, batch: int, factor: float, epochs: float) -> Run:
-        """Train for so many epochs, or go on to there; one that diverges ends before."""
+        """Train for some epochs, resuming what exists; a run that diverges stops earlier."""
         rate = self.rate(batch, factor)
         folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
         steps = self.updates(batch, epochs)
@@ -180,7 +181,7 @@ class _Study:
         return read_run(folder)
 
     def losses(self, updates: Sequence[Step], batch: int) -> FloatArray:
-        """Return the mean loss over a window at each step, as long as there are so many."""
+        """Return the mean loss over a window at each step, where the window is complete."""
         number = self.window(batch)
         losses = np.array([step.loss for step in updates])
         if len(losses) < number:
@@ -190,7 +191,7 @@ class _Study:
         return means
 
     def reach(self, batch: int, factor: float, target: float) -> Trial:
-        """Train until the target is reached, or the samples are used up."""
+        """Train until the target is reached or the samples are used up."""
         epochs = self.epochs
         while True:
             record = self.train(batch, factor, epochs)
@@ -211,12 +212,12 @@ class _Study:
         return trial
 
     def best(self, batch: int) -> Trial | None:
-        """Return the trial of a batch with the fewest steps, None if none reached the target."""
+        """Return the trial of a batch with the fewest steps; None if none reached the target."""
         reached = [t for t in self.trials if t.batch == batch and t.steps is not None]
         return min(reached, key=lambda trial: trial.steps or math.inf, default=None)
 
     def reach_at_each_rate(self, batch: int, target: float) -> Iterator[Trial]:
-        """Try the rates, and further ones as long as the best is at an end."""
+        """Try the rates of a batch, and further ones while the best is the first or the last."""
         factors = list(FACTORS)
         for factor in factors:
             yield self.reach(batch, factor, target)
@@ -236,9 +237,9 @@ def measure_critical(
 ) -> Iterator[Trial | Critical]:
     """Run every batch at every rate in folders of `options.out`; yield each trial, then the result.
 
-    The target is the loss that the smallest batch reaches at its best rate after `epochs`. Runs
-    that are there are not made again. Raises LargebatchError for too few batches, and where too few
-    of them reach the target; InterruptedStudyError when one is asked to stop.
+    The target is the loss of the smallest batch at its best rate after `epochs`. Finished runs
+    are not repeated. Raises LargebatchError for too few batches, or if too few reach the target;
+    InterruptedStudyError if a run is asked to stop.
     """
     sizes = sorted(set(batches))
     if len(sizes) < LEAST_BATCHES:
@@ -282,7 +283,7 @@ def measure_critical(
 
 
 def _require_same(record: Run, recipe: Recipe) -> None:
-    """Raise LargebatchError where a run that is there was made by another recipe."""
+    """Raise LargebatchError if an existing run has another recipe."""
     assert record.recipe is not None
     there = parse_recipe(record.recipe, source=str(record.path))
     if there.mathematics != recipe.mathematics:
@@ -293,7 +294,7 @@ def _require_same(record: Run, recipe: Recipe) -> None:
 
 
 def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
-    """Fit S(B) to the fewest steps of each batch, in logarithms."""
+    """Fit S(B) in logarithms to the fewest steps of each batch."""
     from scipy.optimize import curve_fit
     from scipy.stats import t
 

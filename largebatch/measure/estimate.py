@@ -1,4 +1,4 @@
-"""What a run takes of this machine, from a few samples that are trained on here."""
+"""Estimate the time and memory of a run on this machine, by training on a few samples."""
 
 import time
 from collections.abc import Iterator
@@ -20,33 +20,33 @@ from largebatch.runs.optimizer import build_optimizer
 from largebatch.training.loss import cross_entropy
 
 _ENOUGH_SECONDS = 0.3
-"""A pass that takes so long is no longer all overhead."""
+"""Seconds of a pass from which overhead no longer dominates."""
 
 
 class Estimate(NamedTuple):
-    """Of one worker that has this machine's device to itself."""
+    """Time and memory of one worker that has this machine's device to itself."""
 
     device: str
     precision: str
     samples: int
-    """So many were trained on at a time."""
+    """Samples per pass of the measurement."""
 
     step_seconds: float
-    """Forward, backward and update; input and communication not. Of the first global batch, with
-    the largest images of a resolution schedule."""
+    """Seconds of forward, backward and update, without input and communication, for the first
+    global batch at the largest image size."""
 
     run_seconds: float
-    """The same for all updates of the run."""
+    """Seconds of all updates of the run, measured alike."""
 
     memory_bytes: int
-    """Weights, gradients, optimizer and average, and what forward keeps for backward."""
+    """Bytes of weights, gradients, optimizer state, averages and activations."""
 
 
 def estimate(recipe: Recipe, plan: Plan) -> Estimate:
-    """Train on 2, 4, 8 ... random samples, up to a device batch, until that takes long enough.
+    """Train on 2, 4, 8 ... random samples, up to a device batch, until a pass is long enough.
 
-    They are whole BatchNorm spans, or part of one, and never one sample, which has no variance.
-    Time and activations are those of the last of these in proportion to the device batch.
+    The samples are whole BatchNorm spans or part of one, and never a single sample, which has no
+    variance. Time and activations are scaled from the last pass to the device batch.
     """
     backend = Serial()
     recipe = anywhere(recipe)
@@ -91,7 +91,7 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
 
 
 def _whole_spans(num: int, span: int) -> int:
-    """Return how many of these samples are whole spans; all of them within one.
+    """Return the samples of whole spans among `num`; all of them within one span.
 
     >>> [_whole_spans(num, 15) for num in (8, 16, 32)]
     [8, 15, 30]
@@ -100,7 +100,7 @@ def _whole_spans(num: int, span: int) -> int:
 
 
 def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tensors and values
-    """Go through the tensors of an optimizer's state."""
+    """Yield the tensors of an optimizer's state."""
     if isinstance(value, Tensor):
         yield value.nbytes
     elif isinstance(value, dict | list):
@@ -109,7 +109,7 @@ def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tens
 
 
 def largest_side(recipe: Recipe, plan: Plan) -> int:
-    """Return the largest side of the images that updates are made with."""
+    """Return the largest image size in training."""
     sizes = [piece.image_size for piece in plan.sizes]
     if not sizes or plan.updates > plan.train_steps:
         sizes.append(_usual(recipe))
@@ -117,12 +117,12 @@ def largest_side(recipe: Recipe, plan: Plan) -> int:
 
 
 def _usual(recipe: Recipe) -> int:
-    """Return the side of the images in evaluation; windows of a text have one length throughout."""
+    """Return the image size in evaluation; text has windows of one length."""
     return 1 if isinstance(recipe.data, Text) else recipe.data.image_size
 
 
 def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
-    """Return how many device batches of images of this side cost as much as all of the run."""
+    """Return the number of device batches of this image size that cost as much as the run."""
     usual = _usual(recipe)
     parts = plan.sized(range(plan.train_steps), otherwise=usual)
     parts.append((range(plan.train_steps, plan.updates), usual))
@@ -136,7 +136,7 @@ def _passes(recipe: Recipe, plan: Plan, *, side: int) -> float:
 def random_batch(
     recipe: Recipe, num: int, side: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return samples and labels of a recipe's shapes."""
+    """Return random samples and labels in the recipe's shapes."""
     if isinstance(recipe.data, Text):
         words = torch.randint(recipe.data.vocabulary, (num, recipe.data.window + 1), device=device)
         return words[:, :-1], words[:, 1:]
@@ -151,7 +151,7 @@ def _elapsed(begun: float, device: torch.device) -> float:
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes of what forward keeps for backward besides the weights, by its storage."""
+    """Yield the bytes of activations that forward keeps for backward, each storage once."""
     found: dict[int, int] = {}
     weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
 

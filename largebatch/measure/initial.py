@@ -1,7 +1,7 @@
-"""A first recipe for a folder of images: what is in it, what that suggests, how long it would take.
+"""A first recipe for a folder of images: survey the folder, choose settings, estimate the time.
 
-Every number is measured from the images or follows from one by a rule that stands here and in the
-recipe beside it. It is where to begin, not a result: the recipe is a file to edit.
+Every number is measured from the images, or follows from one by a rule that is written here and
+beside it in the recipe. The recipe is a starting point to edit, not a result.
 """
 
 import re
@@ -23,33 +23,33 @@ from largebatch.recipe.data import Triple
 from largebatch.recipe.recipe import Recipe
 
 SAMPLE = 512
-"""Training images whose colours are measured, spread evenly over all."""
+"""Number of training images whose colours are measured, spread evenly over all."""
 
 UPDATES_PER_EPOCH = 16
-"""At least, so that few images are not trained on in two or three updates an epoch."""
+"""Least number of updates per epoch for small data sets."""
 
 SMALLEST_BATCH, LARGEST_BATCH = 16, 256
 LARGEST_SPAN = 32
 
 SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
-"""Images that a run is to see, in no fewer and no more epochs than these."""
+"""Number of images that a run trains on, and the limits in epochs."""
 
 SMALL, MEDIUM, LARGE = 64, 146, 320
-"""Short sides in pixels, of half of the images: up to SMALL they are trained on at their size."""
+"""Limits of the median short side in pixels: up to SMALL, images are trained on at full size."""
 
 LARGEST_CACHE = 2 * 2**30
-"""Bytes of decoded pixels that are cached without being asked for."""
+"""Largest decoded data set in bytes that is cached by default."""
 
 STAGES = 3
-"""Of the recipe that is written: training, clean epochs and statistics, each measured."""
+"""Measured stages of the written recipe: training, clean epochs and statistics."""
 
 COMMENT = 30
-"""The column in which comments behind values begin."""
+"""Column at which comments start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found out about a folder."""
+    """Result of a survey of a folder."""
 
     train: Index
     val: Index
@@ -62,7 +62,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeEstimate:
-    """How long a run would take on this machine, on one worker."""
+    """Time of a run on this machine with one worker."""
 
     seconds: float
     trained_per_second: float
@@ -70,7 +70,7 @@ class TimeEstimate:
 
 
 def survey(train: Index, val: Index) -> Survey:
-    """Choose the size that images are trained at, and measure their colours at it."""
+    """Choose the training image size, and measure the colours at this size."""
     image_size, resize = _sizes(train)
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
@@ -180,7 +180,7 @@ execution:
 
 
 def _aligned(line: str) -> str:
-    """Put the comment behind a value where all of them begin."""
+    """Align the comment after a value with the others."""
     value, mark, comment = line.partition("  # ")
     return f"{value:{COMMENT}}{mark[2:]}{comment}" if mark else line
 
@@ -197,7 +197,7 @@ def _decoded_bytes(found: Survey) -> int:
 
 
 def recipe_name(folder: Path) -> str:
-    """Return a folder's name as a recipe may be called.
+    """Turn a folder's name into a valid recipe name.
 
     >>> recipe_name(Path("/data/my own images!"))
     'my-own-images'
@@ -207,7 +207,7 @@ def recipe_name(folder: Path) -> str:
 
 
 def estimate_time(recipe: Recipe, found: Survey) -> TimeEstimate:
-    """Measure a step of the model on this machine and multiply; data are read beside a GPU."""
+    """Estimate the time of a run from one measured step; on a GPU, reading overlaps it."""
     plan = make_plan(recipe, workers=1)
     step = estimate(recipe, plan)
     trained = plan.global_batch / step.step_seconds

@@ -1,9 +1,8 @@
-"""The learning-rate range test of a recipe: runs whose rate rises, and what their losses tell.
+"""The learning-rate range test: runs of a recipe whose rate rises, and bounds from their losses.
 
-Smith's test (arXiv:1506.01186, section 3.3; arXiv:1708.07120) with the rates of fastai's, which
-rise by one factor in every update. Each run is a run of the recipe with another schedule: its
-optimizer, global batch, BatchNorm span and data are as they are, so that the losses are those of
-any division over workers and micro-batches.
+Smith's test (arXiv:1506.01186, section 3.3; arXiv:1708.07120) with exponentially rising rates as
+in fastai. Each run keeps the recipe's optimizer, global batch, BatchNorm span and data and
+changes only the schedule, so the losses do not depend on workers and micro-batches.
 """
 
 import math
@@ -31,37 +30,37 @@ from largebatch.tracking.events import LOG, write_json
 CHART, RESULT = "range.png", "range.json"
 
 LOW, HIGH = 1e-3, 100.0
-"""The range without --low and --high, as parts of peak_lr."""
+"""Default range, as multiples of peak_lr."""
 
 STEPS = 100
-"""Updates without --steps, if the momentum takes no more."""
+"""Default number of updates, unless the momentum needs more."""
 
 LEAST_STEPS = 20
 
 MEMORIES = 2.0
-"""Times that momentum's 1 / (1 - m) updates fit into a decade of rates, at least: else the loss
-follows rates that are long past, and its lowest point lies far from any limit."""
+"""Least updates per decade of rates, in units of momentum's 1 / (1 - m). With fewer, the loss
+follows rates that are long past, and its lowest point is far from any limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The rates of a range test."""
+    """Rates of a range test."""
 
     low: float
     high: float
     steps: int
-    """Updates in which the rate rises from `low` to `high`."""
+    """Number of updates in which the rate rises from `low` to `high`."""
 
     seeds: int
-    """Runs, each with weights and an order of its own: the recipe's seed and those after it."""
+    """Number of runs, each with its own weights and order: the recipe's seed and those after it."""
 
 
 def choose_range(
     recipe: Recipe, *, low: float | None, high: float | None, steps: int | None, seeds: int
 ) -> Range:
-    """Return the range of a test; None: by the recipe's peak rate and its momentum.
+    """Return the range of a test; None chooses by the recipe's peak rate and momentum.
 
-    Raises LargebatchError where it is none, or has too few steps.
+    Raises LargebatchError for an invalid range or too few steps.
     """
     peak = recipe.schedule.peak_lr
     low, high = low or LOW * peak, high or HIGH * peak
@@ -83,9 +82,9 @@ def choose_range(
 
 
 def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
-    """Return the recipe with a rate that rises from low to high, and nothing before or after it.
+    """Return the recipe with a rate that rises from low to high, without other stages.
 
-    Raises LargebatchError for an optimizer that allows no such rate.
+    Raises LargebatchError if the optimizer allows no such rate.
     """
     gamma = (rates.low / rates.high) ** (1 / (rates.steps - 1))
     changes = {
@@ -115,10 +114,10 @@ def range_recipe(recipe: Recipe, rates: Range, *, seed: int) -> Recipe:
 
 
 def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int = 1) -> None:
-    """Run the test with every seed, in folders of `options.out`; what is there goes on.
+    """Run the test with every seed in folders of `options.out`, resuming existing runs.
 
-    A run that diverges has ended as it may. Raises LargebatchError for what cannot be tested,
-    before anything is run, InterruptedStudyError when a run is asked to stop.
+    A run may end by diverging. Raises LargebatchError before any run if the recipe cannot be
+    tested; InterruptedStudyError if a run is asked to stop.
     """
     if (options.out / LOG).exists():
         raise LargebatchError(f"{options.out}: holds a run; give another --out")
@@ -132,7 +131,7 @@ def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int 
 
 
 def read_range(recipe: Recipe, out: Path, rates: Range) -> RangeTest:
-    """Read the runs of a test, write its chart and range.json beside them, and return it."""
+    """Read the runs of a test, write its chart and range.json, and return the result."""
     curves = tuple(_curve(each, _folder(out, each), rates) for each in _recipes(recipe, rates))
     test = RangeTest(recipe, curves)
     write_json(out / RESULT, content(test))
@@ -171,7 +170,7 @@ def _train(recipe: Recipe, folder: Path, options: Options, workers: int) -> None
 
 
 def _is_done(folder: Path, recipe: Recipe) -> bool:
-    """Tell whether the run is there and has ended by itself; raise where it is another's."""
+    """Return True if the run has ended; raise LargebatchError if it is of another recipe."""
     if not (folder / LOG).exists():
         return False
     record = read_run(folder)

@@ -1,14 +1,14 @@
-"""What the losses of a learning-rate range test tell: bounds, a figure and the reason.
+"""Bounds on the learning rate from the losses of a range test, with figures and reasons.
 
-The rate rises exponentially, so that steps are even in its logarithm. Losses are smoothed by a
-straight line fitted around every step, with tricube weights (Cleveland 1979), which unlike the
-exponential moving average of other finders does not lag behind the rate.
+The rate rises exponentially, so that steps are evenly spaced in its logarithm. Losses are smoothed
+by a straight line fitted around every step with tricube weights (Cleveland 1979). Unlike the
+exponential moving average of other finders it does not lag behind the rate.
 
-A test goes through every rate within a few steps, so that the loss turns only after the limit of
-stability: what the rates below the limit have shrunk has to grow again first. On a quadratic
-without gradient noise that takes until the rate is `overshoot` times the limit, whatever the number
-of steps; with noise, and smoothed, less. So the limit lies between the rate at which the loss turns
-and that over `overshoot`, and the upper bound is their geometric mean.
+A test passes every rate within a few steps. So the loss turns only after the stability limit:
+whatever shrank at lower rates must grow back first. On a quadratic without gradient noise this
+takes until the rate is `overshoot` times the limit, for any number of steps; with noise and
+smoothing, less. So the limit lies between the rate where the loss turns and that rate over
+`overshoot`, and the upper bound is their geometric mean.
 """
 
 import math
@@ -24,39 +24,39 @@ from largebatch.recipe.recipe import Recipe
 from largebatch.report.run import FloatArray
 
 WINDOW = 1 / 12
-"""The part of the steps on either side of one that its line is fitted to."""
+"""Fraction of the steps on each side of a step that its line is fitted to."""
 
 CLEAR = 0.1
-"""The part of its whole fall after which the loss is said to fall."""
+"""Fraction of the total fall from which the loss counts as falling."""
 
 NOISE = 3.0
-"""Standard errors of the smoothed loss that count as more than noise."""
+"""Number of standard errors of the smoothed loss that exceeds noise."""
 
 WALL = 1.5
-"""Losses count as at most so many times those at the beginning; so does one that is no number."""
+"""Upper limit on losses, as a multiple of the first losses; also replaces NaN."""
 
 APART = 2.0
-"""Seeds whose bounds differ by more than this factor leave the bound badly determined."""
+"""Ratio between seeds' bounds from which the bound is badly determined."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One range test: the rate and the training loss of every update of one seed."""
+    """One range test: the rate and training loss of every update, for one seed."""
 
     seed: int
     rates: FloatArray
     losses: FloatArray
-    """NaN after the update at which the loss was no number, and at it."""
+    """Training losses; NaN from the first loss that is not finite."""
 
     @property
     def diverged(self) -> float | None:
-        """The rate at which the loss was no number; None if it always was one."""
+        """Rate at the first loss that is not finite; None if all are finite."""
         bad = np.flatnonzero(~np.isfinite(self.losses))
         return float(self.rates[bad[0]]) if bad.size else None
 
     @property
     def _edge(self) -> int:
-        """Steps that are the beginning."""
+        """Number of steps that count as the start."""
         return max(3, round(WINDOW * len(self.rates)))
 
     @cached_property
@@ -66,12 +66,12 @@ class Curve:
 
     @cached_property
     def smooth(self) -> FloatArray:
-        """The smoothed loss."""
+        """Smoothed loss."""
         return self._fits[0]
 
     @cached_property
     def slope(self) -> FloatArray:
-        """How fast it changes, per step."""
+        """Slope of the smoothed loss per step."""
         return self._fits[1]
 
     @cached_property
@@ -89,22 +89,22 @@ class Curve:
 
     @property
     def _whole(self) -> slice:
-        """The steps whose line is fitted to both sides; those of others are much less certain."""
+        """Steps whose line is fitted on both sides; the others are much less certain."""
         return slice(self._edge, len(self.rates) - self._edge)
 
     @cached_property
     def place(self) -> int:
-        """The step of the lowest smoothed loss."""
+        """Step of the lowest smoothed loss."""
         return self._edge + int(np.argmin(self.smooth[self._whole]))
 
     @property
     def start(self) -> float:
-        """The loss before it falls."""
+        """Loss before it falls."""
         return float(self.smooth[self._edge])
 
     @property
     def error(self) -> float:
-        """The standard error of the smoothed loss, by its distance from the losses that fall."""
+        """Standard error of the smoothed loss, from the residuals while it falls."""
         falling = slice(0, max(self.place, 2 * self._edge))
         weights = _tricube(self._edge)
         weights /= weights.sum()
@@ -114,32 +114,32 @@ class Curve:
 
     @property
     def fall(self) -> float:
-        """How far the smoothed loss falls."""
+        """Total fall of the smoothed loss."""
         return self.start - float(self.smooth[self.place])
 
     @property
     def falls(self) -> bool:
-        """Whether it falls by more than noise."""
+        """True if the loss falls by more than noise."""
         return self.fall > 2 * NOISE * self.error
 
     @property
     def clear(self) -> float:
-        """The change of the smoothed loss that is one: more than noise and a part of the fall."""
+        """Smallest change of the smoothed loss that counts."""
         return max(CLEAR * self.fall, NOISE * self.error)
 
     @property
     def falls_at_once(self) -> bool:
-        """Whether it does so already at the beginning."""
+        """True if the loss falls already at the start."""
         return self.falls and float(self.smooth[0]) - self.start > self.clear
 
     @property
     def rises(self) -> bool:
-        """Whether it rises again, as clearly as it fell."""
+        """True if the loss rises again, as clearly as it fell."""
         return bool(self.smooth[self.place :].max() > self.smooth[self.place] + self.clear)
 
     @property
     def lower(self) -> float | None:
-        """The first rate from which it is clearly below its start; None if it never falls."""
+        """First rate at which the loss is clearly below its start; None if it never falls."""
         if not self.falls:
             return None
         above = np.flatnonzero(self.smooth[: self.place + 1] > self.start - self.clear)
@@ -147,35 +147,35 @@ class Curve:
 
     @property
     def steepest(self) -> float | None:
-        """The rate at which it falls fastest; None if it never falls."""
+        """Rate at which the loss falls fastest; None if it never falls."""
         if not self.falls:
             return None
         return float(self.rates[int(np.argmin(self.slope[: self.place + 1]))])
 
     @property
     def turn(self) -> float | None:
-        """The rate of the lowest smoothed loss; None if it never falls or does not rise again."""
+        """Rate of the lowest smoothed loss; None if it never falls or does not rise again."""
         return float(self.rates[self.place]) if self.falls and self.rises else None
 
 
 def _tricube(reach: int) -> FloatArray:
-    """Return the weights of so many neighbours on either side."""
+    """Return the tricube weights of some neighbours on each side."""
     away = np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
     return np.asarray((1 - away**3) ** 3, dtype=np.float64)
 
 
 def momentum_of(recipe: Recipe) -> float:
-    """Return the momentum of a recipe's optimizer, which is beta1 of LAMB's."""
+    """Return the momentum of a recipe's optimizer; for LAMB, beta1."""
     found = recipe.optimizer
     return found.beta1 if isinstance(found, LAMB) else found.momentum
 
 
 def overshoot(momentum: float, *, nesterov: bool = False) -> float:
-    """Return how far beyond the limit of stability the loss of a range test may still fall.
+    """Return how far beyond the stability limit the loss of a range test may still fall.
 
-    On a quadratic, gradient descent with momentum m at rate r multiplies a direction of curvature h
-    by the larger root of z^2 - (1 + m - r h) z + m = 0 (Polyak 1964) in every step; what has shrunk
-    at the rates below the limit has grown back at this many times the limit.
+    On a quadratic, gradient descent with momentum m at rate r multiplies a direction of
+    curvature h in every step by the larger root of z^2 - (1 + m - r h) z + m = 0 (Polyak 1964);
+    what shrank at rates below the limit has grown back at this multiple of the limit.
 
     >>> [round(overshoot(momentum), 1) for momentum in (0.0, 0.5, 0.9)]
     [6.3, 3.2, 1.6]
@@ -193,7 +193,7 @@ def overshoot(momentum: float, *, nesterov: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A rate by several seeds: their geometric mean, the lowest and the highest."""
+    """A rate over several seeds: geometric mean, lowest and highest."""
 
     value: float
     low: float
@@ -201,16 +201,16 @@ class Bound:
 
     @property
     def certain(self) -> bool:
-        """Whether the seeds agree on it."""
+        """True if the seeds agree."""
         return self.high <= APART * self.low
 
     def over(self, factor: float) -> "Bound":
-        """Return it divided by a factor."""
+        """Return the rate divided by a factor."""
         return Bound(self.value / factor, self.low / factor, self.high / factor)
 
 
 def bound(rates: Sequence[float | None]) -> Bound | None:
-    """Return what seeds have found; None where one of them has not.
+    """Combine the rates of several seeds; None if one of them has none.
 
     >>> bound([1.0, 4.0]), bound([1.0, None])
     (Bound(value=2.0, low=1.0, high=4.0), None)
@@ -223,51 +223,51 @@ def bound(rates: Sequence[float | None]) -> Bound | None:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The range test of a recipe over one or more seeds."""
+    """Range test of a recipe over one or more seeds."""
 
     recipe: Recipe
     curves: tuple[Curve, ...]
 
     @cached_property
     def overshoot(self) -> float:
-        """How far beyond the limit the loss may turn, at most, with this momentum."""
+        """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
         found = self.recipe.optimizer
         nesterov = isinstance(found, SGD) and found.nesterov
         return overshoot(momentum_of(self.recipe), nesterov=nesterov)
 
     @property
     def low(self) -> float:
-        """The first rate."""
+        """First rate."""
         return float(self.curves[0].rates[0])
 
     @property
     def high(self) -> float:
-        """The last rate."""
+        """Last rate."""
         return float(self.curves[0].rates[-1])
 
     @property
     def lower(self) -> Bound | None:
-        """Where the loss begins to fall."""
+        """Rate at which the loss starts to fall."""
         return bound([curve.lower for curve in self.curves])
 
     @property
     def steepest(self) -> Bound | None:
-        """Where it falls fastest."""
+        """Rate at which the loss falls fastest."""
         return bound([curve.steepest for curve in self.curves])
 
     @property
     def turn(self) -> Bound | None:
-        """Where it is lowest, and turns."""
+        """Rate at which the loss is lowest and turns."""
         return bound([curve.turn for curve in self.curves])
 
     @property
     def upper(self) -> Bound | None:
-        """The upper bound: the mean of where it turns, and that over `overshoot`."""
+        """Upper bound: the geometric mean of `turn` and `turn / overshoot`."""
         return None if self.turn is None else self.turn.over(math.sqrt(self.overshoot))
 
     @property
     def peak_is(self) -> Literal["below", "inside", "above"] | None:
-        """Where the recipe's peak_lr lies; None where the bound on its side was not found."""
+        """Position of the recipe's peak_lr; None if the bound on its side is unknown."""
         peak, lower, upper = self.recipe.schedule.peak_lr, self.lower, self.upper
         if lower is not None and peak < lower.value:
             return "below"

@@ -1,4 +1,4 @@
-"""A learning-rate range test in a figure, in sentences and as JSON."""
+"""The result of a learning-rate range test as a chart, as sentences and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe(test: RangeTest) -> list[str]:
-    """Return what a range test tells, why, and what it leaves open, one sentence or two each."""
+    """Return the result of a range test as sentences: bounds, reasons, and what is uncertain."""
     return [*_found(test), *_open(test), *_peak(test), *_optimizer(test), _beginning(test)]
 
 
@@ -59,7 +59,7 @@ def _cycle_now(test: RangeTest) -> str:
 
 
 def _open(test: RangeTest) -> Iterator[str]:
-    """Yield which side to widen, and what is badly determined."""
+    """Yield which end of the range to widen, and which bounds are uncertain."""
     still = [curve for curve in test.curves if not curve.falls]
     if still:
         only_rises = all(curve.rises or curve.diverged is not None for curve in still)
@@ -138,13 +138,13 @@ def _beginning(test: RangeTest) -> str:
 
 
 def _interval(found: Bound) -> str:
-    """Return a rate with those of the seeds that differ most."""
+    """Format a rate with the lowest and highest of the seeds."""
     low, high = rate(found.low), rate(found.high)
     return rate(found.value) + (f" ({low} to {high})" if low != high else "")
 
 
 def rate(value: float) -> str:
-    """Return a rate in two digits.
+    """Format a rate in two digits.
 
     >>> rate(0.04567), rate(123.4), rate(1.0)
     ('0.046', '120', '1')
@@ -153,7 +153,7 @@ def rate(value: float) -> str:
 
 
 def content(test: RangeTest) -> dict[str, Any]:
-    """Return the result as JSON holds it; losses after a divergence are null."""
+    """Return the result for JSON; losses after a divergence are null."""
     bounds = {name: getattr(test, name) for name in ("lower", "steepest", "turn", "upper")}
     return {
         "recipe": test.recipe.name,
@@ -179,9 +179,9 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def write_range(path: Path, test: RangeTest) -> None:
-    """Draw a range test into a PNG file.
+    """Write the chart of a range test to a PNG file.
 
-    Raises OSError where it cannot be written, MissingPackageError without matplotlib.
+    Raises OSError if it cannot be written, MissingPackageError without matplotlib.
     """
 
     def draw(figure: "Figure") -> None:
@@ -191,7 +191,7 @@ def write_range(path: Path, test: RangeTest) -> None:
 
 
 def draw_range(figure: "Figure", test: RangeTest) -> None:
-    """Draw the loss of every seed by the rate, smoothed and not, and the bounds."""
+    """Plot the losses of every seed against the rate, raw and smoothed, and the bounds."""
     left = MARGIN * figure.dpi / 72 / figure.bbox.width
     figure.suptitle(test.recipe.name, x=left, ha="left", size=14, weight="bold")
     axes = figure.subplots()
@@ -219,7 +219,7 @@ def draw_range(figure: "Figure", test: RangeTest) -> None:
 
 
 def _draw_bounds(axes: "Axes", test: RangeTest) -> None:
-    """Shade what lies between the bounds, and mark the rates with their intervals."""
+    """Shade the range between the bounds, and mark the rates with their intervals."""
     lower, upper, colour = test.lower, test.upper, COLOURS["statistics"]
     if lower is not None and upper is not None and lower.value < upper.value:
         axes.axvspan(lower.value, upper.value, color=colour, alpha=0.1, lw=0)

@@ -1,9 +1,9 @@
-"""Measure what it costs that more workers than cores take turns on them, for the planner.
+"""Measure the slowdown by more workers than cores, for the planner.
 
-Twice as many workers as cores, or the next number over which the batch can be divided, make the
-recipe's updates on images that are in memory already. What they take longer than the sum of their
-turns is that workers wait in an all-reduce for others whose turn has not come, and that each turn
-finds another worker's data in the caches.
+Twice as many workers as cores, or the next number that divides the batch, make the recipe's
+updates on images in memory. They take longer than the sum of their turns: workers wait in an
+all-reduce for others whose turn has not come, and each turn finds another worker's data in the
+caches.
 """
 
 import json
@@ -36,13 +36,13 @@ from largebatch.training.loss import cross_entropy
 
 UPDATES, WARM_UP = 25, 5
 MOST_TURNS = 4
-"""Workers that share a core, at most."""
+"""Largest number of workers per core."""
 
 
 def oversubscription(recipe: Recipe, found: Measured) -> float:
-    """Return the seconds of an update in turns over those that `found` predicts, at least 1.
+    """Return the measured seconds of an update over the predicted ones, at least 1.
 
-    1 too where the batch cannot be divided over so many workers: then none can be planned either.
+    1 also if the batch cannot be divided over so many workers: then no such run is planned.
     """
     cores = available_cores()
     workers = _workers(recipe, cores)
@@ -64,7 +64,7 @@ def _workers(recipe: Recipe, cores: int) -> int | None:
 
 
 def _seconds(recipe: Recipe, workers: int) -> float:
-    """Return the median seconds between updates of so many workers."""
+    """Return the median seconds between updates of some workers."""
     with tempfile.TemporaryDirectory() as folder:
         file, times = Path(folder, "recipe.yaml"), Path(folder, "seconds.json")
         file.write_text(dump_yaml(recipe), encoding="utf-8")
@@ -74,7 +74,7 @@ def _seconds(recipe: Recipe, workers: int) -> float:
 
 
 def be_worker(file: Path, times: Path) -> None:
-    """Make updates as one of the workers; worker 0 writes the seconds between them."""
+    """Run one of the workers; worker 0 writes the seconds between updates."""
     backend = connect("torch")
     torch.set_num_threads(1)
     recipe = load_recipe(file)

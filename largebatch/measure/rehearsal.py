@@ -1,7 +1,8 @@
-"""What a job will do on one of its workers, found on a machine that has none of its GPUs.
+"""Rehearse one worker of a job on a machine without its GPUs.
 
 The worker's objects are built as in a run, on fake tensors, which have shapes and no memory, and
-the training loop makes one update. The backend stands for all other workers and notes what is sent.
+the training loop makes one update. The backend stands for all other workers and records the
+messages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,18 +41,18 @@ _CPU = torch.device("cpu")
 
 
 class Message(NamedTuple):
-    """One operation that this worker joins."""
+    """One collective operation of this worker."""
 
     kind: str
-    """sum or gather."""
+    """Kind of operation: sum or gather."""
 
     workers: int
     num_bytes: int
-    """What this worker contributes."""
+    """Bytes that this worker contributes."""
 
 
 class Rehearsed(Watched):
-    """A Backend with one real worker, which notes its messages; the others are simulated."""
+    """A Backend of one real worker that records its messages; the other workers are simulated."""
 
     name = "torch"
     device = _CPU
@@ -62,7 +63,7 @@ class Rehearsed(Watched):
         self.messages: list[Message] = []
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Leave `tensor` as it is."""
+        """Return `tensor` unchanged."""
         self.messages.append(Message("sum", self.world_size, tensor.nbytes))
         return Done()
 
@@ -72,10 +73,10 @@ class Rehearsed(Watched):
         return tensor.expand(self.world_size, *tensor.shape).clone()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Leave `tensor` as it is."""
+        """Return `tensor` unchanged."""
 
     def split(self, parts: Sequence[Sequence[int]]) -> "Rehearsed":
-        """Return this worker's group, which notes its messages here."""
+        """Return this worker's subgroup, which records its messages here."""
         own = own_part(parts, rank=self.rank, world_size=self.world_size)
         group = Rehearsed(rank=own.index(self.rank), workers=len(own))
         group.messages = self.messages
@@ -85,68 +86,68 @@ class Rehearsed(Watched):
         """Return at once."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that the worker's device holds in an update."""
+    """Device memory of one worker during an update, in bytes."""
 
     parameters: int
     buffers: int
     gradients: int
-    """With their copies of a shorter type, which are sent."""
+    """Gradients, with the copies of a shorter type that are sent."""
 
     optimizer: int
     average: int
     activations: int
-    """What the forward pass of a device batch keeps for backward, with its images."""
+    """Activations of a device batch, with its images."""
 
     @property
     def total(self) -> int:
-        """All of it; what backward holds for a moment and the libraries come on top."""
+        """Sum of all, without temporary tensors of backward and without libraries."""
         kept = self.parameters + self.buffers + self.gradients
         return kept + self.optimizer + self.average + self.activations
 
     @property
     def checkpoint(self) -> int:
-        """What is saved."""
+        """Bytes of a checkpoint."""
         return self.parameters + self.buffers + self.optimizer + self.average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What a job will do on one worker."""
+    """Result of a rehearsal of one worker."""
 
     plan: Plan
     rank: int
     node: int | None
-    """Place of its machine, where a cluster is known."""
+    """Number of its node; None without a cluster."""
 
     local_rank: int | None
     memory: Memory
     available: float | None
-    """Bytes of the GPU's memory, where it is known."""
+    """Memory of the GPU in bytes; None if unknown."""
 
     messages: tuple[Message, ...]
     """Messages of one update."""
 
     first_samples: tuple[int, ...]
-    """Numbers of the samples of the worker's first device batch, in the training data."""
+    """Indices of the samples in the worker's first device batch."""
 
     @property
     def fits(self) -> bool:
-        """True if the memory is enough, or not known."""
+        """True if the memory is enough or unknown."""
         return self.available is None or self.memory.total + FIXED_BYTES <= self.available
 
 
 def rehearse(
     recipe: Recipe, *, workers: int, rank: int = 0, cluster: Cluster | None = None
 ) -> Rehearsal:
-    """Make an update of a recipe on fake tensors as one of its workers.
+    """Make one update of a recipe as one of its workers, on fake tensors.
 
-    Raises what would be raised on each worker when the job starts: PlanError, RecipeError;
-    ClusterError where the cluster has not so many workers.
+    Raises the errors that every worker of the job would raise at its start, PlanError and
+    RecipeError, and ClusterError if the cluster has too few workers.
     """
     if not 0 <= rank < workers:
         raise LargebatchError(f"--rank {rank}: workers are numbered 0 to {workers - 1:,}")
@@ -182,7 +183,7 @@ def rehearse(
 
 
 def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
-    """Make one update on fake tensors; return what is held, without the optimizer's state."""
+    """Make one update on fake tensors; return its memory without the optimizer's state."""
     with FakeTensorMode():
         model = in_precision(new_model(recipe), recipe, _CPU)
         require_trainable(model, recipe)
@@ -209,12 +210,12 @@ def _update(recipe: Recipe, plan: Plan, backend: Rehearsed) -> Memory:
 
 
 def _passes(plan: Plan) -> int:
-    """Return how many micro-batches are computed: two, which are alike, or Adasum's parts."""
+    """Return the number of micro-batches to compute: two, which are alike, or Adasum's parts."""
     return max(min(plan.accumulation, 2), plan.parts // plan.workers)
 
 
 def activation_bytes(recipe: Recipe, plan: Plan, model: nn.Module) -> int:
-    """Return the bytes that forward keeps for backward of a device batch of the largest images."""
+    """Return the bytes of activations for a device batch of the largest images."""
     images, labels = random_batch(recipe, plan.device_batch, largest_side(recipe, plan), _CPU)
     with saved_bytes(model) as kept:
         loss = _criterion(recipe)(model(images), labels)
@@ -230,11 +231,10 @@ def _criterion(recipe: Recipe) -> Criterion:
 def _make_update(
     recipe: Recipe, plan: Plan, state: TrainState, backend: Rehearsed, *, passes: int
 ) -> None:
-    """Make an update of `passes` micro-batches, of which the plan's are computed.
+    """Make an update of `passes` micro-batches and scale its messages to the plan's.
 
-    The messages of the others are those of the first, and those of one BatchNorm span are those of
-    all in a device batch. The step is one of SGD: LARS reads numbers on a CPU, and fake tensors
-    have none.
+    Further micro-batches repeat the messages of the first, and further BatchNorm spans those of
+    one. The step is plain SGD: LARS reads numbers on a CPU, and fake tensors have none.
     """
     unmonitored = tuple(name for name in recipe.monitor if name == "noise_scale")
     recipe = recipe.model_copy(update={"monitor": unmonitored})
@@ -270,7 +270,7 @@ def _make_update(
 
 
 def _optimizer_bytes(recipe: Recipe) -> int:
-    """Return what the optimizer keeps, after a step on gradients that are zero."""
+    """Return the bytes of the optimizer's state, after a step on zero gradients."""
     model = new_model(recipe)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)

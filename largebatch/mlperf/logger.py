@@ -1,11 +1,12 @@
-"""mlperf.log: a run as MLPerf Training's rules want it logged, by the package mlperf-logging.
+"""mlperf.log: the log of a run by the rules of MLPerf Training, written by the package
+mlperf-logging.
 
-The log's clock starts when all else is set up, before any image is read (the index is there
-already: see data.index.index.require_stored), and stops with the first evaluation that reaches the
-target, or when the run ends without one. What comes after the target is no part of the log. A run
-that is resumed goes on in the same log and its clock was never stopped, because the rules allow no
-pause; one that has not ended has no run_stop. Only the first start writes hyper-parameters. What a
-run cannot know about its submission is read from the environment.
+The clock of the log starts when all else is set up, before any image is read (the index exists
+already: see data.index.index.require_stored). It stops at the first evaluation that reaches the
+target, or at the end of a run that does not; what follows the target is not logged. A resumed
+run continues the same log with the clock running, because the rules allow no pause; an
+unfinished run has no run_stop. Only the first start writes hyper-parameters. Facts about the
+submission that a run cannot know are read from the environment.
 """
 
 import json
@@ -30,24 +31,24 @@ from largebatch.tracking.log import Clock, drop_unfinished_line
 
 MLPERF_LOG = "mlperf.log"
 TOKEN = ":::MLLOG "  # noqa: S105 -- no password
-"""What a line of the log begins with."""
+"""Prefix of a line in the log."""
 
 UNNAMED = "unnamed"
-"""The beginning of a submission's names where the environment gives none."""
+"""Prefix of the submission's names if the environment sets none."""
 
 _SUBMISSION = {
     "division": ("closed", "open"),
     "status": ("onprem", "cloud", "preview", "research"),
 }
-"""What the rules allow, the environment's MLPERF_SUBMISSION_DIVISION and the like being free."""
+"""Values that the rules allow in MLPERF_SUBMISSION_DIVISION and the like."""
 
 
 class MLPerf(Clock):
     """A Tracker that writes mlperf.log into the run folder.
 
-    `began` is when the worker began to set itself up, in seconds since 1970. Raises
-    MissingPackageError without mlperf-logging, LargebatchError for a division or status that MLPerf
-    does not have.
+    `began` is the start of the worker's set-up, in seconds since 1970. Raises
+    MissingPackageError without mlperf-logging, LargebatchError for an unknown division or
+    status.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, began: float) -> None:
@@ -58,15 +59,18 @@ class MLPerf(Clock):
         self._log: Any = None
         self._plan: Plan | None = None
         self._block: float | None = None
-        """The epoch with which the block of updates under way began."""
+        """First epoch of the current block of updates."""
 
         self._since = 0
-        """When the next block begins, in milliseconds since 1970."""
+        """Start of the next block, in milliseconds since 1970."""
 
         self._over = False
 
     def record(self, event: Event) -> None:
-        """Log what the rules ask for. Raises CheckpointError where earlier parts are missing."""
+        """Log an event by the rules.
+
+        Raises CheckpointError if earlier parts of the log are missing.
+        """
         match event:
             case Start():
                 self._start(event)
@@ -80,7 +84,7 @@ class MLPerf(Clock):
                 self._file.close()
 
     def _start(self, start: Start) -> None:
-        """Begin the log, or go on with it: a run has one run_start and one run_stop."""
+        """Start or continue the log: a run has one run_start and one run_stop."""
         if self._log is not None:  # rolled back to a checkpoint
             return
         before = _records(self._path)
@@ -99,7 +103,7 @@ class MLPerf(Clock):
         self._since = _now()
 
     def _open(self) -> Any:  # noqa: ANN401 -- mlperf-logging has no types
-        """Return the package's logger on the file, without the global one it prints with."""
+        """Return the package's logger for the file, without its global logger, which prints."""
         logger = logging.Logger("largebatch.mlperf", logging.INFO)  # noqa: LOG001 -- not shared
         logger.addHandler(self._file)
         root = re.escape(str(Path(__file__).parents[1]))
@@ -120,7 +124,7 @@ class MLPerf(Clock):
         log.start("run_start")
 
     def _begin_block(self, step: int) -> None:
-        """Log where the updates up to the next evaluation began; the first of them is `step`."""
+        """Log the start of the block of updates before the next evaluation; `step` is the first."""
         if self._block is not None:
             return
         plan = self._plan
@@ -133,7 +137,7 @@ class MLPerf(Clock):
         self._log.start("block_start", metadata=metadata, time_ms=self._since)
 
     def _evaluate(self, event: Evaluation) -> None:
-        """Log an evaluation that has just ended; with the target reached the run is over."""
+        """Log an evaluation that has just ended; at the target the log ends."""
         end = _now()
         begin = end - round(1000 * event.seconds) if math.isfinite(event.seconds) else end
         metadata = {"epoch_num": round(event.epoch, 6)}
@@ -158,7 +162,7 @@ class MLPerf(Clock):
 
 
 class _File(logging.FileHandler):
-    """Appends each line at once and lets errors of writing through."""
+    """Append each line at once and raise errors of writing."""
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802 -- logging's
         raise  # noqa: PLE0704 -- called while that error is handled
@@ -167,8 +171,9 @@ class _File(logging.FileHandler):
 def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
     """Return a recipe's hyper-parameters under MLPerf's names.
 
-    Those of the rules for ResNet with LARS and SGD, `opt_` for other optimizers. As in most of the
-    reference's points, decay steps are those of the whole run, warm-up included.
+    The names are those of the rules for ResNet with LARS and SGD, and `opt_` for other
+    optimizers. Decay steps are those of the whole run, with the warm-up, as in most of the
+    reference's points.
     """
     section, schedule, decay = recipe.optimizer, recipe.schedule, recipe.schedule.decay
     opt = f"{section.kind}_opt" if isinstance(section, (LARS, SGD)) else "opt"
@@ -195,9 +200,9 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
 
 
 def _submission(recipe: Recipe) -> dict[str, str]:
-    """Return what a log says of its submission, from MLPERF_SUBMISSION_ORG and the like.
+    """Return the log's lines on the submission, from MLPERF_SUBMISSION_ORG and the like.
 
-    Without that the division is closed if the recipe keeps all of its rules, and open else.
+    The default division is closed if the recipe keeps all of its rules, else open.
     """
     defaults = {
         "benchmark": rules.BENCHMARK,
@@ -220,7 +225,7 @@ def _submission(recipe: Recipe) -> dict[str, str]:
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:
-    """Return what a log holds so far; raise CheckpointError where that cannot be read."""
+    """Return the existing log; raise CheckpointError if it cannot be read."""
     if not path.exists():
         return []
     try:
@@ -232,5 +237,5 @@ def _records(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _now() -> int:
-    """Return the time in milliseconds since 1970, as the package counts it."""
+    """Return the time in milliseconds since 1970, as the package does."""
     return round(1000 * time.time())

@@ -1,6 +1,6 @@
-"""The logs that MLPerf's checkers read: found, and read by the package's own parser.
+"""Find the logs that MLPerf's checkers read, and read them with the package's parser.
 
-Checkers of mlperf-logging write what they find to the root logger; `captured_log` collects it.
+Checkers of mlperf-logging write their results to the root logger; `captured_log` collects them.
 """
 
 import logging
@@ -19,23 +19,23 @@ PURPOSE = "referee"
 
 
 class LogError(LargebatchError):
-    """A log cannot be checked: missing, damaged, of an unfinished run or of another benchmark."""
+    """A log that cannot be checked: missing, damaged, unfinished, or of another benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What the log of one finished run holds."""
+    """Contents of the log of one finished run."""
 
     path: Path
     batch: int | None
-    """None where the log has none that is a number."""
+    """Global batch; None if the log has no number."""
 
     division: str
     epochs: float | None
-    """Passes over the data to the target; None where it was not reached, or is not logged."""
+    """Epochs to the target; None if it was not reached or not logged."""
 
     complete: bool
-    """Whether every evaluation has its epoch and the batch is there: what the RCP checker reads."""
+    """True if the RCP checker can read it: the batch and every evaluation's epoch are there."""
 
     remarks: tuple[str, ...]
 
@@ -55,7 +55,10 @@ def find_logs(folder: Path) -> list[Path]:
 
 
 def read_log(path: Path) -> Log:
-    """Read a log with the package's parser. Raises LogError where there is nothing to check."""
+    """Read a log with the package's parser.
+
+    Raises LogError if there is nothing to check.
+    """
     values = _values(path)
     _require_finished(path, values)
     batch = values.get("global_batch_size", [{"value": None}])[-1]["value"]
@@ -72,7 +75,10 @@ def read_log(path: Path) -> Log:
 
 
 def _values(path: Path) -> dict[str, list[Any]]:
-    """Return what a log holds by its keys. Raises LogError for a damaged one."""
+    """Return the values of a log by key.
+
+    Raises LogError for a damaged log.
+    """
     parser = require_mlperf("compliance_checker.mlp_parser", PURPOSE)
     values: dict[str, list[Any]] = {}
     try:
@@ -88,7 +94,7 @@ def _values(path: Path) -> dict[str, list[Any]]:
 
 
 def read_submission(path: Path) -> dict[str, str]:
-    """Return what a log holds of its submission: org, platform, division, status; no names unset.
+    """Return the submission's org, platform, division and status in a log, if they are set.
 
     The run need not be finished. Raises LogError for a damaged log.
     """
@@ -128,7 +134,7 @@ def _evaluations_have_epochs(values: Mapping[str, Any]) -> bool:
 
 
 def _epochs(path: Path) -> float | None:
-    """Return the epochs to the target as the RCP checker reads them."""
+    """Return the epochs to the target as the RCP checker counts them."""
     checker = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     with captured_log():
         failed, epochs, _, _ = checker.read_submission_file(path, ROUND, False)  # noqa: FBT003
@@ -136,7 +142,7 @@ def _epochs(path: Path) -> float | None:
 
 
 def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what no checker looks at and a reviewer would."""
+    """Yield remarks that a reviewer would make and no checker does."""
     if not any(each["value"] for each in values.get("cache_clear", [])):
         yield "cache_clear is false: the rules ask for an empty page cache (MLPERF_CACHE_CLEARED=1)"
     for key in ("submission_org", "submission_platform"):
@@ -146,7 +152,7 @@ def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def captured_log() -> Iterator[list[logging.LogRecord]]:
-    """Collect what the checkers log, which they do on the root logger, in place of printing it."""
+    """Collect the checkers' messages, which go to the root logger, instead of printing them."""
     root, captured = logging.getLogger(), _Records()
     handlers, level = root.handlers, root.level
     root.handlers = [captured]

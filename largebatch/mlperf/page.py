@@ -1,7 +1,8 @@
-"""Our epochs to the target beside those of MLPerf's reference implementation, drawn.
+"""Draw epochs to the target beside those of MLPerf's reference implementation.
 
-Left, every run of the reference by its batch, and the line between the points that bound
-submissions; right, the reference's distribution at our batch. Numbers come from `runs.referee`.
+Left: every run of the reference against its batch, and the line through the points that bound
+submissions. Right: the reference's distribution at our batch. Numbers come from
+`mlperf.referee`.
 """
 
 from collections.abc import Sequence
@@ -21,21 +22,21 @@ _BOUND: dict[str, Any] = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The reference at one batch, measured there or interpolated, and our runs beside it."""
+    """Reference at one batch, measured or interpolated, and our runs."""
 
     batch: int
-    """Ours, or the smallest reference point where ours is smaller than all of them."""
+    """Global batch: ours, or the smallest reference point if ours is smaller than all."""
 
     mean: float
     std: float
     least: float
-    """Epochs that are the fewest accepted as a mean."""
+    """Least mean of epochs that is accepted."""
 
     ours: float
-    """Our mean, without the fastest and the slowest run."""
+    """Our mean epochs, without the fastest and the slowest run."""
 
     interval: tuple[float, float] | None
-    """95 % interval of ours by bootstrap; None where a run did not reach the target."""
+    """95 % bootstrap interval of our mean; None if a run did not reach the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Point:
     mean: float
     least: float
     counts: bool
-    """Whether it bounds submissions; others converge slower than their neighbours suggest."""
+    """True if it bounds submissions; other points converge slower than their neighbours suggest."""
 
 
 def write_convergence(
@@ -58,7 +59,7 @@ def write_convergence(
     batch: int,
     epochs: Sequence[float],
 ) -> None:
-    """Draw the runs at `batch`, which took so many epochs, beside the reference, into a PNG file.
+    """Draw runs at `batch` and their epochs beside the reference, into a PNG file.
 
     Raises as write_chart.
     """
@@ -74,7 +75,7 @@ def write_convergence(
 def _draw_points(
     axes: "Axes", points: Sequence[Point], *, batch: int, epochs: Sequence[float]
 ) -> None:
-    """Draw all runs of the reference, the line that bounds submissions, and ours."""
+    """Plot all runs of the reference, the line that bounds submissions, and our runs."""
     for point in points:
         axes.plot(
             [point.batch] * len(point.epochs), point.epochs,
@@ -92,7 +93,7 @@ def _draw_points(
 
 
 def _draw_distribution(axes: "Axes", reference: Reference, *, epochs: Sequence[float]) -> None:
-    """Draw the normal distribution of the reference's mean and deviation, and our runs and mean."""
+    """Plot the reference's normal distribution, our runs and their mean."""
     import numpy as np
 
     spread = max(reference.std, 0.01)

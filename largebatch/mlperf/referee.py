@@ -1,11 +1,12 @@
-"""MLPerf's own checkers on the logs of runs, and what they find in sentences.
+"""Run MLPerf's own checkers on the logs of runs, and describe their results in sentences.
 
-No check is made here: compliance_checker, rcp_checker, package_checker's seed checker and
-system_desc_checker of the package mlperf-logging are called as its own commands call them, and what
-they return and log is put into words. Reference convergence points (RCPs) are epochs to the target
-that MLPerf's reference implementation took at some batches; a submission of the closed division
-must not converge faster than they allow. The package tests that by Student's t-test and has no
-bootstrap; the interval of our own mean is scipy's.
+Nothing is checked here: compliance_checker, rcp_checker, package_checker's seed checker and
+system_desc_checker of the package mlperf-logging are called as by the package's commands.
+
+Reference convergence points (RCPs) are epochs to the target that MLPerf's reference
+implementation took at some batches; a submission of the closed division must not converge faster
+than they allow. The package tests this by Student's t-test and has no bootstrap; the interval of
+our own mean is scipy's.
 """
 
 import json
@@ -26,35 +27,35 @@ from largebatch.mlperf.system_description import problems
 from largebatch.optional import require_mlperf
 
 RUNS = 5
-"""A submission for ResNet is so many runs, of which the fastest and the slowest do not count."""
+"""Number of runs of a ResNet submission; the fastest and the slowest do not count."""
 
 _USAGE = "training"
 _NO_TEXT = "every field of a system description is a text"
 _DRAWS = 9_999
-"""Of the bootstrap."""
+"""Number of bootstrap samples."""
 
 _WORDS = {
     "Insufficient convergence": f"more than one run did not reach {TARGET:.1%}",
 }
-"""For what the RCP checker says where it compares nothing."""
+"""Marks a message of the RCP checker that compares nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one checker found."""
+    """Result of one checker."""
 
     name: Literal["compliance", "seeds", "convergence", "system"]
     passed: bool | None
-    """None: not checked."""
+    """True or False by the check; None if unchecked."""
 
     sentence: str
     reasons: tuple[str, ...] = ()
-    """What the checker found wrong, each with its log."""
+    """Failures of the checker, each with its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything found about some runs."""
+    """Results of all checkers for some runs."""
 
     logs: tuple[Log, ...]
     verdicts: tuple[Verdict, ...]
@@ -63,14 +64,14 @@ class Findings:
 
     @property
     def passed(self) -> bool:
-        """Whether no checker found anything wrong."""
+        """True if no checker failed."""
         return all(verdict.passed is not False for verdict in self.verdicts)
 
 
 def check(folders: Sequence[Path], *, system: Path | None = None) -> Findings:
-    """Apply MLPerf's checkers to the logs in run folders, or in folders of result_*.txt.
+    """Run MLPerf's checkers on the logs in run folders, or in folders of result_*.txt.
 
-    `system` is a system description. Raises LogError for what cannot be checked,
+    `system` is a system description. Raises LogError for logs that cannot be checked,
     MissingPackageError without mlperf-logging.
     """
     logs = tuple(read_log(path) for folder in folders for path in find_logs(folder))
@@ -85,7 +86,7 @@ def check(folders: Sequence[Path], *, system: Path | None = None) -> Findings:
 def _check_compliance(logs: Sequence[Log]) -> Verdict:
     """Check every log against the rules of its division.
 
-    As package_checker does, one of five may break them, such as that of a run below the target: the
+    As in package_checker, one of five may break them, for example a run below the target: the
     slowest does not count.
     """
     reasons, broken = [], 0
@@ -106,7 +107,7 @@ def _check_compliance(logs: Sequence[Log]) -> Verdict:
 
 
 def _broken_rules(path: Path) -> list[str]:
-    """Return what the compliance checker finds wrong with a log."""
+    """Return the compliance checker's failures for a log."""
     package = require_mlperf("compliance_checker.mlp_compliance", PURPOSE)
     checker = package.make_checker(_USAGE, ROUND, quiet=True, werror=False)
     package.enqueued_configs.clear()  # of a check that ended by an exception
@@ -123,7 +124,7 @@ def _broken_rules(path: Path) -> list[str]:
 
 
 def _explain(message: str) -> str:
-    r"""Return in one sentence what the compliance checker says in many lines.
+    r"""Summarize the compliance checker's message in one sentence.
 
     >>> _explain("CHECK for 'lars_epsilon' failed in line 3:\n"
     ...     ':::MLLOG {"key": "lars_epsilon", "value": 1e-9, "metadata": {}}\n'
@@ -153,7 +154,7 @@ def _rule(test: str, key: str) -> str:
 
 
 def _check_seeds(logs: Sequence[Log]) -> Verdict:
-    """Check that every run logs a seed and no two runs the same."""
+    """Check that every run logs a seed and that seeds differ."""
     package = require_mlperf("package_checker.seed_checker", PURPOSE)
     with captured_log() as captured, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a log of several seeds is allowed
@@ -170,7 +171,7 @@ def _check_seeds(logs: Sequence[Log]) -> Verdict:
 
 
 def _check_convergence(logs: Sequence[Log]) -> tuple[Verdict, Reference | None]:
-    """Compare the epochs to the target with the reference's, by the RCP checker."""
+    """Compare epochs to the target with the reference's, by the RCP checker."""
     reason = _why_not_compared(logs)
     if reason:
         return Verdict("convergence", None, reason), None
@@ -202,7 +203,7 @@ def _why_not_compared(logs: Sequence[Log]) -> str | None:
 
 
 def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
-    """Return what the RCP checker compared with, which it logs; None where it had nothing."""
+    """Return the reference that the RCP checker logged; None if it compared nothing."""
     records = [each.args for each in captured if str(each.msg).startswith(" RCP Record")]
     means = [each.args for each in captured if str(each.msg).startswith(" Submission mean epochs:")]
     if not records or not means:
@@ -220,7 +221,7 @@ def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Re
 
 
 def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
-    """Return the 95 % percentile interval of the mean less its extremes, from a fixed seed."""
+    """Return the 95 % percentile interval of the mean without extremes, from a fixed seed."""
     known = [epoch for epoch in epochs if epoch is not None]
     if len(known) < len(epochs):
         return None
@@ -237,7 +238,7 @@ def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
 
 
 def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
-    """Say how our runs compare with the reference, and what follows from it."""
+    """Describe how our runs compare with the reference, and the consequence."""
     ours = f"{reference.ours:.2f}"
     if reference.interval is not None:
         low, high = reference.interval
@@ -255,7 +256,7 @@ def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor
 
 
 def _points() -> tuple[Point, ...]:
-    """Return all reference points, in the order of their batches."""
+    """Return all reference points, ordered by batch."""
     package = require_mlperf("rcp_checker.rcp_checker", PURPOSE)
     checker = package.RCP_Checker(_USAGE, ROUND, BENCHMARK, False)  # noqa: FBT003
     return tuple(

@@ -1,10 +1,10 @@
 """MLPerf's closed division: which of its rules for ResNet a recipe breaks.
 
-The rules are those of MLPerf Training 4.0, the last round with ResNet: section "Hyperparameters and
-optimizer" of github.com/mlcommons/training_policies, training_rules.adoc, its schedule of
-evaluations, and what closed_resnet.yaml of mlperf-logging tests in a log. Where a setting is no
-hyperparameter there it is fixed to the reference implementation. Numbers of training images, the
-target and the name of the benchmark stand here for the log and its referee, too.
+The rules are those of MLPerf Training 4.0, the last round with ResNet: section "Hyperparameters
+and optimizer" of github.com/mlcommons/training_policies, training_rules.adoc, its schedule of
+evaluations, and what closed_resnet.yaml of mlperf-logging tests in a log. A setting that is no
+hyperparameter there is fixed to the reference implementation. The log and the referee also use
+the number of images, the target and the benchmark's name from here.
 """
 
 import json
@@ -22,11 +22,11 @@ from largebatch.recipe.schedule import Polynomial
 
 BENCHMARK, ROUND = "resnet", "4.0.0"
 TARGET = 0.759
-"""Top-1 with which a run is complete."""
+"""Top-1 accuracy at which a run is complete."""
 
 TRAIN_SAMPLES, VAL_SAMPLES = 1_281_167, 50_000
 FREE_MOMENTUM = 32_768
-"""From this batch on LARS may have any momentum."""
+"""Least batch at which LARS may have any momentum."""
 
 LARS_REMARK = (
     "the rules list no compliant implementation of LARS for PyTorch, as they do for TensorFlow and "
@@ -36,22 +36,22 @@ LARS_REMARK = (
 _REFERENCE_CROP = {"crop_area": (0.05, 1.0), "crop_aspect": (3 / 4, 4 / 3)}
 
 _Checked = tuple[str, bool, str]
-"""A setting, whether it keeps its rule, and the rule."""
+"""A setting, True if it keeps its rule, and the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """A setting of a recipe that the closed division does not allow."""
+    """A setting of a recipe that the closed division forbids."""
 
     setting: str
-    """Its key in the recipe."""
+    """Key in the recipe."""
 
     found: str
     rule: str
 
 
 def broken_rules(recipe: Recipe) -> list[BrokenRule]:
-    """Return the rules of the closed division that a recipe breaks, in the order of its keys."""
+    """Return the rules of the closed division that a recipe breaks, ordered by key."""
     checked = (
         *_data_rules(recipe.images),
         *_model_rules(recipe),
@@ -67,7 +67,7 @@ def broken_rules(recipe: Recipe) -> list[BrokenRule]:
 
 
 def warmup_epochs(recipe: Recipe) -> float:
-    """Return how long the rate rises, in passes over the training data."""
+    """Return the length of the warm-up in epochs."""
     warmup = recipe.schedule.warmup
     if warmup is None:
         return 0.0
@@ -176,7 +176,7 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _found(recipe: Recipe, setting: str) -> str:
-    """Return the value of a setting as a recipe has it."""
+    """Format the value of a setting as in a recipe."""
     value: object = recipe
     for key in setting.split("."):
         value = getattr(value, key)

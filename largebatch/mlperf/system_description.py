@@ -1,9 +1,8 @@
-"""MLPerf's description of the system a run was made on: a draft, and its check by the package.
+"""MLPerf's description of the system of a run: a draft, and its check by the package.
 
-Which fields there are is read from the package's checker, which names the ones that an empty
-description lacks. A draft fills in what the log and the summary of the run hold and what the
-machine reports about itself, and marks the rest: the checker passes any text, so a mark left over
-is found here.
+The fields are read from the package's checker, which names those that an empty description
+lacks. A draft fills in what the run's log and summary and the machine know, and marks the rest.
+The checker accepts any text, so leftover marks are found here.
 """
 
 import json
@@ -33,7 +32,7 @@ from largebatch.optional import require_mlperf
 from largebatch.tracking.events import SUMMARY, Summary
 
 MARK = "FILL IN"
-"""How a field begins that nothing here knows."""
+"""Prefix of a field that is unknown here."""
 
 _USAGE = "training"
 _SUMMARY = TypeAdapter(Summary)
@@ -43,7 +42,7 @@ _STATUS = {
     "preview": "Preview",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""Of a description, by that of a log."""
+"""Keys of a description, by key of a log."""
 
 _HINTS = {
     "submitter": "the organisation",
@@ -61,14 +60,14 @@ _HINTS = {
     "accelerator_interconnect": "such as NVLink 4, 900 GB/s",
     "cooling": "air or liquid",
 }
-"""What is asked for, where the name of the field leaves it open."""
+"""Explanation of fields whose names are ambiguous."""
 
 
 def describe(folder: Path) -> dict[str, str]:
-    """Draft the description of the system that a run was made on, from a node of it.
+    """Draft the description of the system of a run; call it on a node of the run.
 
-    Every field that the package's checker asks for is there; one that begins with MARK is unknown
-    to the run and to this machine. Raises LogError where the folder holds no log,
+    Every field that the package's checker requires is present; one that starts with MARK is
+    unknown to the run and to this machine. Raises LogError if the folder holds no log,
     MissingPackageError without mlperf-logging.
     """
     summary = _summary(folder)
@@ -86,7 +85,7 @@ def describe(folder: Path) -> dict[str, str]:
 
 
 def required_fields() -> list[str]:
-    """Return the fields that the package's checker asks for: those that no fields lack."""
+    """Return the fields that the package's checker requires."""
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "system.json")
         empty.write_text("{}", encoding="utf-8")
@@ -94,9 +93,9 @@ def required_fields() -> list[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """Return what the package's checker finds wrong with a description, and the marks left in it.
+    """Return the package's failures for a description, and its leftover marks.
 
-    Raises LogError where it is no JSON object, and TypeError, as the checker does, for a value that
+    Raises LogError if it is no JSON object, and TypeError, as the checker does, for a value that
     is no text.
     """
     try:
@@ -111,7 +110,7 @@ def problems(path: Path) -> list[str]:
 
 
 def _reasons(path: Path) -> list[str]:
-    """Return what the checker logs as wrong."""
+    """Return the failures that the checker logs."""
     package = require_mlperf("system_desc_checker.system_desc_checker", PURPOSE)
     with captured_log() as captured:
         if package.check_system_desc(path, _USAGE, ROUND)[0]:
@@ -125,14 +124,14 @@ def _mark(field: str) -> str:
 
 
 def _summary(folder: Path) -> Summary | None:
-    """Return the summary of a run; None where there is none, as beside result_*.txt."""
+    """Return the summary of a run; None if there is none, as beside result_*.txt."""
     with suppress(OSError, ValidationError):
         return _SUMMARY.validate_json((folder / SUMMARY).read_bytes())
     return None
 
 
 def _submission(log: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what the log holds of its submission."""
+    """Return the log's values on the submission."""
     return {
         "submitter": log.get("org"),
         "division": log.get("division"),
@@ -142,7 +141,7 @@ def _submission(log: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _software(summary: Summary | None) -> dict[str, str | None]:
-    """Return the packages of the run, by its summary."""
+    """Return the versions of packages in the run's summary."""
     if summary is None:
         return {}
     versions = [f"{name} {number}" for name, number in summary.versions.items()]
@@ -155,7 +154,7 @@ def _software(summary: Summary | None) -> dict[str, str | None]:
 
 
 def _lscpu() -> dict[str, str]:
-    """Return what `lscpu` reports of this machine's processors; nothing where there is none."""
+    """Return the output of `lscpu` for this machine; empty if it fails."""
     try:
         done = subprocess.run(
             ["lscpu", "--json"],  # noqa: S607 -- of the system's PATH
@@ -167,7 +166,7 @@ def _lscpu() -> dict[str, str]:
 
 
 def _flat(entries: list[Any]) -> dict[str, str]:
-    """Return fields and values of lscpu's JSON, which newer versions nest."""
+    """Yield fields and values of lscpu's JSON, which newer versions nest."""
     found: dict[str, str] = {}
     for entry in entries:
         if entry.get("data") not in {None, "", "-"}:  # a virtual machine may hide its sockets
@@ -191,7 +190,7 @@ def _processors(cpu: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _accelerators(workers: int | None) -> dict[str, str | None]:
-    """Return the GPUs of this machine, and how many such nodes the workers of the run fill."""
+    """Return the GPUs of this machine, and the number of such nodes for the run's workers."""
     from largebatch import accelerator  # checking needs no torch
 
     names = accelerator.names()

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 from pydantic_core import to_json
 
 from largebatch.errors import printable
@@ -423,7 +423,9 @@ Event = (
     | Profile
     | Finish
 )
-EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+EVENTS: TypeAdapter[Event] = TypeAdapter(
+    Annotated[Event, Field(discriminator="event")], config=ConfigDict(defer_build=True)
+)
 """Reads and writes them."""
 
 

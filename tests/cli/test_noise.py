@@ -279,7 +279,7 @@ def test_a_study_that_is_asked_to_stop_begins_no_other_run(
     words += ["--measure", "16,32,64,128", "--out", str(out)]
     assert main(["noise", "digits_96", *words]) == 75
     assert len(begun) == 1
-    assert capsys.readouterr().out == f"to go on: the same command with --out {out}\n"
+    assert capsys.readouterr().out == f"to resume: the same command with --out {out}\n"
 
 
 @pytest.mark.long

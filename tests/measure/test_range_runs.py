@@ -218,7 +218,7 @@ def test_a_test_that_is_asked_to_stop_begins_no_other_run(
     monkeypatch.setattr(lr_range, "run", stopped)
     assert main(["lr", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
     assert begun == [tmp_path / "out" / "seed-1"]
-    assert capsys.readouterr().out == f"to go on: the same command with --out {tmp_path / 'out'}\n"
+    assert capsys.readouterr().out == f"to resume: the same command with --out {tmp_path / 'out'}\n"
 
 
 @pytest.mark.long

@@ -99,4 +99,4 @@ def test_the_report_of_an_earlier_part_is_not_named_after_an_interruption(
     (folder / "report.html").touch()
     assert main([*words, "--resume", "--time-limit", "0.001"]) == INTERRUPTED
     printed = capsys.readouterr().out
-    assert printed.endswith(f"to draw it: largebatch report {folder}\n")
+    assert printed.endswith(f"to draw the report: largebatch report {folder}\n")

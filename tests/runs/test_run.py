@@ -307,7 +307,7 @@ def test_reaching_max_steps_says_how_to_go_on(
     out = tmp_path / "run"
     assert main(["train", DIGITS, *SHORT, "--max-steps", "1", "--out", str(out)]) == 0
     assert (
-        "--max-steps 1 is reached; to go on: the same command with --resume --out "
+        "--max-steps 1 is reached; to resume: the same command with --resume --out "
         f"{out} and without --max-steps\n"
     ) in capsys.readouterr().out
 

@@ -235,7 +235,7 @@ def test_the_command_prints_what_settings_cost_and_writes_the_page(
     words = ["bench", str(path), "--out", str(tmp_path / "out")]
     world.interrupted_at = 2
     assert main(words) == os.EX_TEMPFAIL
-    assert "2 of 3 runs are done; to go on: the same command" in capsys.readouterr().out
+    assert "2 of 3 runs are done; to resume: the same command" in capsys.readouterr().out
     page = tmp_path / "out" / "study.html"
     assert main([*words, "--report"]) == DONE
     *_, waiting, written = capsys.readouterr().out.splitlines()

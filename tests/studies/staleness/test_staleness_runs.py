@@ -182,7 +182,7 @@ def test_a_study_that_is_asked_to_stop_leaves_no_record_and_can_go_on(
     grid = {**STUDY["grids"][0], "sigma": ["lambda"]}
     study, out = str(write_study(tmp_path, grids=[grid])), tmp_path / "out"
     assert main(["study", "staleness", study, "--out", str(out)]) == INTERRUPTED
-    assert "0 of 2 runs are done; to go on: the same command" in capsys.readouterr().out
+    assert "0 of 2 runs are done; to resume: the same command" in capsys.readouterr().out
     assert not list(out.rglob("*.json"))
 
 
@@ -204,7 +204,7 @@ def test_processes_side_by_side_end_with_the_command(
     assert len(workers) >= 2
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
-    assert ("runs are done; to go on: the same command" in printed) == (number != signal.SIGKILL)
+    assert ("runs are done; to resume: the same command" in printed) == (number != signal.SIGKILL)
     assert len(list(out.rglob("*.json"))) < 100
 
 
