@@ -92,5 +92,5 @@ def test_an_archive_that_cannot_be_read_is_not_said_to_be_damaged(tmp_path: Path
 def test_an_output_that_is_there_is_refused_before_the_archive_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").touch()
-    with pytest.raises(DataError, match="out: there is something already"):
+    with pytest.raises(DataError, match="out: already exists"):
         imported(tmp_path / "no such archive", tmp_path / "out")
