@@ -54,8 +54,8 @@ def test_no_room_to_unpack_is_said_with_the_place(tmp_path: Path) -> None:
     with no_file_longer_than(500_000), pytest.raises(DataError) as caught:
         imported(source, tmp_path / "new/out")
     assert str(caught.value) == (
-        f"{tmp_path}/new: {source} cannot be unpacked there (File too large), where the output "
-        "goes; make room for both, or choose another place with --out"
+        f"{tmp_path}/new: {source} cannot be unpacked there (File too large), beside the output; "
+        "make room for both, or choose another place with --out"
     )
 
 
