@@ -95,6 +95,7 @@ lint: $(VENV)/.installed-for-tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/support/plain_english.py
 
 bench: $(VENV)/.horovod
 	$(PIP_INSTALL) --editable '.[bench]' $(TORCH)

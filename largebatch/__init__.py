@@ -4,8 +4,8 @@
     summary = run("digits_96", workers=2, out="runs/digits")
     summary = run(load_recipe("mine.yaml", ["seed=2"]), out="runs/mine")
 
-`run` and PyTorch are imported when they are first asked for: a recipe can be read, checked and
-planned without them.
+`run` and PyTorch are imported on first use: a recipe can be read, checked and planned without
+them.
 """
 
 import sys
@@ -25,7 +25,7 @@ __all__ = ["LargebatchError", "Recipe", "__version__", "load_recipe", "run"]
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- the signature Python gives it (PEP 562)
     if name == "run":
-        if "torch" not in sys.modules:  # else it is too late for this process
+        if "torch" not in sys.modules:  # once torch is imported, OpenMP has read its settings
             let_threads_sleep()
         from largebatch.runs.run import run
 

@@ -1,4 +1,4 @@
-"""`python -m largebatch` is `largebatch`."""
+"""Run the command line with `python -m largebatch`."""
 
 import sys
 

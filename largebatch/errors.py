@@ -1,21 +1,21 @@
-"""What a user can cause, and therefore fix.
+"""Errors that a user can cause and fix.
 
-The command line prints these as one message without a traceback and exits with code 2. Everything
-else is our mistake or the machine's and keeps its traceback.
+The command line prints these as one message without a traceback and exits with code 2. All other
+errors are bugs or machine failures and keep their traceback.
 """
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 SHOWN = 10
-"""How many names or lines a message lists."""
+"""Maximum number of names or lines in a message."""
 
 LONGEST_NAME = 100
-"""How much of a name or value that was found stands in a message, in characters."""
+"""Maximum length in characters of a name or value in a message."""
 
 
 def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> str:
-    """Return the first few words of a list that may be long, for a message.
+    """Join the first `most` words of a list for a message.
 
     >>> shorten(["cat", "dog", "yak"], most=2)
     'cat, dog, ...'
@@ -26,7 +26,7 @@ def shorten(words: Sequence[str], *, most: int = SHOWN, between: str = ", ") -> 
 
 
 def clip(text: str, most: int) -> str:
-    """Return a text, or so much of it with its length: what was found may be of any size.
+    """Truncate a text to `most` characters and append its length.
 
     >>> clip("conv" * 5_000, 16)
     'convconvconvconv... (20,000 characters)'
@@ -35,24 +35,23 @@ def clip(text: str, most: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal obeys or cannot show; lines stay lines.
+    r"""Escape control and unprintable characters, except line breaks.
 
     >>> print(printable("\x1b[31mred\n\u202egnp"))
     \x1b[31mred
     \u202egnp
     """
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii")
-        for one in text
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
     )
 
 
 def nearest(
     name: str, known: Iterable[str], *, otherwise: str, most: int = 3, cutoff: float = 0.6
 ) -> str:
-    """Return the question which known names may have been meant, `otherwise` if none is near.
+    """Return a "did you mean" question with the closest known names, or `otherwise` if none is.
 
-    `cutoff` is the least similarity, from 0 to 1, of a name that is near.
+    `cutoff` is the minimum similarity, from 0 to 1, of a close name.
 
     >>> nearest("momentun", ["eta", "momentum"], otherwise="`largebatch explain` lists them")
     "did you mean 'momentum'?"
@@ -62,19 +61,19 @@ def nearest(
 
 
 class LargebatchError(Exception):
-    """Base of every error whose message tells the user what to change."""
+    """Base class of errors that a user can fix; the message says what to change."""
 
 
 class RecipeError(LargebatchError):
-    """A recipe, or an override of one, says something it may not say."""
+    """A recipe or an override of one is invalid."""
 
 
 class StudyError(LargebatchError):
-    """A study cannot be carried out, or the database of studies holds another one."""
+    """A study cannot run, or the database holds a different study."""
 
 
 class PlanError(LargebatchError):
-    """A recipe cannot be divided over this many workers and this device batch."""
+    """A recipe cannot be divided over this number of workers and device batch."""
 
 
 class DataError(LargebatchError):
@@ -82,42 +81,42 @@ class DataError(LargebatchError):
 
 
 class CheckpointError(LargebatchError):
-    """A checkpoint or run folder cannot be read, or belongs to something else."""
+    """A checkpoint or run folder cannot be read, or belongs to another recipe."""
 
 
 class LogError(CheckpointError):
-    """The log of a run cannot be written, so a record is missing from here on."""
+    """The log of a run cannot be written; records are missing from here on."""
 
 
 class BackendError(LargebatchError):
-    """The workers cannot be connected as asked."""
+    """The workers cannot be connected as requested."""
 
 
 class MismatchError(BackendError):
-    """The workers were started with different commands, recipes, packages or types of device."""
+    """The workers were started with different commands, recipes, packages or device types."""
 
 
 class DesynchronizedError(LargebatchError):
-    """The workers' weights, which must be the same bits, are not."""
+    """The workers' weights are not bit-identical, as they must be."""
 
 
 class TrackerError(LargebatchError):
-    """A tracker cannot be reached, or not used as it is set up."""
+    """A tracker cannot be reached, or is not set up correctly."""
 
 
 class DivergedError(LargebatchError):
-    """The training loss stopped being a number."""
+    """The training loss is not a finite number."""
 
 
 class UnusedParametersError(LargebatchError, ValueError):
     """A model has parameters that its loss does not depend on.
 
-    In a recipe that is the choice of a model, from Python a wrong argument.
+    This is also a ValueError, because from Python the model is an argument.
     """
 
 
 class MissingPackageError(LargebatchError):
-    """An optional package is needed and not installed.
+    """An optional package is required but not installed.
 
     >>> print(MissingPackageError("wandb", purpose="tracking", install="pip install wandb"))
     tracking needs wandb, which is not installed; install it with: pip install wandb
@@ -130,15 +129,15 @@ class MissingPackageError(LargebatchError):
 
 
 class PeerLostError(Exception):
-    """Another worker went away in the middle of a collective operation.
+    """Another worker exited during a collective operation.
 
-    Its own traceback says why; this one is only the echo, so the command line prints one line.
+    That worker's traceback shows the cause; for this error the command line prints one line.
     """
 
 
 class PeerSilentError(PeerLostError):
-    """Another worker is not known to be gone, but did nothing for the whole of --timeout."""
+    """Another worker did not respond for the whole of --timeout."""
 
 
 class WorkerFailedError(Exception):
-    """A local worker failed; the message holds its traceback, which is shown as it is."""
+    """A local worker failed; the message is that worker's traceback."""

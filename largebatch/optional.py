@@ -1,4 +1,4 @@
-"""Packages that may be missing, each imported by one function that names the install command."""
+"""Optional packages, each imported by one function whose error names the install command."""
 
 import functools
 import importlib
@@ -20,12 +20,12 @@ INSTALL_HOROVOD = f"{files('largebatch') / 'launch' / 'install_horovod.sh'} {sys
 
 
 def require_torchvision() -> ModuleType:
-    """Import torchvision, also where its compiled operators do not fit the installed torch.
+    """Import torchvision, even if its compiled operators do not match the installed torch.
 
     Call this before importing anything that needs it, such as timm. torchvision built against a
-    CUDA torch does not load its extension beside a CPU-only torch, and `import torchvision` then
-    fails over two detection operators that nothing here calls. With their schemas declared, all
-    that is written in Python works as usual; where torchvision imports, nothing is declared.
+    CUDA torch cannot load its extension beside a CPU-only torch, and `import torchvision` then
+    fails over two detection operators that nothing here calls. Declaring their schemas makes the
+    Python part work; nothing is declared if torchvision imports normally.
     """
     try:
         return _import("torchvision", "torchvision", "reading images and building timm's models")
@@ -39,17 +39,17 @@ def require_torchvision() -> ModuleType:
 
 
 def torchvision_lacks_operators() -> bool:
-    """Return whether torchvision was imported without its compiled operators."""
+    """Return True if torchvision was imported without its compiled operators."""
     return _declare_operators.cache_info().currsize > 0
 
 
 def require_timm() -> ModuleType:
-    """Import timm.
+    """Import timm without W&B.
 
-    It would import W&B for a log that nothing here writes, a tenth of what a worker takes to start.
+    timm imports W&B for a log that is not used here; that import takes a tenth of a worker's start.
     """
     require_torchvision()
-    absent = cast("ModuleType", None)  # Python's own way to make an import fail
+    absent = cast("ModuleType", None)  # makes `import wandb` raise ImportError
     hides = sys.modules.setdefault("wandb", absent) is None
     try:
         return _import(
@@ -71,7 +71,7 @@ def require_dali() -> ModuleType:
 
 
 def require_digits() -> ModuleType:
-    """Import sklearn.datasets, which holds the handwritten digits."""
+    """Import sklearn.datasets, which contains the handwritten digits."""
     return _import("sklearn.datasets", "scikit-learn", "data.source: digits")
 
 
@@ -108,7 +108,7 @@ def require_tensorboard() -> ModuleType:
 
 
 def require_mlflow() -> ModuleType:
-    """Import mlflow, of the package of this name or of mlflow-skinny."""
+    """Import mlflow, from the package mlflow or mlflow-skinny."""
     install = "pip install 'largebatch[mlflow]'"
     return _import("mlflow", "mlflow", "tracking: [mlflow]", install=install)
 
@@ -119,7 +119,7 @@ def require_psutil() -> ModuleType:
 
 
 def require_onnx() -> ModuleType:
-    """Import onnx, and what PyTorch writes it with."""
+    """Import onnx, and onnxscript, with which PyTorch exports."""
     purpose, install = "export --onnx", "pip install 'largebatch[onnx]'"
     _import("onnxscript", "onnxscript", purpose, install=install)
     return _import("onnx", "onnx", purpose, install=install)
@@ -156,14 +156,14 @@ def require_horovod() -> ModuleType:
 
 
 def require_apex() -> ModuleType:
-    """Import the kernels of NVIDIA's apex, amp_C."""
+    """Import amp_C, the kernels of NVIDIA's apex."""
     return _import("amp_C", "NVIDIA's apex", "execution.kernels: apex", install=INSTALL_APEX)
 
 
 def _import(module: str, package: str, purpose: str, *, install: str = "") -> ModuleType:
     """Import a module, or raise MissingPackageError if its package is not installed.
 
-    Where the package is there and something that it needs is not, ModuleNotFoundError stays.
+    ModuleNotFoundError is raised if the package is installed and a dependency of it is missing.
     """
     try:
         return importlib.import_module(module)
@@ -177,9 +177,9 @@ def _import(module: str, package: str, purpose: str, *, install: str = "") -> Mo
 
 @functools.cache
 def _declare_operators() -> "Library":
-    """Declare the operators that torchvision extends on import without asking if they exist.
+    """Declare the operators that torchvision extends on import without checking for them.
 
-    The declarations last as long as the object returned, which the cache holds.
+    The declarations live as long as the returned object, which the cache keeps alive.
     """
     from torch.library import Library
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, the cache folder, and how reads are tried again."""
+"""Atomic writes, checksums, the cache folder, and retries of failed reads."""
 
 import errno
 import fcntl
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 THREADS = 16
-"""More than cores: over a network a thread waits most of the time."""
+"""Number of threads; more than cores, because over a network a thread mostly waits."""
 
 PART = 256
-"""Images that a thread takes at a time."""
+"""Number of images in one thread's task."""
 
 PAUSES = (0.1, 1.0, 5.0)
-"""Seconds before each further attempt at a read that failed, here and in a run."""
+"""Seconds before each retry of a failed read, here and in a run."""
 
 OF_THE_FILE = (
     errno.EACCES,
@@ -40,15 +40,15 @@ OF_THE_FILE = (
     errno.ENXIO,
     errno.EPERM,
 )
-"""Errors that are the same next time: who may read a file, where a link leads, what it is."""
+"""Error numbers that a retry cannot change: permissions, links and file types."""
 
 CHUNK = 2**18
-"""Bytes that are checked at a time: few enough to stay in a processor's cache."""
+"""Bytes per step of a checksum; small enough to stay in the processor's cache."""
 
 CHECKSUM_BYTES = 4
 
 Progress = Callable[[int, int], None]
-"""Called with the number of files that are done and of all, after every few."""
+"""Callback that takes the number of finished files and the total."""
 
 
 def silent(_done: int, _total: int) -> None:
@@ -56,7 +56,7 @@ def silent(_done: int, _total: int) -> None:
 
 
 _PARTIAL = ".partial"
-"""Ends the name of what is being written."""
+"""Suffix of the name of a file being written."""
 
 T = TypeVar("T")
 
@@ -64,15 +64,15 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, and its folder, so that the file is there whole or not at all."""
+    """Write a file atomically; create its folder if needed."""
     with whole_file(path) as file:
         file.write(content)
 
 
 def write_html(path: Path, html: str) -> Path:
-    """Write a page whole or not at all; return its path.
+    """Write a page atomically and return its path.
 
-    Raises LargebatchError where it cannot be written.
+    Raises LargebatchError if it cannot be written.
     """
     try:
         write_whole(path, html.encode())
@@ -85,10 +85,10 @@ def write_html(path: Path, html: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to, which is at `path` when the block ends, or nowhere if it fails.
+    """Yield a file to write to; it appears at `path` when the block ends, not if the block fails.
 
-    It is on the disk before it has its name, and its name before this returns, so after a loss of
-    power too it is whole or what was there before.
+    The content is flushed to disk before the file is renamed, and the rename before this returns,
+    so after a power failure `path` holds the whole new content or the previous one.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -106,49 +106,50 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(*folders: Path) -> None:
-    """Remove what writers that were killed left in these folders, of which no other is at work."""
+    """Remove the partial files of killed writers; no writer may be active in these folders."""
     for folder in folders:
         for path in find_leftovers(folder):
             path.unlink(missing_ok=True)
 
 
 def find_leftovers(folder: Path) -> Iterator[Path]:
-    """Yield the files that writers have not finished."""
+    """Yield the partial files in a folder."""
     return folder.glob(f".*{_PARTIAL}")
 
 
 def _sync_folder(folder: Path) -> None:
     opened = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # there are file systems that cannot
+        with suppress(OSError):  # not supported by every file system
             os.fsync(opened)
     finally:
         os.close(opened)
 
 
 def checksum(parts: "Iterable[ReadableBuffer]") -> bytes:
-    """Return the CRC-32 of all these bytes in their order, as CHECKSUM_BYTES bytes."""
+    """Return the CRC-32 of the concatenated parts as CHECKSUM_BYTES bytes."""
     total = functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0)
     return total.to_bytes(CHECKSUM_BYTES, "little")
 
 
 def is_undamaged(path: Path, *, begin: bytes = b"") -> bool:
-    """Return whether a file ends with the checksum of `begin` and of all that precedes its end.
+    """Return True if a file ends with the checksum of `begin` and of the bytes before it.
 
-    It is read, not mapped: where a disk fails, a read raises OSError and a mapping kills the
-    process; and pages that are mapped would count as this process's memory.
+    The file is read, not mapped: on a failing disk a read raises OSError while a mapping kills the
+    process, and mapped pages would count as this process's memory.
     """
     with path.open("rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size - CHECKSUM_BYTES
         sizes = (min(CHUNK, length - start) for start in range(0, length, CHUNK))
-        found = checksum(chain([begin], map(file.read, sizes)))
-        return found == file.read()
+        actual = checksum(chain([begin], map(file.read, sizes)))
+        return actual == file.read()
 
 
 class Mapped(NamedTuple):
-    """A file that is mapped into memory, as it was then.
+    """Identity and length of a file at the time it was mapped into memory.
 
-    Who touches what was cut off is killed by the system without a word, so this is asked before.
+    Touching mapped pages of a truncated file kills the process without a message, so
+    `require_whole` is called first.
     """
 
     path: Path
@@ -157,23 +158,23 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Note what a file is now; None: it is gone, and stays mapped whole."""
+        """Record a file's identity and length; None if it was removed, as it stays mapped whole."""
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
             return None
-        return cls(path, (found.st_dev, found.st_ino), found.st_size)
+        return cls(path, (status.st_dev, status.st_ino), status.st_size)
 
     def require_whole(self) -> None:
-        """Raise DataError if the file is shorter now; one that was replaced stays mapped whole."""
+        """Raise DataError if the file was truncated; a replaced file stays mapped whole."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return
-        if (found.st_dev, found.st_ino) == self.inode and found.st_size < self.length:
+        if (status.st_dev, status.st_ino) == self.inode and status.st_size < self.length:
             raise DataError(
-                f"{self.path}: it has {found.st_size:,} of its {self.length:,} bytes: it was cut "
-                "off while it was used; start again, and it is made anew"
+                f"{self.path}: it has {status.st_size:,} of its {self.length:,} bytes: it was "
+                "truncated while in use; restart, and the file is written again"
             )
 
 
@@ -184,37 +185,37 @@ def read_again(read: Callable[[], T], error: OSError, *, name: str) -> T:
         time.sleep(pause)
         try:
             return read()
-        except OSError as another:
-            error = another
+        except OSError as latest:
+            error = latest
     raise DataError(
-        f"{name}: cannot be read ({error.strerror or error}), tried {1 + len(PAUSES)} times; see "
-        "that the disk is well and that the file has not changed"
+        f"{name}: cannot be read ({error.strerror or error}), tried {1 + len(PAUSES)} times; check "
+        "the disk and that the file has not changed"
     )
 
 
 def user_cache() -> Path:
-    """Return the folder of what can be made again: $XDG_CACHE_HOME/largebatch, or the system's."""
+    """Return the cache folder: $XDG_CACHE_HOME/largebatch, or the system's default."""
     return platformdirs.user_cache_path("largebatch")
 
 
 def require_new(out: Path) -> None:
-    """Raise DataError if there is something already where a folder is to be made."""
+    """Raise DataError unless `out` is a free name for a new folder."""
     if not out.name or out.resolve() == Path.cwd():
-        raise DataError(f"{out}: what is made becomes a folder of its own; name one")
+        raise DataError(f"{out}: the output is a new folder; name one")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"{out}: there is something already; remove it or choose another place")
+        raise DataError(f"{out}: already exists; remove it or choose another place")
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill that becomes `out` if all goes well and disappears if not."""
+    """Yield a folder to fill; it becomes `out` when the block ends and is removed if it fails."""
     require_new(out)
     partial = out.with_name(f".{out.name}{_PARTIAL}")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
-            for left in partial.iterdir():  # by a process that was killed
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for leftover in partial.iterdir():  # of a killed process
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             try:
                 yield partial
                 partial.rename(out)
@@ -228,17 +229,17 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Own a folder; a process that ends, however it does, owns it no more."""
+    """Hold a lock on a folder; the system releases it when the process ends, even if killed."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"{folder}: another process is at work there; wait for its end"
+                f"{folder}: another process is writing there; wait until it ends"
             ) from None
         except OSError as error:
-            _LOG.warning("%s: this file system keeps no locks (%s)", folder, error.strerror)
+            _LOG.warning("%s: this file system has no locks (%s)", folder, error.strerror)
         yield
     finally:
         os.close(opened)

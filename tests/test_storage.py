@@ -27,7 +27,7 @@ def test_the_working_directory_is_no_new_folder(
 ) -> None:
     (tmp_path / "here" / "empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    refused = pytest.raises(DataError, match=f"^{out}: what is made becomes a folder of its own")
+    refused = pytest.raises(DataError, match=f"^{out}: the output is a new folder")
     with refused, new_folder(Path(out)):
         pass
     with pytest.raises(LargebatchError, match=r"^\.: the page cannot be written: Is a directory"):
@@ -53,7 +53,7 @@ def test_a_folder_that_another_process_fills_is_left_alone(tmp_path: Path) -> No
     opened = os.open(theirs, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)
-        refused = pytest.raises(DataError, match="another process is at work there")
+        refused = pytest.raises(DataError, match="another process is writing there")
         with refused, new_folder(tmp_path / "out"):
             pass
     finally:

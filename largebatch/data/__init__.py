@@ -1,6 +1,6 @@
-"""The images: which there are, in which order they come, which part is shown, who decodes it.
+"""Training data: index, order, augmentation, decoders and imports.
 
-`index`, `order` and `augment` are pure and decide everything; `decoders`, of which a run uses one
-or two, turn their `Request`s into tensors and decide nothing. `datasets` writes what others publish
-as folders and shards that an index can be made of.
+`index`, `order` and `augment` are pure functions and decide which part of which image is shown
+when. `decoders` turn their `Request`s into tensors and decide nothing; a run uses one or two.
+`datasets` converts published data sets to folders and shards that can be indexed.
 """

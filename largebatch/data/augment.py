@@ -1,8 +1,8 @@
-"""Which part of each image is shown: pure functions of the seed and the position in the run.
+"""Crops and flips: pure functions of the seed and the position in the run.
 
 The decoders apply these numbers and draw none, so every decoder, on any number of workers, shows
 the same part of the same image. A box is (top, left, height, width) in source pixels; it is
-resized to the square the model sees.
+resized to the model's square input.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from largebatch.data.types import BoolArray, IntArray, Request
 FloatArray = npt.NDArray[np.float64]
 
 ATTEMPTS = 10
-"""How often a random box is drawn before the central one is taken, as in torchvision."""
+"""Number of random boxes drawn before the central one is used, as in torchvision."""
 
 
 def training_samples(index: Index, positions: range, *, seed: int) -> IntArray:
-    """Return the samples at these positions of the run: each once an epoch, none held out."""
+    """Return the samples at these positions of the run: each once per epoch, none held out."""
     return samples_at(positions, seed=seed, num_samples=len(index), trained=index.trained)
 
 
@@ -33,9 +33,9 @@ def train_request(
     aspect: tuple[float, float],
     flip: bool,
 ) -> Request:
-    """Ask for the samples at these positions of the run as training shows them.
+    """Return the request for the samples at these positions of the run, augmented for training.
 
-    `area` None shows whole images.
+    Whole images are shown if `area` is None.
     """
     samples = training_samples(index, positions, seed=seed)
     heights, widths = index.heights[samples], index.widths[samples]
@@ -50,7 +50,7 @@ def train_request(
 def clean_request(
     index: Index, samples: IntArray, *, image_size: int, resize: int | None
 ) -> Request:
-    """Ask for these samples as validation shows them: the centre, or all if `resize` is None."""
+    """Return the request for these samples as in validation: the centre, or all if no `resize`."""
     heights, widths = index.heights[samples], index.widths[samples]
     if resize is None:
         boxes = whole_boxes(heights, widths)
@@ -68,11 +68,11 @@ def random_boxes(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> IntArray:
-    """Return N x 4 random boxes as torchvision's RandomResizedCrop draws them.
+    """Return N x 4 random boxes, drawn like torchvision's RandomResizedCrop.
 
-    Each attempt draws a part of the area, evenly within `area`, a shape (width over height), evenly
-    on the logarithm within `aspect`, and a place. The first that fits is taken; if none of the ten
-    does, the largest central box of a permitted shape.
+    Each attempt draws a fraction of the area, uniform in `area`, an aspect ratio (width / height),
+    log-uniform in `aspect`, and a position. The first box that fits is used; if none of the ten
+    fits, the largest central box of a permitted aspect ratio.
     """
     words = random_words(
         seed, Stream.CROP, block=positions.start * ATTEMPTS, num_blocks=len(positions) * ATTEMPTS
@@ -94,18 +94,18 @@ def random_boxes(
 
 
 def random_flips(seed: int, positions: range) -> BoolArray:
-    """Return N fair coin tosses."""
+    """Return N booleans, True with probability 1/2."""
     words = random_words(seed, Stream.FLIP, block=positions.start, num_blocks=len(positions))
     return (words[:, 0] >> np.uint64(63)).astype(np.bool_)
 
 
 def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize: int) -> IntArray:
-    """Return the central squares that, once resized, show what the usual two steps show.
+    """Return the central squares that replace the usual resize and centre crop.
 
-    Those are: resize the short side to `resize`, cut the central image_size x image_size. In source
-    pixels the square's side is short side * image_size / resize. It is rounded to whole source
-    pixels here and to whole resized pixels there, so their edges lie less than one of each apart;
-    and an image is resampled to the size wanted, not resampled and then cut.
+    The usual steps are: resize the short side to `resize`, crop the central image_size x
+    image_size. In source pixels the square's side is short side * image_size / resize. It is
+    rounded to whole source pixels here and to whole resized pixels there, so the edges differ by
+    less than one of each; and an image is resampled once, to the final size.
 
     >>> center_boxes(np.array([512]), np.array([640]), image_size=224, resize=256).tolist()
     [[32, 96, 448, 448]]
@@ -115,12 +115,12 @@ def center_boxes(heights: IntArray, widths: IntArray, *, image_size: int, resize
 
 
 def whole_boxes(heights: IntArray, widths: IntArray) -> IntArray:
-    """Return boxes that hold the whole of every image; resizing may change its shape."""
+    """Return boxes that cover whole images; resizing may change their aspect ratio."""
     return _centered(heights, widths, heights, widths)
 
 
 def _widest_boxes(heights: IntArray, widths: IntArray, aspect: tuple[float, float]) -> IntArray:
-    """Return the largest central boxes of a permitted shape."""
+    """Return the largest central boxes of a permitted aspect ratio."""
     narrowest, widest = aspect
     box_heights = np.minimum(heights, np.rint(widths / narrowest)).astype(np.int64)
     box_widths = np.minimum(widths, np.rint(heights * widest)).astype(np.int64)
@@ -135,5 +135,5 @@ def _centered(
 
 
 def _uniform(words: npt.NDArray[np.uint64]) -> FloatArray:
-    """Turn random words into float64 numbers in [0, 1), from their upper 53 bits."""
+    """Convert random words to float64 in [0, 1), from their upper 53 bits."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

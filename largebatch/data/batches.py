@@ -1,7 +1,7 @@
-"""The batches of one run: which samples one worker sees, in which order, in every stage.
+"""Batches of one run: the samples of each worker in every stage, in order.
 
-Everything here is a function of the recipe, the plan and the worker's rank. What a sample is, an
-image or a window of a text, is known to the pipelines of `pipeline` and `text` alone.
+Everything here is a function of the recipe, the plan and the worker's rank. Only the pipelines in
+`pipeline` and `text` know what a sample is: an image or a window of a text.
 """
 
 from abc import ABC, abstractmethod
@@ -26,16 +26,16 @@ Split = Literal["train", "val"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(ABC):
-    """Opens the batches of every stage for one worker."""
+    """Batches of every stage for one worker."""
 
     recipe: Recipe
     plan: Plan
     rank: int
     evaluated_samples: IntArray
-    """The rows of the validation data that an evaluation measures."""
+    """Rows of the validation data that an evaluation measures."""
 
     held_out_samples: IntArray
-    """Training samples that no stage is trained or measured on, and that decide on stages."""
+    """Training samples excluded from training and statistics; they decide which stages are kept."""
 
     dropped: set[int] = field(default_factory=set)
     """Workers that the run goes on without; they get no samples."""
@@ -43,101 +43,101 @@ class Pipeline(ABC):
     @property
     @abstractmethod
     def splits(self) -> dict[str, dict[str, object]]:
-        """What identifies the samples of each split."""
+        """Identity of the samples of each split."""
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """What a run folder keeps of the data, by the names of the files."""
+        """Contents of the data files that a run folder keeps, by file name."""
         return {}
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, by label, where mistakes are listed by class; else none."""
+        """Names of the classes, by label; empty if errors are not listed by class."""
         return ()
 
     @property
     def unusable(self) -> int:
-        """How many samples were left out because they cannot be used."""
+        """Number of samples left out because they cannot be used."""
         return 0
 
     @property
     def remarks(self) -> list[str]:
-        """What is to be known about the data when a run begins."""
+        """Remarks about the data, logged at the start of a run."""
         return []
 
     def close(self) -> None:  # noqa: B027 -- most have nothing to release
-        """Release what stays open between two passes over samples."""
+        """Release the resources that stay open between passes over samples."""
 
     def replica(self, plan: Plan, *, seed: int) -> Self:
-        """Return the pipeline of a replica, whose batches this worker alone goes through."""
+        """Return the pipeline of a replica, whose batches belong to this worker alone."""
         recipe = self.recipe.model_copy(update={"seed": seed})
         return replace(self, recipe=recipe, plan=plan, rank=0)
 
     @abstractmethod
     def training(self, steps: range, *, clean: bool) -> Batches:
-        """Return the device batches of these updates, in each as many as its global batch needs.
+        """Yield the device batches of these updates, `accumulation` per update.
 
         Clean samples are prepared like validation samples, in the same order.
         """
 
     @abstractmethod
     def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
-        """Return a batch for each of these ranges of positions of the run, as training shows them.
+        """Yield a training batch for each of these ranges of positions of the run.
 
-        Clean ones are those of clean updates.
+        Clean batches are prepared like validation samples.
         """
 
     @abstractmethod
     def training_samples(self, positions: range) -> IntArray:
-        """Return the samples at these positions of the run: each once an epoch, none held out."""
+        """Return the samples at these positions of the run: each once per epoch, none held out."""
 
     @abstractmethod
     def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
-        """Return batches of these samples as validation shows them."""
+        """Yield batches of these samples, prepared as in validation."""
 
     def validation(self) -> Batches:
-        """Return this worker's share of the validation samples, which may be none."""
+        """Yield this worker's share of the validation samples, which may be empty."""
         return self.clean("val", self._dealt(self.evaluated_samples, size=self.plan.device_batch))
 
     def test(self) -> Batches:
-        """Return this worker's share of the test data; DataError where there is none."""
+        """Yield this worker's share of the test data; raise DataError if there is none."""
         raise DataError(
-            f"--test: images have training and validation data alone; data.source is "
+            f"--test: images have only training and validation data; data.source is "
             f"{self.recipe.data.source}"
         )
 
     def statistics(self, num_samples: int) -> Batches:
-        """Return this worker's share of the first `num_samples` of the training order, clean.
+        """Yield this worker's share of the first `num_samples` of the training order, clean.
 
-        Every batch holds whole BatchNorm spans, also where several workers share one in training.
+        Every batch holds whole BatchNorm spans, even if several workers share a span in training.
         """
         samples = self.training_samples(range(num_samples))
         return self.clean("train", self._dealt(samples, size=self.plan.statistics_batch))
 
     def held_out(self) -> Batches:
-        """Return this worker's share of the training samples held out, clean; it may be none."""
+        """Yield this worker's share of the held-out training samples, clean; it may be empty."""
         return self.clean("train", self._dealt(self.held_out_samples, size=self.plan.device_batch))
 
     @property
     def workers(self) -> Sequence[int]:
-        """The workers that samples are dealt out to, rising."""
+        """Workers that share the samples, in rising order."""
         return [worker for worker in range(self.plan.workers) if worker not in self.dropped]
 
     @property
     def validation_samples(self) -> IntArray:
-        """The rows of the validation data that `validation` shows this worker, in its order."""
+        """Rows of the validation data in this worker's share, in the order of `validation`."""
         samples = self.evaluated_samples
         parts = self._dealt(samples, size=self.plan.device_batch)
         return np.concatenate([*parts, samples[:0]])
 
     def positions(self, steps: range) -> Iterator[range]:
-        """Give the positions of this worker's device batches in these updates, in order."""
+        """Yield the positions of this worker's device batches in these updates, in order."""
         for part, _, accumulation in self.plan.within(steps):
             for step, micro in product(part, range(accumulation)):
                 yield self.plan.positions(step, micro, self.rank)
 
     def _dealt(self, samples: IntArray, *, size: int) -> Iterator[IntArray]:
-        """Deal batches of `size` out to the workers in turn; only the very last may be smaller."""
+        """Yield every n-th batch of `size` for n workers; only the very last may be smaller."""
         place, step = self.workers.index(self.rank), len(self.workers) * size
         for start in range(place * size, len(samples), step):
             yield samples[start : start + size]
@@ -145,7 +145,7 @@ class Pipeline(ABC):
 
 @dataclass(frozen=True, slots=True)
 class CleanSamples:
-    """Clean training samples, which can be gone through again."""
+    """Clean training samples; each iteration is a new pass."""
 
     pipeline: Pipeline
     samples: int
@@ -158,7 +158,7 @@ class CleanSamples:
 def samples_at(
     positions: range, *, seed: int, num_samples: int, trained: IntArray | None
 ) -> IntArray:
-    """Return the samples at these positions of the run, of those that are trained on; None: all."""
+    """Return the samples at these positions of the run, from `trained` or, if None, from all."""
     if trained is None:
         return sample_ids(positions, seed=seed, num_samples=num_samples)
     return trained[sample_ids(positions, seed=seed, num_samples=len(trained))]
@@ -167,9 +167,10 @@ def samples_at(
 def divide_samples(
     recipe: Recipe, num_train: int, num_val: int
 ) -> tuple[IntArray | None, IntArray, IntArray]:
-    """Return the samples that are trained on, None for all, those that validate, those that decide.
+    """Return the training samples (None: all), the validation samples and the deciding ones.
 
-    Those that validate are of the training samples where the recipe holds some out for that.
+    The validation samples are training samples if the recipe holds some out for validation; the
+    deciding ones decide which stages of polishing are kept.
     """
     trained, evaluated, decides = None, np.arange(num_val), np.empty(0, dtype=np.int64)
     section = recipe.data.held_out
@@ -188,9 +189,9 @@ def divide_samples(
 def require_described(
     data: Data | Text, found: Mapping[str, int], *, where: str, what: str
 ) -> None:
-    """Raise DataError where samples were found that are not those the recipe was written for.
+    """Raise DataError unless the counts in `found`, by key of the section, match the recipe.
 
-    `found` has numbers by the keys of the section; `what` was found stands in the message.
+    `what` names the data in the message.
     """
     wrong = {key: number for key, number in found.items() if number != getattr(data, key)}
     if wrong:
@@ -198,6 +199,6 @@ def require_described(
         actual = ", ".join(f"{key} {number}" for key, number in wrong.items())
         change = " ".join(f"--set data.{key}={number}" for key, number in wrong.items())
         raise DataError(
-            f"{where}: the recipe describes {expected}, {what} has {actual}; if that is meant, "
+            f"{where}: the recipe describes {expected}, {what} has {actual}; if that is intended, "
             f"add {change}"
         )

@@ -1,12 +1,12 @@
 """The order of samples: a pure function of the seed and the position in the run.
 
-Position p is sample permutation(seed, epoch p // N)[p % N], so every sample comes once an epoch,
-batches run on over the end of an epoch, and neither the number of workers nor where a run was
-interrupted can change what is trained on.
+Position p is sample permutation(seed, epoch p // N)[p % N]. So every sample comes once per epoch,
+batches continue across the end of an epoch, and neither the number of workers nor an interruption
+changes what is trained on.
 
 Random numbers are counter-based: Philox (Salmon et al. 2011, doi 10.1145/2063384.2063405) keyed by
-the seed and by what the numbers are for. NumPy guarantees the raw 64-bit words of a bit generator
-for ever, but not what `Generator.permutation` makes of them, so the permutation is made here.
+the seed and the purpose. NumPy guarantees that the raw 64-bit words of a bit generator never
+change, but not the result of `Generator.permutation`, so the permutation is computed here.
 """
 
 import enum
@@ -19,11 +19,11 @@ import numpy.typing as npt
 from largebatch.data.types import IntArray
 
 WORDS_PER_BLOCK = 4
-"""Philox turns one value of its counter into this many 64-bit words."""
+"""Number of 64-bit words per value of Philox's counter."""
 
 
 class Stream(enum.IntEnum):
-    """What random numbers are for; half of the key, so no two purposes share any."""
+    """Purpose of random numbers; half of the key, so no two purposes share numbers."""
 
     ORDER = 0
     CROP = 1
@@ -39,7 +39,7 @@ class Stream(enum.IntEnum):
 def random_words(
     seed: int, stream: Stream, *, block: int, num_blocks: int, part: int = 0
 ) -> npt.NDArray[np.uint64]:
-    """Return num_blocks x 4 words; row k is a function of (seed, stream, part, block + k) alone."""
+    """Return num_blocks x 4 words; row k depends only on (seed, stream, part, block + k)."""
     key = np.array([seed, stream], dtype=np.uint64)
     counter = np.array([block, part, 0, 0], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(num_blocks * WORDS_PER_BLOCK)
@@ -47,7 +47,7 @@ def random_words(
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """Return the seed of one replica of a run, for an order, crops and dropout of its own."""
+    """Return the seed of one replica of a run: for its own order, crops and dropout."""
     words = random_words(seed, Stream.REPLICA, block=replica, num_blocks=1)
     return int(words[0, 0] >> np.uint64(1))
 
@@ -77,9 +77,9 @@ def sample_ids(positions: range, *, seed: int, num_samples: int) -> IntArray:
 def divide(
     num_samples: int, *, held_out: int, seed: int, stream: Stream = Stream.HELD_OUT
 ) -> tuple[IntArray, IntArray]:
-    """Return the samples to train on and those held out, both in rising order.
+    """Return the samples to train on and the held-out ones, both in rising order.
 
-    A function of the seed, the stream and the two numbers alone.
+    The result depends only on the seed, the stream and the two numbers.
     """
     if not 0 < held_out < num_samples:
         raise ValueError(f"held_out must be from 1 to {num_samples - 1}, got {held_out}")
@@ -88,21 +88,21 @@ def divide(
 
 
 def _permutation(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Return the order of one epoch; that of the next is drawn meanwhile."""
+    """Return the order of one epoch and start drawing the order of the next."""
     drawing = _drawing(seed, epoch, num_samples)
     _drawing(seed, epoch + 1, num_samples)
     return drawing.wait()
 
 
-@functools.lru_cache(maxsize=4)  # two of training, two of statistics over the first epoch
+@functools.lru_cache(maxsize=4)  # two for training, two for statistics over the first epoch
 def _drawing(seed: int, epoch: int, num_samples: int) -> "_Drawing":
     return _Drawing(seed, epoch, num_samples)
 
 
 class _Drawing:
-    """The order of an epoch, which a thread of its own draws: most of that is one sort of NumPy's.
+    """The order of an epoch, drawn in a thread; most of the time is one NumPy sort.
 
-    It takes a quarter of a second for ImageNet, in which training would wait.
+    It takes a quarter of a second for ImageNet, for which training would otherwise wait.
     """
 
     def __init__(self, seed: int, epoch: int, num_samples: int) -> None:
@@ -114,8 +114,8 @@ class _Drawing:
     def wait(self) -> npt.NDArray[np.uint32]:
         """Return the order once it is drawn."""
         self._thread.join()
-        # It is missing where the thread failed, which then shows here, and in a process that was
-        # forked meanwhile, in which there are no threads.
+        # It is None if the thread failed, which then raises here, and in a process forked since,
+        # which has no threads.
         return self._draw() if self._order is None else self._order
 
     def _draw(self) -> npt.NDArray[np.uint32]:
@@ -127,10 +127,10 @@ class _Drawing:
 def _draw(seed: int, stream: Stream, *, part: int, num_samples: int) -> npt.NDArray[np.uint32]:
     """Return a random order of the samples.
 
-    Every worker holds at most four, in numbers of 32 bits: 5 MB each for ImageNet, and some 30 MB
+    Every worker holds at most four, as 32-bit integers: 5 MB each for ImageNet, and about 30 MB
     of working memory while one is drawn.
     """
-    assert num_samples < 2**32, "more samples need wider numbers"
+    assert num_samples < 2**32, "more samples need wider integers"
     num_blocks = -(-num_samples // WORDS_PER_BLOCK)
     words = random_words(seed, stream, block=0, num_blocks=num_blocks, part=part)
     return np.argsort(words.reshape(-1)[:num_samples], kind="stable").astype(np.uint32)

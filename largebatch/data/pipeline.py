@@ -1,7 +1,7 @@
-"""The images of one run: which batches one worker sees, in which order, in every stage.
+"""Batches of images for one worker in every stage, in order.
 
-Everything here is a function of the recipe, the plan and the worker's rank; the decoder that was
-chosen only turns the requests into tensors.
+Everything here is a function of the recipe, the plan and the worker's rank; the chosen decoder
+only turns the requests into tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,26 +38,26 @@ OpenDecoder = Callable[[Index, View], AbstractContextManager[Decode]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePipeline(Pipeline):
-    """Opens the batches of images of every stage for one worker."""
+    """Batches of images of every stage for one worker."""
 
     train_index: Index
     val_index: Index
     open_decoder: OpenDecoder
     channels_last: bool = False
-    """Order of images in memory, which is that of the model."""
+    """True if images are stored channels last, like the model's weights."""
 
     idle: IdleDecoders = field(default_factory=IdleDecoders)
-    """Decoders of clean images, by split: every evaluation uses the same one."""
+    """Decoders of clean images, by split; all evaluations share one."""
 
     @property
     def indexes(self) -> dict[str, Index]:
-        """The images that are read, by split; one where training images validate."""
+        """Indexes by split; only train if training images are used for validation."""
         val = {} if self.val_index is self.train_index else {"val": self.val_index}
         return {"train": self.train_index, **val}
 
     @property
     def splits(self) -> dict[str, dict[str, object]]:
-        """What identifies the images of each split."""
+        """Identity of the images of each split."""
         return {"train": self.train_index.identity, "val": self.val_index.identity}
 
     @property
@@ -67,22 +67,22 @@ class ImagePipeline(Pipeline):
 
     @property
     def unusable(self) -> int:
-        """How many images `data index --drop-bad` left out."""
+        """Number of images left out by `data index --drop-bad`."""
         return sum(len(index.bad) for index in self.indexes.values())
 
     @property
     def remarks(self) -> list[str]:
-        """What is to be known about the images when a run begins: which files are not read."""
+        """Remarks about the images, logged at the start of a run: the ignored files."""
         described = [describe(index.ignored, where=split) for split, index in self.indexes.items()]
         return [
             f"{head} {'; '.join(map(str.strip, kinds))}" for head, *kinds in filter(None, described)
         ]
 
     def training(self, steps: range, *, clean: bool) -> Batches:
-        """Return the device batches of these updates, in each as many as its global batch needs.
+        """Yield the device batches of these updates, `accumulation` per update.
 
         Clean images are prepared like validation images, in the same order of samples. Augmented
-        ones may have several sizes: one decoder follows the other.
+        images may change size during the run, with one decoder per size.
         """
         if clean or not self.plan.sizes:
             return self.decode(self.train_index, self._training_requests(steps, clean=clean))
@@ -94,7 +94,7 @@ class ImagePipeline(Pipeline):
             yield from self.decode(self.train_index, requests, image_size=size)
 
     def at(self, parts: Iterable[range], *, clean: bool) -> Batches:
-        """Return a batch for each of these ranges of positions, in the size of its first one."""
+        """Yield a batch for each of these ranges of positions, in the image size of its first."""
         usual = self.recipe.images.image_size
 
         def size_of(part: range) -> int:
@@ -107,16 +107,16 @@ class ImagePipeline(Pipeline):
     def decode(
         self, index: Index, requests: Iterable[Request], *, image_size: int | None = None
     ) -> Batches:
-        """Return a batch for each request, decoded to this size, by default the evaluation's."""
+        """Yield a batch for each request, decoded to this size; the default is evaluation's."""
         with self.open_decoder(index, self._view(image_size)) as decode:
             yield from decode(requests)
 
     def training_samples(self, positions: range) -> IntArray:
-        """Return the images at these positions of the run: each once an epoch, none held out."""
+        """Return the images at these positions of the run: each once per epoch, none held out."""
         return training_samples(self.train_index, positions, seed=self.recipe.seed)
 
     def clean(self, split: Split, parts: Iterator[IntArray]) -> Batches:
-        """Return batches of these images as validation shows them."""
+        """Yield batches of these images, prepared as in validation."""
         index = self.train_index if split == "train" else self.val_index
         requests = (self.clean_request(index, part) for part in parts)
         opened = partial(self.open_decoder, index, self._view())
@@ -124,11 +124,11 @@ class ImagePipeline(Pipeline):
             yield from decode(requests)
 
     def close(self) -> None:
-        """Release the decoders that stay open between two evaluations."""
+        """Release the decoders that stay open between evaluations."""
         self.idle.close()
 
     def training_request(self, positions: range, *, clean: bool) -> Request:
-        """Ask for what training shows at these positions of the run."""
+        """Return the training request for these positions of the run."""
         self.train_index.require_whole()
         data, seed = self.recipe.images, self.recipe.seed
         if clean:
@@ -143,7 +143,7 @@ class ImagePipeline(Pipeline):
         )
 
     def clean_request(self, index: Index, samples: np.ndarray) -> Request:
-        """Ask for these samples as validation shows them."""
+        """Return the request for these samples, prepared as in validation."""
         index.require_whole()
         data = self.recipe.images
         return clean_request(index, samples, image_size=data.image_size, resize=data.eval_resize)
@@ -164,7 +164,7 @@ def open_pipeline(
     folder: Path | None,
     dataset: str | None = None,
 ) -> Pipeline:
-    """Find the images or the text that a recipe names; raises as open_images and open_text."""
+    """Open the images or the text of a recipe; raises like open_images and open_text."""
     if not isinstance(recipe.data, Text):
         return open_images(recipe, plan, backend, folder=folder, dataset=dataset)
     if dataset is not None:
@@ -181,14 +181,14 @@ def open_images(
     dataset: str | None = None,
     progress: Progress = silent,
 ) -> ImagePipeline:
-    """Find the images a recipe names and prepare to decode them on this worker's device.
+    """Open the images of a recipe and prepare to decode them on this worker's device.
 
-    They are in `folder`, or what `dataset`, a function as in datasets/own.py, opens. `progress` is
-    that of reading a folder that has no index, and of decoding what is cached.
+    They come from `folder` or from `dataset`, a function as in datasets/own.py. `progress` reports
+    the indexing of a folder without an index and the decoding of cached images.
 
-    Worker 0 reads and checks the folder and gives the index to the others. Raises DataError where
-    the folder is not what the recipe describes, MissingPackageError where the decoder is missing,
-    RecipeError where the recipe has a text.
+    Worker 0 reads and checks the folder and sends the index to the others. Raises DataError if
+    the folder does not match the recipe, MissingPackageError if the decoder is not installed,
+    RecipeError if the recipe trains on text.
     """
     data = recipe.images
     if folder is not None and data.source != "folder":
@@ -215,7 +215,7 @@ def open_images(
         open_decoder = _decode_cached(recipe, caches, resources)
     else:
         open_decoder = partial(_choose_decoder(recipe), resources=resources)
-        open_decoder(train, _view(data))  # what cannot decode is found out here, not in the run
+        open_decoder(train, _view(data))  # a missing decoder is an error here, not in the run
     return _pipeline(recipe, plan, backend, (train, val), open_decoder)
 
 
@@ -242,7 +242,7 @@ def _pipeline(
 
 
 def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
-    """Raise DataError where something would not be used beside a data set of the user's own."""
+    """Raise DataError if a setting would not be used with a user's data set."""
     unused = {
         f"data.source: {recipe.data.source}": recipe.data.source != "folder",
         f"--data {folder}": folder is not None,
@@ -250,8 +250,8 @@ def _require_own(recipe: Recipe, folder: Path | None, dataset: str) -> None:
         f"execution.reads: {recipe.execution.reads}": recipe.execution.reads is not None,
         "execution.decoder: dali": recipe.execution.decoder == "dali",
     }
-    for setting, given in unused.items():
-        if given:
+    for setting, is_set in unused.items():
+        if is_set:
             raise DataError(f"--dataset {dataset} opens the images: {setting} would not be used")
 
 
@@ -260,14 +260,14 @@ def _open_own(
 ) -> tuple[Index, Index, OpenDecoder]:
     classes = recipe.data.classes
     items = own.open_own(dataset)
-    train, val = (own.index_items(each, classes=classes, backend=backend) for each in items)
+    train, val = (own.index_items(split, classes=classes, backend=backend) for split in items)
     _check(recipe.images, train, val)
-    split = {train.digest: items[0], val.digest: items[1]}
+    by_digest = {train.digest: items[0], val.digest: items[1]}
 
     return (
         train,
         val,
-        lambda index, view: own.open_decoder(split[index.digest], index, view, resources),
+        lambda index, view: own.open_decoder(by_digest[index.digest], index, view, resources),
     )
 
 
@@ -282,10 +282,10 @@ def _choose_decoder(recipe: Recipe) -> Callable[..., AbstractContextManager[Deco
 def _decode_cached(
     recipe: Recipe, caches: Sequence[PixelCache[Bytes]], resources: Resources
 ) -> OpenDecoder:
-    """Return what cuts and resizes from the decoded images, which a device may hold as well."""
+    """Return a decoder that crops cached images, in host memory or on the device."""
     device = resources.device
     in_memory = {cache.index.digest: cache for cache in caches}
-    # The memory of a CPU "device" is the same.
+    # On a CPU device the host's memory is the device's.
     if recipe.execution.cache == "memory" or device.type == "cpu":
         return lambda index, view: cached.open_decoder(in_memory[index.digest], view, resources)
     uploaded = {key: cached.upload(cache, device) for key, cache in in_memory.items()}
@@ -314,9 +314,9 @@ def _open_indexes(
     if backend.rank > 0:
         return share_index(None, None, backend), share_index(None, None, backend)
     root = root_of(data, folder)
-    unread = recipe.execution.cache is not None  # training reads the cached pixels
+    is_cached = recipe.execution.cache is not None  # training reads no files, only cached pixels
     contents = [
-        open_content(root, split, every_file=unread, progress=progress)
+        open_content(root, split, every_file=is_cached, progress=progress)
         for split in ("train", "val")
     ]
     _check(data, *(index_of(content, root) for content in contents))
@@ -325,7 +325,7 @@ def _open_indexes(
 
 
 def root_of(data: Data, folder: Path | None) -> Path:
-    """Return the folder that holds the images; raise DataError where one has to be given."""
+    """Return the folder of the images; raise DataError if it must be given and is not."""
     if data.source == "digits":
         return digits.write_digits()
     if folder is None:
@@ -337,11 +337,11 @@ def root_of(data: Data, folder: Path | None) -> Path:
 
 
 def _check(data: Data, train: Index, val: Index) -> None:
-    """Refuse images that are not the ones the recipe was written for."""
+    """Raise DataError if the images do not match the recipe."""
     check_same_classes(train, val)
-    found = {
+    counts = {
         "classes": len(train.classes),
         "train_samples": len(train),
         "val_samples": len(val),
     }
-    require_described(data, found, where=f"{train.root}", what="the folder")
+    require_described(data, counts, where=f"{train.root}", what="the folder")

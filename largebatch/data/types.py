@@ -1,4 +1,4 @@
-"""What the modules of data/ meet through, and training with them: requests and batches."""
+"""Types shared by the modules of data/ and by training: requests, views and batches."""
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -21,66 +21,66 @@ class Batch(NamedTuple):
     """One device batch, on the worker's device."""
 
     images: Tensor
-    """float32, N x C x H x W, normalised; or words, int64, N x T."""
+    """float32, N x C x H x W, normalised; or token ids, int64, N x T."""
 
     labels: Tensor
-    """int64, N; of words N x T."""
+    """int64, N; N x T for text."""
 
 
 Batches = Generator[Batch, None, None]
-"""What a decoder gives; closing it releases threads, files and device memory."""
+"""Batches of a decoder; closing the generator releases threads, files and device memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One device batch that a decoder is asked for: which images, and which part of each.
+    """One device batch for a decoder: the images, and which part of each.
 
-    A decoder applies these numbers and decides nothing itself, so two decoders, or one decoder on
-    any number of workers, show the model the same pixels.
+    A decoder applies these numbers and decides nothing itself, so all decoders, on any number of
+    workers, show the model the same pixels.
     """
 
     samples: IntArray
-    """N rows of the index."""
+    """Rows of the index, N."""
 
     boxes: IntArray
-    """N x 4: top, left, height, width of the part to resize, in source pixels."""
+    """Top, left, height and width of the part to resize, in source pixels, N x 4."""
 
     flips: BoolArray
-    """N: mirror left to right after resizing."""
+    """True if an image is mirrored left to right after resizing, N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """How the part of an image that a request names becomes what the model sees."""
+    """How the requested part of an image becomes the model's input."""
 
     image_size: int
-    """Side of the square it is resized to."""
+    """Side of the square input in pixels."""
 
     mean: Triple
     std: Triple
-    """Of red, green and blue on the scale 0 .. 1."""
+    """Mean and standard deviation of red, green and blue on the scale 0 .. 1."""
 
     interpolation: Interpolation
 
     channels_last: bool = False
-    """True if the channels of a pixel lie beside each other in memory, as torch's channels_last."""
+    """True for torch's channels_last memory format."""
 
 
 class Resources(NamedTuple):
-    """The means of a worker to decode."""
+    """Device, threads and limits that a worker decodes with."""
 
     device: torch.device
-    """Where batches are used."""
+    """Device of the batches."""
 
     threads: int
-    """Number of threads that decode."""
+    """Number of decoding threads."""
 
     batch_size: int
     """Number of images in the largest request."""
 
     reads: int = 8
-    """Number of images read at a time, at most."""
+    """Maximum number of images read at the same time."""
 
 
 Decode = Callable[[Iterable[Request]], Batches]
-"""Gives one batch for each request, in order. It can be called again when all of them are used."""
+"""Yields one batch per request, in order. It can be called again once all are consumed."""

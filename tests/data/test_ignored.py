@@ -133,9 +133,9 @@ def test_an_import_names_folders_that_become_no_class(
     source = root if above else root / "train"
     words = ["data", "import", "imagefolder", str(source), "--out", str(tmp_path / "out")]
     assert main([*words, "--val-fraction", "0.5"]) == DONE
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "no class" in line)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "not a class" in line)
     named = f"{above}/phone".lstrip("/")
-    assert line == f"{source}: no class, because none of its images is read: {named}"
+    assert line == f"{source}: not a class, because it has no readable image: {named}"
 
 
 def one_step(root: Path, out: Path) -> list[dict[str, Any]]:

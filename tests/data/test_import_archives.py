@@ -93,7 +93,9 @@ def test_a_zip_does_not_unpack_more_than_an_image_can_have(
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))
         file.writestr("train/cat/b.png", bytes(10**7))
-    with pytest.raises(DataError, match="b.png: it is 10,000,000 bytes unpacked, expected at most"):
+    with pytest.raises(
+        DataError, match="b.png: it has 10,000,000 bytes unpacked, expected at most"
+    ):
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
@@ -153,7 +155,7 @@ def test_a_folder_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
     (tmp_path / "train/cat/again").symlink_to(tmp_path / "train")
-    with pytest.raises(DataError, match="train/cat/again: leads back to a folder"):
+    with pytest.raises(DataError, match="train/cat/again: links back to a folder"):
         imported(tmp_path, tmp_path / "out")
 
 
@@ -197,7 +199,7 @@ def test_a_tar_that_is_not_whole_is_refused(
     (tmp_path / "all.tar").write_bytes(content)
     with pytest.raises(DataError) as caught:
         imported(tmp_path / "all.tar", tmp_path / "out")
-    assert f"all.tar: not a whole zip or tar ({reason}); fetch it again" in str(caught.value)
+    assert f"all.tar: not a whole zip or tar ({reason}); download it again" in str(caught.value)
 
 
 def test_a_damaged_tar_in_a_tar_is_named(tmp_path: Path) -> None:

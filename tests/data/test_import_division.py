@@ -34,7 +34,7 @@ def test_a_split_of_another_name_validates(tmp_path: Path) -> None:
         write_folder(tmp_path / "in", split)
     expected = contents(imported(tmp_path / "in", tmp_path / "expected"), "val")
     (tmp_path / "in/val").rename(tmp_path / "in/test")
-    with pytest.raises(DataError, match="no images for import; .* --val-name test"):
+    with pytest.raises(DataError, match="no images to import; .* --val-name test"):
         imported(tmp_path / "in", tmp_path / "out")
     assert contents(imported(tmp_path / "in", tmp_path / "a", val_name="test"), "val") == expected
     shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "in")
@@ -49,7 +49,7 @@ def test_a_split_of_another_name_validates(tmp_path: Path) -> None:
 
 def test_training_images_do_not_validate(tmp_path: Path) -> None:
     write_folder(tmp_path / "in", "train")
-    with pytest.raises(DataError, match="--val-name train: validation would be what is trained"):
+    with pytest.raises(DataError, match="--val-name train: that is the training split"):
         imported(tmp_path / "in", tmp_path / "out", val_name="train")
 
 
@@ -108,14 +108,14 @@ def test_the_division_is_this_one_for_ever(tmp_path: Path) -> None:
 
 def test_a_class_without_an_image_to_train_on_is_refused(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "in", cat=20, dog=1)
-    with pytest.raises(DataError, match="class dog has 1 images, and 1 of them would validate"):
+    with pytest.raises(DataError, match="class dog has 1 images, of which 1 would be used"):
         imported(source, tmp_path / "out", val_fraction=0.1)
 
 
 def test_what_is_divided_already_is_not_divided_again(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_folder(tmp_path / "in", split)
-    with pytest.raises(DataError, match="there are train and val already; leave --val-fraction"):
+    with pytest.raises(DataError, match="train and val already exist; remove --val-fraction"):
         imported(tmp_path / "in", tmp_path / "out", val_fraction=0.1)
 
 
@@ -127,15 +127,15 @@ def test_the_command_describes_the_division(
     (source / "loose.txt").touch()
     words = ["data", "import", "imagefolder", str(source)]
     assert main([*words, "--out", str(tmp_path / "a")]) == USER
-    assert "<class>/*.jpg alone: --val-fraction 0.1" in capsys.readouterr().err
+    assert "only <class>/*.jpg: --val-fraction 0.1" in capsys.readouterr().err
     options = ["--val-fraction", "0.1", "--seed", "3", "--out", str(tmp_path / "b")]
     assert main([*words, *options]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{source}: 2 files ignored (read are ")
     assert lines[1:3] == ["  1 .gif: cat/a.gif", "  1 .txt: loose.txt"]
     assert lines[3] == (
-        "val: 0.1 of every class, at least one image: those whose names have the smallest hashes "
-        "with seed 3; the same names give the same again"
+        "val: 0.1 of every class, at least one image: the names with the smallest hashes "
+        "with seed 3; the same names give the same division"
     )
     assert "2 classes, 25 training and 3 validation images" in lines[-1]
 
@@ -157,7 +157,7 @@ def test_an_import_of_one_class_names_what_may_have_gone_wrong(
     words = ["--out", str(tmp_path / "out"), "--val-fraction", "0.25"]
     assert main(["data", "import", "imagefolder", str(tmp_path / "in"), *words]) == DONE
     printed = capsys.readouterr().out
-    assert "all images are of one class, images; where the class folders lie below it" in printed
+    assert "all images are of one class, images; if the class folders are below it" in printed
 
 
 @pytest.mark.parametrize("words", [["--val-fraction", "0.25"], ["--val-name", "test"]])

@@ -248,11 +248,11 @@ def test_one_folder_around_classes_is_no_class(tmp_path: Path) -> None:
 
 
 UNCLEAR = {
-    "no class": (["train/0.png"], "train/0.png lies in no class folder of a split"),
-    "no split": (["test/cat/0.png"], "test/cat/0.png lies in no class folder of a split"),
+    "no class": (["train/0.png"], "train/0.png is not in a class folder of a split"),
+    "no split": (["test/cat/0.png"], "test/cat/0.png is not in a class folder of a split"),
     "two folders of splits": (
         ["old/train/cat/0.png", "train/cat/1.png"],
-        "old/train/cat/0.png and train/cat/1.png do not lie in the same folder of splits",
+        "old/train/cat/0.png and train/cat/1.png are not in the same folder of splits",
     ),
 }
 
@@ -279,7 +279,7 @@ def test_an_image_beside_class_folders_is_refused(tmp_path: Path) -> None:
         write_folder(root, split)
     write_image(root / "val/x.png")
     for form in (as_folder, as_bare_tars):
-        with pytest.raises(DataError, match=r"x.png lies in no class folder.*; move it into one"):
+        with pytest.raises(DataError, match=r"x.png is not in a class folder.*; move it into one"):
             imported(form(root, source), tmp_path / "out")
 
 
@@ -306,7 +306,7 @@ def test_an_archive_of_one_split_alone_is_refused(tmp_path: Path) -> None:
 def test_an_archive_without_images_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
         file.writestr("train/n01.tar", "")
-    with pytest.raises(DataError, match="no images in it; expected .*; found train/n01.tar"):
+    with pytest.raises(DataError, match="contains no images; expected .*; found train/n01.tar"):
         imported(tmp_path / "all.zip", tmp_path / "out")
 
 
@@ -341,5 +341,5 @@ def test_what_is_no_file_in_a_folder_is_refused_by_name(
     for split in ("train", "val"):
         write_image(tmp_path / f"in/{split}/cat/a.png")
     make(tmp_path / "in/train/cat/b.png")
-    with pytest.raises(DataError, match="in/train/cat/b.png: is no file but a pipe"):
+    with pytest.raises(DataError, match="in/train/cat/b.png: is not a file but a pipe"):
         imported(tmp_path / "in", tmp_path / "out")

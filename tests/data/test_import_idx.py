@@ -83,7 +83,7 @@ def test_another_data_set_of_the_layout_is_no_fashion_mnist(
     official.write_fashion(tmp_path / "in")
     assert command(tmp_path / "in", tmp_path / "out", name="fashion-mnist") == USER
     shown = capsys.readouterr().err
-    assert "that of the official archive is" in shown
+    assert "the official archive's is" in shown
     assert "for MNIST: largebatch data import mnist; for others of this layout: largebatch" in shown
     unpack(tmp_path / "in")
     assert command(tmp_path / "in", tmp_path / "out", name="fashion-mnist") == USER

@@ -54,8 +54,8 @@ def test_no_room_to_unpack_is_said_with_the_place(tmp_path: Path) -> None:
     with no_file_longer_than(500_000), pytest.raises(DataError) as caught:
         imported(source, tmp_path / "new/out")
     assert str(caught.value) == (
-        f"{tmp_path}/new: {source} cannot be unpacked there (File too large), where the output "
-        "goes; make room for both, or choose another place with --out"
+        f"{tmp_path}/new: {source} cannot be unpacked there (File too large), beside the output; "
+        "make room for both, or choose another place with --out"
     )
 
 
@@ -92,5 +92,5 @@ def test_an_archive_that_cannot_be_read_is_not_said_to_be_damaged(tmp_path: Path
 def test_an_output_that_is_there_is_refused_before_the_archive_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").touch()
-    with pytest.raises(DataError, match="out: there is something already"):
+    with pytest.raises(DataError, match="out: already exists"):
         imported(tmp_path / "no such archive", tmp_path / "out")

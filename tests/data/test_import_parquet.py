@@ -95,7 +95,7 @@ def test_a_part_of_training_is_divided_off(
     source = write_hub(tmp_path / "in")
     options = ("--val-fraction", "0.34")
     assert command(source, tmp_path / "out", *options) == USER
-    assert "there is a split of validation already" in capsys.readouterr().err
+    assert "a validation split already exists" in capsys.readouterr().err
     (source / "data/validation-00000-of-00001.parquet").unlink()
     assert command(source, tmp_path / "out", *options) == DONE
     assert "val: 0.34 of every class, at least one image" in capsys.readouterr().out
@@ -143,8 +143,8 @@ def test_one_of_several_labels_is_chosen(
 
 BAD: dict[str, tuple[object, int, str]] = {
     "a GIF": ({"bytes": b"GIF89a" + bytes(40), "path": "x"}, 0, "no readable image"),
-    "a path alone": ({"bytes": None, "path": "x.png"}, 0, "it holds no bytes of an image"),
-    "no image": (None, 0, "it holds no bytes of an image"),
+    "a path alone": ({"bytes": None, "path": "x.png"}, 0, "it has no image bytes"),
+    "no image": (None, 0, "it has no image bytes"),
     "no label": (image(1), -1, "its label is -1, expected a number from 0 to 1"),
     "cut off": ({"bytes": png(1)[:-20], "path": "x"}, 0, "it is cut off"),
 }

@@ -100,7 +100,9 @@ def test_what_is_not_the_official_archive_is_refused_unread(
     official.declare(monkeypatch, source)
     path = max(source.iterdir())
     spoil(path)
-    with pytest.raises(DataError, match=rf"{path.name}: its MD5 is \w+, that of .* fetch it again"):
+    with pytest.raises(
+        DataError, match=rf"{path.name}: its MD5 is \w+, .* official archive.s .* download it again"
+    ):
         imported(name, source, tmp_path / "out")
     assert not (source / "hit").exists()
     assert [each.name for each in tmp_path.iterdir()] == ["archives"]

@@ -116,7 +116,7 @@ REFUSED = {
     "words": "item 1: 'str' object cannot be interpreted as an integer",
     "arrays": "item 1: its image is a ndarray",
     "label": "item 1: its label is 2, expected 0 to 1",
-    "empty": "train of own_bad:empty: there are no items in it",
+    "empty": "train of own_bad:empty: the data set is empty",
     "one": "own_bad:one: expected it to return two data sets",
     "stream": "own_bad:stream: expected it to return two data sets",
     "number": "own_bad:number: there is no such function",
@@ -132,7 +132,7 @@ def test_what_is_no_such_data_set_is_refused(place: Path, name: str, message: st
 
 
 def test_an_item_that_changes_is_named(place: Path) -> None:
-    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: it is .* and was"):
+    with pytest.raises(DataError, match=r"of own_folder:shrinking, item \d+: it has .*, but had"):
         run(recipe(), dataset="own_folder:shrinking", out=place / "out")
 
 

@@ -248,8 +248,8 @@ def test_where_nothing_can_be_written_that_is_said_and_nothing_is_left(
     size = int((3 * folder.heights * folder.widths).sum()) / 1e6
     expected = (
         f"{place}: {size:.1f} MB of decoded images cannot be written there "
-        f"({os.strerror(number)}); set XDG_CACHE_HOME to a folder that can be written to and has "
-        "room for them, or decode them each time with --set execution.cache=null"
+        f"({os.strerror(number)}); set XDG_CACHE_HOME to a writable folder with room for "
+        "them, or decode them each time with --set execution.cache=null"
     )
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         open_cache(folder)

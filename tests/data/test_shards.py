@@ -280,7 +280,7 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
         pack_folder(folder, tmp_path / "packed", shard_bytes=10**6, progress=spoil)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     pack(folder, tmp_path / "packed")
-    with pytest.raises(DataError, match="there is something already"):
+    with pytest.raises(DataError, match="already exists; remove it"):
         pack(folder, tmp_path / "packed")
 
 

@@ -1,6 +1,6 @@
-"""Turn the archives that data sets are published as into shards, without loss.
+"""Convert published archives of data sets to shards, without loss.
 
-The archives are on disk already: nothing is downloaded. Arrays become PNGs, files keep their bytes.
+The archives must be on disk: nothing is downloaded. Arrays become PNGs, files keep their bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +25,11 @@ def import_data(  # noqa: PLR0913 -- the options of the command line, one to one
     drop_bad: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Sequence[str]:
-    """Write the data set `name` from the archive `source`, or the folder it lies in, to `out`.
+    """Write the data set `name` from `source`, an archive or its folder, to `out` as shards.
 
-    `options` are the keyword arguments of its opener. Returns lines to print: what was ignored, how
-    it was divided, and with `drop_bad` which images cannot be used. Raises DataError that states
-    which files are expected, and where to get them, if they are missing.
+    `options` are the keyword arguments of its opener. Returns lines to print: the ignored files,
+    the division, and with `drop_bad` the images that cannot be used. Raises DataError if files are
+    missing; the message says which are expected and where to get them.
     """
     openers: dict[str, Callable[..., AbstractContextManager[DataSet]]] = {
         "fashion-mnist": arrays.open_fashion_mnist,

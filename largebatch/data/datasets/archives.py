@@ -1,11 +1,11 @@
-"""The files of a folder, a zip or a tar by their paths, each of which can be read on its own.
+"""Random access to the files of a folder, a zip or a tar by path.
 
-A link in an archive is the file of that archive it leads to, and a tar in a tar is a folder, as in
-ImageNet's. Whatever else is not a plain file there is refused by name, so no image is left out
-in silence. Of each file only its path and its place stay in memory: there may be a million.
+A link in an archive stands for the file that it points to, and a tar in a tar for a folder, as in
+ImageNet's archives. Any other special file with an image's name is an error, so no image is lost
+silently. Only the path and position of each file stay in memory: there may be a million.
 
-A file that cannot be read and one that was read and is damaged need different remedies; Python's
-modules for archives raise OSError for both, with an error number only where the system gave one.
+An unreadable file and a damaged one need different remedies. Python's archive modules raise
+OSError for both; only an error of the system has an error number.
 """
 
 import bz2
@@ -31,36 +31,36 @@ from largebatch.data.index.shards import CHUNK, has_bytes, kind_of, members
 from largebatch.errors import DataError
 
 ZIP = b"PK"
-"""What a zip begins with."""
+"""First bytes of a zip file."""
 
 UTF8_FLAG = 0x800
-"""Among those of a file in a zip: its name is UTF-8."""
+"""Flag of a file in a zip: its name is UTF-8."""
 
 COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-"""What unpacks a file that begins so."""
+"""Function that unpacks a file, by its first bytes."""
 
 MAX_PATH = 4096
-"""Bytes of the path that a link leads to, as in Linux."""
+"""Maximum length in bytes of a link's target, as in Linux."""
 
 MAX_RATIO = 100
-"""Of the bytes of an archive unpacked over those packed; images hardly get shorter."""
+"""Maximum ratio of an archive's unpacked to packed bytes; images hardly compress."""
 
 ALWAYS = 2**28
-"""Bytes that any archive may unpack to, however short it is."""
+"""Unpacked bytes that are always allowed, whatever the ratio."""
 
 MAX_TARS = 4
-"""Tars that may lie in each other; ImageNet's are two."""
+"""Maximum nesting depth of tars; ImageNet's is two."""
 
 P = TypeVar("P")
 
 DAMAGED = (
     OSError,
     EOFError,
-    RuntimeError,  # zipfile's, of passwords and methods it does not know
+    RuntimeError,  # from zipfile, for passwords and unknown methods
     ValueError,
     OverflowError,
     struct.error,
@@ -69,11 +69,11 @@ DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
 )
-"""What the modules for archives raise over files that cannot be read or are damaged."""
+"""Exceptions of the archive modules for unreadable or damaged files."""
 
 
 class Files(NamedTuple):
-    """The files of one archive or folder, by their paths in it."""
+    """The files of one archive or folder, by path."""
 
     archive: Path
     names: list[str]
@@ -82,11 +82,10 @@ class Files(NamedTuple):
 
 @contextmanager
 def open_files(archive: Path, *, below: tuple[str, ...], scratch: Path) -> Iterator[Files]:
-    """List a zip, a tar, or the folders `below` a folder; files can be read until the end.
+    """Yield the files of a zip, a tar, or of the folders `below` a folder ("" is all of it).
 
-    The folder "" is all of it.
-    A compressed tar is unpacked into the folder `scratch`, to be read by place. Raises DataError
-    or one of DAMAGED.
+    A compressed tar is unpacked into the folder `scratch` for random access. Raises DataError or
+    one of DAMAGED.
     """
     if archive.is_dir():
         names = [name for folder in below for name in _walk(archive, folder, ())]
@@ -98,37 +97,37 @@ def open_files(archive: Path, *, below: tuple[str, ...], scratch: Path) -> Itera
         unpack = next((call for mark, call in COMPRESSED.items() if start.startswith(mark)), None)
         if start.startswith(ZIP):
             with zipfile.ZipFile(file) as opened:
-                yield _of_zip(archive, opened)
+                yield _zip_files(archive, opened)
         elif unpack is None:
-            yield _of_tar(archive, file)
+            yield _tar_files(archive, file)
         else:
             with unpack(file) as packed, _unpacked(archive, packed, scratch) as plain:
-                yield _of_tar(archive, plain)
+                yield _tar_files(archive, plain)
 
 
 def _walk(root: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Give the paths, from the root, of all files in a folder and the ones in it, through links."""
-    found = (root / name).stat()
-    here = found.st_dev, found.st_ino
-    if here in above:
-        raise DataError(f"{root / name}: leads back to a folder that it lies in; remove the link")
+    """Yield the paths, from the root, of all files in a folder and below, following links."""
+    status = (root / name).stat()
+    identity = status.st_dev, status.st_ino
+    if identity in above:
+        raise DataError(f"{root / name}: links back to a folder that contains it; remove the link")
     with os.scandir(root / name) as entries:
         for entry in entries:
             path = f"{name}/{entry.name}" if name else entry.name
             if not visible(entry.name):
                 continue
             if entry.is_dir():
-                yield from _walk(root, path, (*above, here))
+                yield from _walk(root, path, (*above, identity))
             elif entry.is_file():
                 yield path
             elif is_image(entry.name):
                 raise DataError(
-                    f"{root / path}: is no file but a pipe, a device or a link to nowhere"
+                    f"{root / path}: is not a file but a pipe, a device or a broken link"
                 )
 
 
 class _Listing(Generic[P]):
-    """The places of an archive's files by their paths, as they are found."""
+    """Positions of an archive's files by path, collected while it is listed."""
 
     def __init__(self, archive: Path) -> None:
         self._archive = archive
@@ -136,31 +135,31 @@ class _Listing(Generic[P]):
         self._links: dict[str, str] = {}
 
     def add(self, path: str, place: P) -> None:
-        """Take a file."""
+        """Add a file."""
         self._places[self._new(path)] = place
 
     def add_link(self, path: str, target: str) -> None:
-        """Take a link to another path of the archive."""
+        """Add a link to another path of the archive."""
         self._links[self._new(path)] = _clean(target)
 
     def refuse(self, path: str, kind: str) -> None:
-        """Raise DataError if what is no plain file has the name of an image."""
+        """Raise DataError if a special file has the name of an image."""
         if is_image(_last(path)):
             raise DataError(f"{self._archive}: {path} is {kind}; {self._unpack('make it a file')}")
 
     def places(self) -> Mapping[str, P]:
-        """Return the places of all files, a link's being that of the file it leads to."""
+        """Return the positions of all files; a link has that of the file it points to."""
         for name, target in self._links.items():
-            last, passed = target, {name}
-            while last in self._links and last not in passed:
-                passed.add(last)
+            last, visited = target, {name}
+            while last in self._links and last not in visited:
+                visited.add(last)
                 last = self._links[last]
             if last in self._places:
                 self._places[name] = self._places[last]
             elif visible(_last(name)):
                 raise DataError(
                     f"{self._archive}: {name} is a link to {target}, and there is no such file in "
-                    f"the archive; {self._unpack('mend the link')}"
+                    f"the archive; {self._unpack('fix the link')}"
                 )
         return self._places
 
@@ -168,7 +167,7 @@ class _Listing(Generic[P]):
         if "\0" in path:
             shown = repr(path.lstrip("/"))
             raise DataError(
-                f"{self._archive}: {shown} is no name for a file, which ends at a NUL; "
+                f"{self._archive}: {shown} is not a valid file name, because it contains a NUL; "
                 f"{self._unpack('rename it')}"
             )
         name = _clean(path)
@@ -184,7 +183,7 @@ class _Listing(Generic[P]):
 
 
 def _clean(path: str) -> str:
-    """Return a path without dots, as if the archive were the root of everything."""
+    """Return a path without dots, relative to the root of the archive."""
     return posixpath.normpath(f"/{path}").lstrip("/")
 
 
@@ -193,27 +192,27 @@ def _last(path: str) -> str:
 
 
 def _beside(path: str, target: str) -> str:
-    """Return where a symbolic link at a path leads."""
+    """Return the path that a symbolic link at `path` points to."""
     return posixpath.join(posixpath.dirname(path), target)
 
 
 def require_no_bomb(archive: Path, unpacked: int) -> None:
-    """Raise DataError if an archive gets far longer unpacked than images do."""
+    """Raise DataError if an archive unpacks to far more bytes than images do."""
     packed = archive.stat().st_size
     if unpacked > max(ALWAYS, MAX_RATIO * packed):
         raise DataError(
-            f"{archive}: {packed:,} bytes would be more than {unpacked - 1:,} unpacked, and images "
-            "hardly get shorter when they are packed: this looks like an attack (a decompression "
-            "bomb); if it is none, unpack the archive and import the folder"
+            f"{archive}: {packed:,} bytes would unpack to more than {unpacked - 1:,}, and images "
+            "hardly compress: this looks like an attack (a decompression bomb); if it is not, "
+            "unpack the archive and import the folder"
         )
 
 
-def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
+def _zip_files(archive: Path, file: zipfile.ZipFile) -> Files:
     require_no_bomb(archive, sum(info.file_size for info in file.infolist()))
     listing = _Listing[zipfile.ZipInfo](archive)
     for info in file.infolist():
         name = _name(info)
-        if stat.S_ISLNK(info.external_attr >> 16):  # where Unix keeps the kind of file
+        if stat.S_ISLNK(info.external_attr >> 16):  # Unix's file type
             listing.add_link(name, _beside(name, _target(file, info)))
         elif not name.endswith("/"):
             listing.add(name, info)
@@ -222,7 +221,7 @@ def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
     def read(name: str) -> bytes:
         num_bytes = places[name].file_size
         if num_bytes > MAX_BYTES:
-            raise ValueError(f"it is {num_bytes:,} bytes unpacked, expected at most {MAX_BYTES:,}")
+            raise ValueError(f"it has {num_bytes:,} bytes unpacked, expected at most {MAX_BYTES:,}")
         return file.read(places[name])
 
     return Files(archive, list(places), read)
@@ -231,8 +230,8 @@ def _of_zip(archive: Path, file: zipfile.ZipFile) -> Files:
 def _name(info: zipfile.ZipInfo) -> str:
     """Return the path of a file in a zip.
 
-    Without a flag that it is UTF-8 it should be in code page 437, as which zipfile reads it.
-    Info-ZIP and macOS write UTF-8 all the same, which other text hardly ever is by chance.
+    Without the UTF-8 flag a name should be in code page 437, and zipfile decodes it so. Info-ZIP
+    and macOS write UTF-8 without the flag; other text is hardly ever valid UTF-8 by chance.
     """
     name = info.orig_filename if "\0" in info.orig_filename else info.filename
     if info.flag_bits & UTF8_FLAG:
@@ -249,7 +248,7 @@ def _target(file: zipfile.ZipFile, link: zipfile.ZipInfo) -> str:
     return os.fsdecode(file.read(link))
 
 
-def _of_tar(archive: Path, file: IO[bytes]) -> Files:
+def _tar_files(archive: Path, file: IO[bytes]) -> Files:
     listing = _Listing[tuple[int, int]](archive)
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -266,7 +265,7 @@ def _of_tar(archive: Path, file: IO[bytes]) -> Files:
 def _add_tar(
     listing: _Listing[tuple[int, int]], file: IO[bytes], end: int, folder: str, *, depth: int = 1
 ) -> None:
-    """List the tar that lies from where `file` stands up to `end`, as what is in a folder."""
+    """List the tar between the current position of `file` and `end`, as the content of `folder`."""
     for member in members(file, end):
         path = f"{folder}/{member.name}"
         if member.isdir():
@@ -292,7 +291,7 @@ def _add_tar_in_tar(
     depth: int,
 ) -> None:
     if depth > MAX_TARS:
-        raise tarfile.ReadError(f"more than {MAX_TARS} tars lie in each other")
+        raise tarfile.ReadError(f"more than {MAX_TARS} tars are nested")
     file.seek(member.offset_data)
     try:
         _add_tar(listing, file, member.offset_data + member.size, path[:-4], depth=depth)
@@ -302,11 +301,11 @@ def _add_tar_in_tar(
 
 @contextmanager
 def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[bytes]]:
-    """Unpack into a file without a name in `scratch`: where temporary files go is often small."""
+    """Unpack into an unnamed file in `scratch`; the system's temporary folder is often small."""
     with unpacking(archive, scratch):
         scratch.mkdir(parents=True, exist_ok=True)
         raw = tempfile.TemporaryFile(buffering=0, dir=scratch)  # noqa: SIM115 -- closed below
-    with raw:  # nothing is kept back, which closing would fail to write once more
+    with raw:  # unbuffered, so that closing has nothing left to write
         while chunk := packed.read(CHUNK):
             require_no_bomb(archive, raw.tell() + len(chunk))
             with unpacking(archive, scratch):
@@ -318,23 +317,23 @@ def _unpacked(archive: Path, packed: IO[bytes], scratch: Path) -> Iterator[IO[by
 
 @contextmanager
 def unpacking(archive: Path, scratch: Path) -> Iterator[None]:
-    """Turn what is wrong with writing into `scratch` into a DataError."""
+    """Convert an OSError of writing into `scratch` to a DataError."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"{scratch}: {archive} cannot be unpacked there ({error.strerror}), where the output "
-            f"goes; make room for both, or choose another place with --out"
+            f"{scratch}: {archive} cannot be unpacked there ({error.strerror}), beside the output; "
+            f"make room for both, or choose another place with --out"
         ) from error
 
 
 def fault(path: Path, error: Exception, *, expected: str) -> DataError:
-    """Return the error for a file that cannot be read, is not whole or not what was expected."""
+    """Return the DataError for a file that is unreadable, incomplete or of another format."""
     if isinstance(error, OSError) and error.errno is not None:
         return DataError(f"{error.filename or path}: cannot be read ({error.strerror})")
-    return DataError(f"{path}: not a whole {expected} ({reason(error)}); fetch it again")
+    return DataError(f"{path}: not a whole {expected} ({reason(error)}); download it again")
 
 
 def reason(error: Exception) -> str:
-    """Return an error's message, or its name where it has none."""
+    """Return an error's message, or its type if it has none."""
     return str(error) or type(error).__name__

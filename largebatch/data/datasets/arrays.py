@@ -1,8 +1,8 @@
-"""Data sets that are published as arrays: CIFAR-10, Fashion-MNIST, and MNIST's layout.
+"""Data sets published as arrays: CIFAR-10, Fashion-MNIST, and MNIST's layout.
 
 torchvision reads the official archives of the first two (arXiv:1708.07747) and states the MD5 of
-each. They are compared before anything is unpacked, since
-CIFAR-10's holds pickles, which can run any program when they are read.
+each. It is checked before anything is unpacked, because CIFAR-10's archive contains pickles, which
+can run any program when they are loaded.
 """
 
 import gzip
@@ -30,10 +30,10 @@ from largebatch.optional import require_torchvision
 SPLITS = ("train", "val")
 
 IDX = {"train": "train", "val": "t10k"}
-"""What the names of MNIST's files begin with."""
+"""Prefix of the names of MNIST's files, by split."""
 
 UNSIGNED_BYTES = 8
-"""The type of an idx file's numbers, its third byte."""
+"""Type code of unsigned bytes, the third byte of an idx file."""
 
 OTHERS = (
     "for MNIST: largebatch data import mnist; for others of this layout: largebatch data import idx"
@@ -51,7 +51,7 @@ class Split(NamedTuple):
 
 
 def data_set(classes: Sequence[str], splits: Mapping[str, Split]) -> DataSet:
-    """Return the images as PNGs."""
+    """Return a data set of the images as PNGs."""
 
     def samples(split: str) -> Iterator[Sample]:
         pixels, labels = splits[split]
@@ -69,7 +69,7 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 @contextmanager
 def open_cifar10(source: Path, *, scratch: Path) -> Iterator[DataSet]:
-    """Read cifar-10-python.tar.gz, which `source` is or holds; it is unpacked in `scratch`."""
+    """Read cifar-10-python.tar.gz at or in `source`; it is unpacked in `scratch`."""
     require_torchvision()
     from torchvision.datasets import CIFAR10
 
@@ -79,7 +79,7 @@ def open_cifar10(source: Path, *, scratch: Path) -> Iterator[DataSet]:
         with tarfile.open(archive) as tar:
             tar.extractall(root, filter="data")
         read = {split: CIFAR10(root, train=split == "train") for split in SPLITS}
-    splits = {split: Split(one.data, np.array(one.targets)) for split, one in read.items()}
+    splits = {split: Split(data.data, np.array(data.targets)) for split, data in read.items()}
     yield data_set(read["train"].classes, splits)
 
 
@@ -97,7 +97,7 @@ def open_fashion_mnist(source: Path, *, scratch: Path) -> Iterator[DataSet]:
         for archive in archives:
             (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
         read = {split: FashionMNIST(root, train=split == "train") for split in SPLITS}
-    splits = {split: Split(one.data.numpy(), one.targets.numpy()) for split, one in read.items()}
+    splits = {split: Split(data.data.numpy(), data.targets.numpy()) for split, data in read.items()}
     yield data_set(FashionMNIST.classes, splits)
 
 
@@ -105,12 +105,12 @@ def open_fashion_mnist(source: Path, *, scratch: Path) -> Iterator[DataSet]:
 def open_idx(
     source: Path,
     *,
-    scratch: Path,  # noqa: ARG001 -- every opener is called alike
+    scratch: Path,  # noqa: ARG001 -- all openers have this argument
     classes: Sequence[str] | None = None,
 ) -> Iterator[DataSet]:
-    """Read the four files of MNIST's layout in the folder `source`, packed with gzip or plain.
+    """Read the four files of MNIST's layout in the folder `source`, with or without gzip.
 
-    Without `classes`, the names of the labels, these are 0 to the highest label of training.
+    `classes` are the names of the labels; the default is 0 to the highest training label.
     """
     train = _read_split(source, IDX["train"], classes)
     names = classes or tuple(map(str, range(int(train.labels.max()) + 1)))
@@ -126,13 +126,13 @@ def _read_split(source: Path, prefix: str, classes: Sequence[str] | None) -> Spl
     if len(split.pixels) != len(split.labels):
         raise DataError(
             f"{images}: has {len(split.pixels)} images, {labels.name} {len(split.labels)} labels; "
-            "expected as many of each: fetch both again"
+            "expected the same number of both: download both again"
         )
-    found = np.unique(split.labels).tolist()
-    expected = classes or tuple(map(str, range(found[-1] + 1)))
-    if found != list(range(len(expected))):
+    distinct = np.unique(split.labels).tolist()
+    expected = classes or tuple(map(str, range(distinct[-1] + 1)))
+    if distinct != list(range(len(expected))):
         raise DataError(
-            f"{labels}: holds the labels {shorten(list(map(str, found)))}; expected 0 to "
+            f"{labels}: holds the labels {shorten(list(map(str, distinct)))}; expected 0 to "
             f"{len(expected) - 1}, one for each class ({shorten(expected)})"
         )
     return split
@@ -140,15 +140,15 @@ def _read_split(source: Path, prefix: str, classes: Sequence[str] | None) -> Spl
 
 def _find_idx(source: Path, name: str, axes: int) -> Path:
     names = [f"{name}{dot}idx{axes}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
-    found = next((source / each for each in names if (source / each).is_file()), None)
-    if found is None:
-        there = [path.name for path in sorted(source.iterdir())] if source.is_dir() else []
-        raise DataError(f"{source}: expected {names[0]} or {names[1]}; found {shorten(there)}")
-    return found
+    path = next((source / name for name in names if (source / name).is_file()), None)
+    if path is None:
+        present = [path.name for path in sorted(source.iterdir())] if source.is_dir() else []
+        raise DataError(f"{source}: expected {names[0]} or {names[1]}; found {shorten(present)}")
+    return path
 
 
 def _read_idx(path: Path, axes: int) -> npt.NDArray[np.uint8]:
-    """Read an idx file: two zeros, the type of its numbers, how many axes, their lengths, all."""
+    """Read an idx file: two zeros, type code, number of axes, their lengths, then the values."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             head = file.read(4)
@@ -163,38 +163,38 @@ def _read_idx(path: Path, axes: int) -> npt.NDArray[np.uint8]:
     if len(content) != number or number == 0:
         raise DataError(
             f"{path}: its header states {' x '.join(map(str, lengths))} bytes, and "
-            f"{'more' if len(content) > number else len(content)} follow; fetch it again"
+            f"{'more' if len(content) > number else len(content)} follow; download it again"
         )
     return np.frombuffer(content, dtype=np.uint8).reshape(lengths)
 
 
 def _require_official(archives: Mapping[Path, str], url: str, *, otherwise: str = "") -> None:
-    """Raise DataError if an archive is missing or has another MD5 than is stated for it."""
+    """Raise DataError if an archive is missing or its MD5 is not the official one."""
     missing = [archive for archive in archives if not archive.is_file()]
     if missing:
         raise DataError(
-            f"{missing[0].parent}: {len(missing)} of {len(archives)} archives are not there; "
+            f"{missing[0].parent}: {len(missing)} of {len(archives)} archives are missing; "
             f"download into this folder: {', '.join(url + archive.name for archive in missing)}"
             f"{otherwise}"
         )
     for archive, expected in archives.items():
         try:
             with archive.open("rb") as file:
-                found = hashlib.file_digest(file, "md5").hexdigest()
+                actual = hashlib.file_digest(file, "md5").hexdigest()
         except OSError as error:
             raise fault(archive, error, expected="archive") from error
-        if found != expected:
+        if actual != expected:
             raise DataError(
-                f"{archive}: its MD5 is {found}, that of the official archive is {expected}; fetch "
+                f"{archive}: its MD5 is {actual}, the official archive's is {expected}; download "
                 f"it again from {url}{otherwise}"
             )
 
 
 @contextmanager
 def _folder_in(scratch: Path, archive: Path) -> Iterator[Path]:
-    """Give a folder to unpack into and to read from, which is removed in the end."""
+    """Yield a temporary folder in `scratch` to unpack into; it is removed at the end."""
     with unpacking(archive, scratch), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy's, of how old pickles state a type
+        warnings.simplefilter("ignore")  # of NumPy, about types in old pickles
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch) as root:
             yield Path(root)

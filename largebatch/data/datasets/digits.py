@@ -1,7 +1,7 @@
-"""scikit-learn's handwritten digits as an image folder: real data that is already installed.
+"""scikit-learn's handwritten digits as an image folder: real data without a download.
 
-1,797 grey images of 8 x 8 pixels, 1,437 to train on and 360 to validate with. They are written
-once into the user's cache folder and read like any other folder of images.
+1,797 grey images of 8 x 8 pixels, 1,437 for training and 360 for validation. They are written
+once into the user's cache folder and read like any other image folder.
 """
 
 import shutil
@@ -16,15 +16,15 @@ from largebatch.optional import require_digits
 from largebatch.storage import user_cache
 
 FULL_SCALE = 16
-"""The value of white in scikit-learn's copy."""
+"""Value of white in scikit-learn's copy."""
 
 
 def write_digits() -> Path:
-    """Write train/<digit>/*.png and val/<digit>/*.png unless they are there; return the folder.
+    """Write train/<digit>/*.png and val/<digit>/*.png unless they exist; return the folder.
 
-    The folder appears whole or not at all, so processes that start together do not disturb each
-    other. With the images sorted by digit and otherwise in scikit-learn's order, every fifth one
-    from the first validates: 35 to 37 of each digit, the same ones for ever.
+    The folder is created atomically, so processes that start together do not disturb each other.
+    The images are sorted by digit and otherwise in scikit-learn's order; every fifth one, from the
+    first, is used for validation: always the same 35 to 37 of each digit.
     """
     cache = user_cache()
     root = cache / "digits"
@@ -36,13 +36,13 @@ def write_digits() -> Path:
     except OSError as error:
         raise DataError(
             f"{cache}: the digits cannot be written there ({error.strerror}); set XDG_CACHE_HOME "
-            f"to a folder that can be written to"
+            f"to a writable folder"
         ) from None
     try:
         _write_images(partial)
         partial.rename(root)
     except OSError:
-        if not root.is_dir():  # else another process was first, with the same images
+        if not root.is_dir():  # otherwise another process was first, with the same images
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Divide images off for validation: a part of every class, decided by names and a seed alone.
+"""Split images into training and validation: a fraction of every class, by names and a seed.
 
-Neither the order nor the time nor the content of a file matters, so the same names give the same
-division on every machine, and more images in one class change nothing in another.
+The order, time and content of the files do not matter. So the same names give the same division on
+every machine, and adding images to one class does not change another.
 """
 
 import hashlib
@@ -14,29 +14,30 @@ from largebatch.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which part of every class validates."""
+    """Fraction of every class that is used for validation."""
 
     fraction: float
     seed: int
 
     def validating(self, class_name: str, names: Sequence[str]) -> set[str]:
-        """Return those of the names of a class whose hashes are the smallest, at least one.
+        """Return the validation images of a class: at least one, the names of smallest hashes.
 
-        Raises DataError where none would be left to train on.
+        Raises DataError if none would be left for training.
         """
         number = max(1, round(self.fraction * len(names)))
         if number >= len(names):
             raise DataError(
-                f"class {class_name} has {len(names)} images, and {number} of them would validate; "
-                "expected at least one to train on: add images, or lower --val-fraction"
+                f"class {class_name} has {len(names)} images, of which {number} would be used for "
+                "validation; expected at least one for training: add images, or lower "
+                "--val-fraction"
             )
         return set(sorted(names, key=lambda name: self._hash(class_name, name))[:number])
 
     def describe(self) -> str:
-        """Return what was done, in words."""
+        """Return a line that describes the division."""
         return (
-            f"val: {self.fraction:.4g} of every class, at least one image: those whose names have "
-            f"the smallest hashes with seed {self.seed}; the same names give the same again"
+            f"val: {self.fraction:.4g} of every class, at least one image: the names with the "
+            f"smallest hashes with seed {self.seed}; the same names give the same division"
         )
 
     def _hash(self, class_name: str, name: str) -> bytes:

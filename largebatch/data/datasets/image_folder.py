@@ -1,9 +1,9 @@
-"""Images in class folders, in a folder, a zip or a tar: their bytes are kept.
+"""Images in class folders, in a folder, a zip or a tar; their bytes are kept.
 
-A path is `<split>/<class>/<image>`, where a class may have folders of its own: all that lies
-below it belongs to it. The archive may have other folders around all of that. Where the archives
-are one for each split, `train.zip` and `val.tar.gz` say, their paths may leave the split out. Where
-there are no splits, or train alone, a part of every class can be divided off for validation.
+A path is `<split>/<class>/<image>`. A class may have subfolders, whose images belong to it. The
+archive may have other folders around the splits. With one archive per split, such as `train.zip`
+and `val.tar.gz`, the paths may omit the split. Without splits, or with train only, a fraction of
+every class can be used for validation.
 """
 
 import os
@@ -29,8 +29,8 @@ LAYOUT = (
     "expected train/<class>/*.jpg and val/<class>/*.jpg, in a folder, in one zip or tar, or in "
     "a folder that holds train.zip and val.zip (or train.tar, train.tar.gz, ...; ImageNet's are "
     "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download). "
-    "Where val has another name: --val-name test; to divide train/<class>/*.jpg, or <class>/*.jpg "
-    "alone: --val-fraction 0.1"
+    "If val has another name: --val-name test; to divide train/<class>/*.jpg, or only "
+    "<class>/*.jpg: --val-fraction 0.1"
 )
 
 IMAGENET = (
@@ -42,10 +42,10 @@ IMAGENET = (
 class _Image(NamedTuple):
     files: Files
     path: str
-    """In the archive."""
+    """Path in the archive."""
 
     start: int
-    """Where in the path the name begins that it has in its class."""
+    """Position in the path of the image's name within its class."""
 
     @property
     def name(self) -> str:
@@ -56,16 +56,17 @@ class _Image(NamedTuple):
 
 
 Classes = dict[str, list[_Image]]
-"""The images of a split by the names of their classes."""
+"""Images of a split by class name."""
 
 
 class _Layout(NamedTuple):
-    """What folders and archives are called."""
+    """Names of the folders and archives of the splits."""
 
     names: tuple[str, ...]
-    """Of the splits: first training, then validation unless it is divided off."""
+    """Names of the splits: training, then validation unless training is divided."""
 
     divided: bool
+    """True if a fraction of the training images is used for validation."""
 
 
 @contextmanager
@@ -77,20 +78,18 @@ def open_archives(
     val_fraction: float | None = None,
     seed: int = 0,
 ) -> Iterator[DataSet]:
-    """List the images of `source`: a folder, an archive, or a folder with one for each split.
+    """List the images of `source`: a folder, an archive, or a folder with one archive per split.
 
-    `val_name` is what validation is called there. With `val_fraction` that part of every class is
-    divided off for it, as `seed` and the names decide. A compressed tar is unpacked into the folder
-    `scratch`.
+    `val_name` is the name of the validation split. With `val_fraction` that fraction of every
+    class is used for validation, chosen by `seed` and the names. A compressed tar is unpacked into
+    the folder `scratch`.
     """
     divided = val_fraction is not None
     layout = _Layout((TRAIN,) if divided else (TRAIN, val_name), divided)
     if val_name == TRAIN:
-        raise DataError("--val-name train: validation would be what is trained on; name another")
+        raise DataError("--val-name train: that is the training split; choose another name")
     if divided and (source / TRAIN).is_dir() and (source / val_name).is_dir():
-        raise DataError(
-            f"{source}: there are {TRAIN} and {val_name} already; leave --val-fraction out"
-        )
+        raise DataError(f"{source}: {TRAIN} and {val_name} already exist; remove --val-fraction")
     with ExitStack() as stack:
         splits: dict[str, Classes] = {name: {} for name in layout.names}
         unread: list[str] = []
@@ -109,16 +108,18 @@ def open_archives(
         remarks += _other_folders(source, layout)
         if val_fraction is not None:
             division = Division(val_fraction, seed)
-            found = _divide(splits[TRAIN], division)
+            images = _divide(splits[TRAIN], division)
             remarks.append(division.describe())
         else:
-            found = {TRAIN: splits[TRAIN], VAL: splits[val_name]}
-        yield _data_set(source, found, remarks)
+            images = {TRAIN: splits[TRAIN], VAL: splits[val_name]}
+        yield _data_set(source, images, remarks)
 
 
 def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where: str) -> list[str]:
-    """Return a line that names the folders beside the classes in which no image is read."""
-    images = [image for classes in splits.values() for each in classes.values() for image in each]
+    """Return a line that names the folders beside the classes without readable images."""
+    images = [
+        image for classes in splits.values() for members in classes.values() for image in members
+    ]
     folders = {image.path[: image.start] for image in images} - {""}
     around = {folder[: folder[:-1].rfind("/") + 1] for folder in folders}
     beside = {
@@ -129,11 +130,11 @@ def _without_images(unread: Sequence[str], splits: dict[str, Classes], *, where:
     }
     empty = sorted(beside - folders - around)
     named = shorten([folder[:-1] for folder in empty])
-    return [f"{where}: no class, because none of its images is read: {named}"] if empty else []
+    return [f"{where}: not a class, because it has no readable image: {named}"] if empty else []
 
 
 def _other_folders(source: Path, layout: _Layout) -> list[str]:
-    """Return a line that names the folders beside those of the splits."""
+    """Return a line that names the folders beside the splits."""
     if not (source / TRAIN).is_dir():
         return []
     folders = sorted(path.name for path in source.iterdir() if path.is_dir())
@@ -143,10 +144,10 @@ def _other_folders(source: Path, layout: _Layout) -> list[str]:
 
 def _divide(images: Classes, division: Division) -> dict[str, Classes]:
     splits: dict[str, Classes] = {TRAIN: {}, VAL: {}}
-    for name, each in images.items():
-        chosen = division.validating(name, [image.name for image in each])
-        splits[TRAIN][name] = [image for image in each if image.name not in chosen]
-        splits[VAL][name] = [image for image in each if image.name in chosen]
+    for name, members in images.items():
+        chosen = division.validating(name, [image.name for image in members])
+        splits[TRAIN][name] = [image for image in members if image.name not in chosen]
+        splits[VAL][name] = [image for image in members if image.name in chosen]
     return splits
 
 
@@ -155,10 +156,10 @@ def _archives(source: Path, layout: _Layout) -> list[Path]:
         return [source]
     if not source.exists():
         raise DataError(f"{source}: there is no such file or folder; {LAYOUT}")
-    found = sorted(source.glob("*"))
+    paths = sorted(source.glob("*"))
     archives = [
         path
-        for path in found
+        for path in paths
         if path.is_file()
         and path.name.lower().endswith(ENDINGS)
         and _split_of(path) in layout.names
@@ -166,9 +167,9 @@ def _archives(source: Path, layout: _Layout) -> list[Path]:
     if sorted(map(_split_of, archives)) == sorted(layout.names):
         return archives
     if layout.divided:
-        return [source]  # class folders alone
-    names = shorten([path.name for path in found])
-    raise DataError(f"{source}: no images for import; {LAYOUT}; found {names}")
+        return [source]  # class folders without splits
+    names = shorten([path.name for path in paths])
+    raise DataError(f"{source}: no images to import; {LAYOUT}; found {names}")
 
 
 def _split_of(archive: Path) -> str:
@@ -177,19 +178,19 @@ def _split_of(archive: Path) -> str:
 
 
 def _wanted(files: Files, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the images, and the other files that are not hidden."""
+    """Return the images, and the other visible files."""
     shown = [path for path in files.names if _is_shown(path, names)]
     wanted = [path for path in shown if is_image(path.rpartition("/")[2])]
     if not wanted:
-        found = shorten(sorted(files.names))
-        raise DataError(f"{files.archive}: there are no images in it; {LAYOUT}; found {found}")
+        listed = shorten(sorted(files.names))
+        raise DataError(f"{files.archive}: contains no images; {LAYOUT}; found {listed}")
     return wanted, sorted(set(shown) - set(wanted))
 
 
 def _images(
     files: Files, wanted: Sequence[str], layout: _Layout
 ) -> Iterator[tuple[str, str, _Image]]:
-    """Find split and class of every image."""
+    """Yield split, class and image for every image."""
     around: dict[tuple[str, ...], str] = {}
     bare: list[str] = []
     for name in wanted:
@@ -205,13 +206,13 @@ def _images(
         unlike = f", unlike {next(iter(around.values()))}" if around else ""
         remedy = _move(bare) if around else LAYOUT
         raise DataError(
-            f"{files.archive}: {bare[0]} lies in no class folder of a split{unlike}; {remedy}"
+            f"{files.archive}: {bare[0]} is not in a class folder of a split{unlike}; {remedy}"
         )
     if bare:
         return _without_split(files, wanted, split)
     if len(around) > 1:
         raise DataError(
-            f"{files.archive}: {' and '.join(list(around.values())[:2])} do not lie in the same "
+            f"{files.archive}: {' and '.join(list(around.values())[:2])} are not in the same "
             f"folder of splits; {LAYOUT}"
         )
     (outer,) = around
@@ -220,7 +221,7 @@ def _images(
 
 def _move(bare: Sequence[str]) -> str:
     others = f", and {len(bare) - 1:,} more like it," if bare[1:] else ""
-    return f"move it{others} into one, or out of what is imported"
+    return f"move it{others} into one, or out of the imported folder"
 
 
 def _is_shown(path: str, names: Sequence[str]) -> bool:
@@ -230,14 +231,14 @@ def _is_shown(path: str, names: Sequence[str]) -> bool:
 
 
 def _place_of_split(parts: Sequence[str], names: Sequence[str]) -> int | None:
-    """Return which part of a path is the split: the first that has a class and a file below."""
+    """Return the position of the split in a path: the first with a class and a file below it."""
     return next((place for place, part in enumerate(parts[:-2]) if part in names), None)
 
 
 def _in_class_folders(
     files: Files, paths: Sequence[str], *, depth: int, split: str = ""
 ) -> Iterator[tuple[str, str, _Image]]:
-    """Give the images; the part of a path at `depth` is its class, the one before its split."""
+    """Yield the images; a path's component at `depth` is the class, the one before it the split."""
     for path in paths:
         parts = path.split("/", depth + 1)
         yield (
@@ -250,7 +251,7 @@ def _in_class_folders(
 def _without_split(
     files: Files, paths: Sequence[str], split: str
 ) -> Iterator[tuple[str, str, _Image]]:
-    """Give the images of one split: in class folders, with a folder around them, or in none."""
+    """Yield the images of one split: in class folders, in one folder around these, or in none."""
     depths = {path.count("/") for path in paths}
     if depths == {0}:
         classes = _listed_classes(files.archive, split, len(paths))
@@ -259,7 +260,7 @@ def _without_split(
         return
     if 0 in depths:
         bare = [path for path in paths if "/" not in path]
-        raise DataError(f"{files.archive}: {bare[0]} lies in no class folder; {_move(bare)}")
+        raise DataError(f"{files.archive}: {bare[0]} is not in a class folder; {_move(bare)}")
     in_archive = not files.archive.is_dir()
     one_around = (
         in_archive and 1 not in depths and len({path.partition("/")[0] for path in paths}) == 1
@@ -268,25 +269,25 @@ def _without_split(
 
 
 def _listed_classes(archive: Path, split: str, number: int) -> list[str]:
-    """Return the classes of images without folders, as in ImageNet's val, from a file."""
+    """Read the classes of images without class folders from a file, as for ImageNet's val."""
     path = archive.with_name(f"{split}_labels.txt")
     expected = (
-        f"expected {path} with the classes of the {number} images of {archive.name}, which lie "
-        f"in no class folders, one a line, in the order of their names; {IMAGENET}"
+        f"expected {path} with the classes of the {number} images of {archive.name}, which are "
+        f"not in class folders: one per line, in the order of the images' names; {IMAGENET}"
     )
     try:
         classes = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; {expected}") from None
     except ValueError:
-        raise DataError(f"{path}: not a text; {expected}") from None
+        raise DataError(f"{path}: not a text file; {expected}") from None
     if len(classes) != number or "" in classes:
         raise DataError(f"{path}: has {len([c for c in classes if c])} classes; {expected}")
     return classes
 
 
 def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) -> DataSet:
-    """Sort the images as class folders are read, so that a sample has the same number there."""
+    """Return the images in the order of class folders, so that sample numbers are the same."""
     for split in SPLITS:
         if not splits[split]:
             raise DataError(f"{source}: there are no images of {split}; {LAYOUT}")
@@ -298,7 +299,7 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
         )
     classes = sorted(train, key=os.fsencode)
     if len(classes) == 1:
-        text = f"{source}: all images are of one class, {classes[0]}; where the class folders lie "
+        text = f"{source}: all images are of one class, {classes[0]}; if the class folders are "
         remarks = [*remarks, f"{text}below it, import that folder"]
     for name in classes:
         for split in SPLITS:
@@ -312,17 +313,19 @@ def _data_set(source: Path, splits: dict[str, Classes], remarks: Sequence[str]) 
 
 
 def _sort(images: list[_Image], where: str) -> None:
-    """Sort the images of a class bytewise; refuse two that have one name in it."""
+    """Sort the images of a class bytewise; raise DataError if two have the same name."""
     images.sort(key=lambda image: os.fsencode(image.name))
-    for one, other in pairwise(images):
-        if one.name == other.name:
-            raise DataError(f"{one} and {other} are both {where}/{one.name}; remove one of them")
+    for first, second in pairwise(images):
+        if first.name == second.name:
+            raise DataError(
+                f"{first} and {second} are both {where}/{first.name}; remove one of them"
+            )
 
 
 def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Bad]:
-    """Read the images of the classes in order."""
-    images = [image for each in classes for image in each]
-    labels = [label for label, each in enumerate(classes) for _ in each]
+    """Yield the images of the classes in order."""
+    images = [image for members in classes for image in members]
+    labels = [label for label, members in enumerate(classes) for _ in members]
     contents = in_parts(lambda row: _read(images[row]), len(images))
     for image, label, content in zip(images, labels, contents, strict=True):
         if isinstance(content, bytes):
@@ -332,7 +335,7 @@ def _samples(classes: Sequence[list[_Image]]) -> Iterator[Sample | Bad]:
 
 
 def _read(image: _Image) -> bytes | Exception:
-    """Return the bytes of an image that can be used, or why it cannot."""
+    """Return the bytes of an image, or the error if it cannot be used."""
     try:
         content = image.files.read(image.path)
         measure_bytes(content)

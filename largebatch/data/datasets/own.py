@@ -1,13 +1,13 @@
-"""A data set of the user's own: map-style, as torch's DataLoader takes them.
+"""A user's data set: map-style, like those for torch's DataLoader.
 
-It is opened in every worker by a function that can be imported, `module:function`, and not passed
-as an object: workers are processes of their own, on other machines too, and data sets hold files
-and handles that do not travel. The function returns a data set of training and one of validation.
+Every worker opens it by an importable function, `module:function`. It is not passed as an object:
+workers are separate processes, also on other machines, and open files cannot be sent to them. The
+function returns a training and a validation data set.
 
-An item is an image, a PIL image or a uint8 tensor of 3 or 1 x H x W, and its class number. What is
-shown of it, in which order and how often, is the recipe's: so worker 0 reads every item once before
-the run, for its size and its label, and the items must be the same each time they are read. One
-thread at a time reads them, since data sets are written for workers that are processes.
+An item is a PIL image or a uint8 tensor of 3 or 1 x H x W, and its class number. The recipe decides
+the order, crops and flips. So worker 0 reads every item once before the run, for its size and
+label, and an item must be the same every time it is read. Only one thread reads items at a time,
+because data sets are usually not thread-safe.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ EXPECTED = "expected (image, label): a PIL image or a uint8 tensor of 3 or 1 x H
 
 
 class MapStyle(Protocol):
-    """A data set whose items have numbers."""
+    """A data set with numbered items."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Any: ...  # noqa: ANN401 -- what the user returns
@@ -49,16 +49,16 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """One split of a data set of the user's own."""
+    """One split of a user's data set."""
 
     name: str
-    """Of the split and where it comes from, for messages."""
+    """Name of the split and its function, for messages."""
 
     dataset: MapStyle
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, number: int) -> tuple[Image.Image, int]:
-        """Return an item as an RGB image and its label; raise DataError where it is neither."""
+        """Return an item as an RGB image and its label; raise DataError if it is not a pair."""
         with self.lock:
             item = self.dataset[number]
         try:
@@ -66,18 +66,18 @@ class Items:
             return _to_pillow(image), operator.index(label)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"{self.name}, item {number}: {error}; {EXPECTED}. Resizing, random crops, "
-                "ToTensor and Normalize are the recipe's data section; leave them out"
+                f"{self.name}, item {number}: {error}; {EXPECTED}. The recipe's data section "
+                "replaces resizing, random crops, ToTensor and Normalize; remove them"
             ) from None
 
 
 def import_own(module: str) -> ModuleType:
-    """Import a module of the user's own; the current folder is searched too, as by `python -m`."""
-    require_torchvision()  # which timm, and most data sets, need
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    if not module or module.startswith("."):  # Python's own words for these name no option
+    """Import a user's module, also from the current folder, like `python -m`."""
+    require_torchvision()  # needed by timm and most data sets
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if not module or module.startswith("."):  # Python's message for these does not help
         raise DataError(f"expected the full name of a module, such as shapes, got {module!r}")
     try:
         return importlib.import_module(module)
@@ -85,32 +85,35 @@ def import_own(module: str) -> ModuleType:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise DataError(
-            f"{module}: there is no such module in {here} or on PYTHONPATH; start the "
-            "command where it lies, or install it"
+            f"{module}: there is no such module in {folder} or on PYTHONPATH; start the "
+            "command in its folder, or install it"
         ) from None
 
 
 def open_own(name: str) -> tuple[Items, Items]:
-    """Call `module:function` and return what it gives, training first."""
+    """Call `module:function` and return its data sets, training first."""
     module, _, function = name.partition(":")
     call = getattr(import_own(module), function, None) if function else None
     if not callable(call):
         raise DataError(f"{name}: there is no such function; expected module:function")
-    found = call()
-    if not (isinstance(found, tuple) and len(found) == 2 and all(map(_is_map_style, found))):
+    result = call()
+    if not (isinstance(result, tuple) and len(result) == 2 and all(map(_is_map_style, result))):
         raise DataError(
             f"{name}: expected it to return two data sets with a length and items, (train, val)"
         )
-    train, val = found
+    train, val = result
     return Items(f"train of {name}", train), Items(f"val of {name}", val)
 
 
-def _is_map_style(found: object) -> bool:
-    return hasattr(found, "__len__") and hasattr(found, "__getitem__")
+def _is_map_style(dataset: object) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def index_items(items: Items, *, classes: int, backend: Backend) -> Index:
-    """Read every item on worker 0 and return the index on all; raise DataError for a bad one."""
+    """Read every item on worker 0 and return the index on all workers.
+
+    Raises DataError for a bad item.
+    """
     content = None
     if backend.rank == 0:
         content = pack({"classes": _class_names(items, classes)}, _measure(items, classes))
@@ -139,7 +142,7 @@ def _class_names(items: Items, classes: int) -> list[str]:
 def _measure(items: Items, classes: int) -> dict[str, IntArray]:
     rows = np.zeros((len(items.dataset), 3), dtype=np.int64)
     if not len(rows):
-        raise DataError(f"{items.name}: there are no items in it")
+        raise DataError(f"{items.name}: the data set is empty")
     for number, row in enumerate(rows):
         image, label = items.read(number)
         if not 0 <= label < classes:
@@ -158,7 +161,7 @@ def open_decoder(items: Items, index: Index, view: View, resources: Resources) -
 
     def divide(request: Request) -> tuple[IntArray, list[Part]]:
         rows = in_parts(len(request.samples), threads=resources.threads, most=AT_A_TIME)
-        parts = [Part(each, partial(_fill, items, index, view, request, each)) for each in rows]
+        parts = [Part(part, partial(_fill, items, index, view, request, part)) for part in rows]
         return index.labels[request.samples], parts
 
     with open_prefetcher(view, resources) as prefetcher:
@@ -168,22 +171,23 @@ def open_decoder(items: Items, index: Index, view: View, resources: Resources) -
 def _fill(
     items: Items, index: Index, view: View, request: Request, rows: slice, pixels: Bytes | Floats
 ) -> None:
-    """Write what these rows of a request ask for into `pixels`."""
+    """Write the images of these rows of a request into `pixels`."""
     samples = request.samples[rows].tolist()
-    each = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
-    for sample, box, flip, out in each:
+    images = zip(samples, request.boxes[rows], request.flips[rows], pixels, strict=True)
+    for sample, box, flip, out in images:
         show(_read_same(items, index, sample), view, box, flip, out)
 
 
 def _read_same(items: Items, index: Index, sample: int) -> Image.Image:
-    """Return an item's image; raise DataError where the item is not what it was."""
+    """Return an item's image; raise DataError if its size or label changed since the start."""
     image, label = items.read(sample)
-    then = index.heights[sample], index.widths[sample], index.labels[sample]
-    if then != (image.height, image.width, label):
+    indexed = index.heights[sample], index.widths[sample], index.labels[sample]
+    if indexed != (image.height, image.width, label):
         raise DataError(
-            f"{items.name}, item {sample}: it is {image.height} x {image.width} pixels of class "
-            f"{label}, and was {then[0]} x {then[1]} of class {then[2]} when the run began; items "
-            "must not change: random crops and flips are the recipe's data section"
+            f"{items.name}, item {sample}: it has {image.height} x {image.width} pixels and class "
+            f"{label}, but had {indexed[0]} x {indexed[1]} and class {indexed[2]} when the run "
+            "started; items must not change: random crops and flips belong into the recipe's data "
+            "section"
         )
     return image
 

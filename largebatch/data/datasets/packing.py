@@ -1,8 +1,8 @@
 """Write data sets as WebDataset shards: `out/{train,val}/000000.tar` ... and `out/classes.txt`.
 
 Images keep their bytes and their order, so a sample has the same number in the shards as in the
-folder they come from, and a run on either sees the same images in the same order. (Who reads
-shards from front to back without this package's index should shuffle: they are sorted by class.)
+original folder, and a run on either sees the same images in the same order. (Readers that read
+shards front to back, without this package's index, should shuffle: they are sorted by class.)
 """
 
 import io
@@ -22,7 +22,7 @@ from largebatch.errors import DataError, shorten
 from largebatch.storage import THREADS, Progress, new_folder
 
 PART = 256
-"""Samples that are prepared at a time, in several threads."""
+"""Number of samples prepared together, in several threads."""
 
 STARTS = {
     b"\xff\xd8\xff": "jpg",
@@ -33,7 +33,7 @@ STARTS = {
     **{f"P{n}".encode(): "pgm" for n in (2, 5)},
     **{f"P{n}".encode(): "ppm" for n in (1, 3, 4, 6)},
 }
-"""What encoded images begin with, and the extension of their format."""
+"""File extension of an encoded image, by its first bytes."""
 
 S = TypeVar("S")
 
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
     content: bytes
     extension: str
-    """Without a dot."""
+    """Extension of the file name, without a dot."""
 
     label: int
 
@@ -60,23 +60,23 @@ class Bad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """What is to be written."""
+    """A data set to be written as shards."""
 
     classes: Sequence[str]
     sizes: Mapping[str, int]
-    """Samples of each split, for the progress."""
+    """Number of samples of each split, for the progress."""
 
     samples: Callable[[str], Iterable[Sample | Bad]]
-    """Gives those of a split in their order."""
+    """Function that yields the samples of a split in order."""
 
     remarks: Sequence[str] = ()
-    """Lines for who imports it: what was ignored, and how it was divided."""
+    """Lines to print after the import: ignored files, and the division."""
 
 
 def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) -> None:
-    """Copy the images of `root/{train,val}` into shards; what their indexes drop stays out.
+    """Copy the images of `root/{train,val}` into new shards, in the same order.
 
-    The samples keep their order and are divided into new shards.
+    Images dropped from the indexes are left out.
     """
     train, val = (load_or_read(root, split) for split in ("train", "val"))
     check_same_classes(train, val)
@@ -92,15 +92,15 @@ def pack_folder(root: Path, out: Path, *, shard_bytes: int, progress: Progress) 
 def write_shards(
     data_set: DataSet, out: Path, *, shard_bytes: int, progress: Progress, drop_bad: bool = False
 ) -> list[Bad]:
-    """Write a data set into a new folder, which is there whole in the end or not at all.
+    """Write a data set atomically into a new folder.
 
-    Returns the images that are left out. Raises DataError that lists the first of them, unless
-    `drop_bad`.
+    Returns the bad images, which are left out. Raises DataError that lists the first of them,
+    unless `drop_bad`.
     """
     broken = [name for name in data_set.classes if not is_class_name(name)]
     if broken:
         raise DataError(
-            f"{broken[0]!r} is no name for a class: {CLASSES} has one a line; rename it"
+            f"{broken[0]!r} is not a valid class name: {CLASSES} has one per line; rename it"
         )
     total, done = sum(data_set.sizes.values()), 0
     bad: list[Bad] = []
@@ -144,7 +144,7 @@ def _require_every_class(
 
 
 def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Bad]:
-    """Give the samples, so that an OSError beyond this is one of writing."""
+    """Yield the samples; convert an OSError of reading, so that others are errors of writing."""
     try:
         yield from data_set.samples(split)
     except OSError as error:
@@ -152,7 +152,7 @@ def _read_samples(data_set: DataSet, split: str) -> Iterator[Sample | Bad]:
 
 
 def in_parts(prepare: Callable[[int], S], number: int) -> Iterator[S]:
-    """Call `prepare` for 0 .. number - 1 in threads; give the results in order, keep few."""
+    """Call `prepare` for 0 .. number - 1 in threads; yield the results in order, holding few."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as pool:
         for start in range(0, number, PART):
             yield from pool.map(prepare, range(start, min(start + PART, number)))
@@ -170,7 +170,7 @@ def _copies(index: Index) -> Iterator[Sample]:
 
 
 def extension_of(content: bytes) -> str:
-    """Return the extension of an encoded image's format; of one that is not read, `bin`.
+    """Return the file extension of an encoded image's format; `bin` if it is unknown.
 
     >>> extension_of(b"P6 1 1 255 rgb")
     'ppm'
@@ -181,10 +181,10 @@ def extension_of(content: bytes) -> str:
 
 
 class ShardWriter:
-    """Writes samples into `folder/000000.tar` and so on, none longer than `shard_bytes`.
+    """Writes samples into `folder/000000.tar` and so on, each at most `shard_bytes` long.
 
-    The same samples give the same bytes: owners, modes and times are left out. A sample that is
-    longer than that alone has a shard of its own. Used as a context manager.
+    The same samples give the same bytes: owners, modes and times are omitted. A sample longer than
+    the limit gets its own shard. Use it as a context manager.
     """
 
     def __init__(self, folder: Path, *, shard_bytes: int) -> None:
@@ -200,25 +200,25 @@ class ShardWriter:
     def add(self, content: bytes, *, extension: str, label: int) -> None:
         """Write one encoded image with its label; `extension` is without a dot."""
         files = {extension.lower(): content, LABEL: str(label).encode("ascii")}
-        length = sum(BLOCK + _padded(len(each)) for each in files.values())
-        end = tarfile.RECORDSIZE  # with which tarfile ends a file, at the most
+        length = sum(BLOCK + _padded(len(data)) for data in files.values())
+        end = tarfile.RECORDSIZE  # the longest end that tarfile writes
         if self._tar is None or self._used + length + end > self._limit:
-            self._begin()
+            self._open_shard()
         assert self._tar is not None
-        for name, each in files.items():
+        for name, data in files.items():
             member = tarfile.TarInfo(f"{self.num_samples:09d}.{name}")
-            member.size = len(each)
-            self._tar.addfile(member, io.BytesIO(each))
+            member.size = len(data)
+            self._tar.addfile(member, io.BytesIO(data))
         self._used += length
         self.num_samples += 1
 
     def close(self) -> None:
-        """End the last shard."""
+        """Close the last shard."""
         if self._tar is not None:
             self._tar.close()
             self._tar = None
 
-    def _begin(self) -> None:
+    def _open_shard(self) -> None:
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self.num_shards:06d}.tar"

@@ -1,8 +1,8 @@
-"""Parquet files as the Hugging Face hub lays data sets out: encoded images and class numbers.
+"""Parquet files in the layout of the Hugging Face hub: encoded images and class numbers.
 
-A split is the files with its name in theirs, `data/train-00000-of-00002.parquet` say, or in that of
-a folder, `default/train/0000.parquet`. The columns and the classes' names stand in the schema,
-where the library `datasets` writes them. Images keep their bytes and their order.
+The files of a split have its name in theirs, such as `data/train-00000-of-00002.parquet`, or in
+that of a folder, such as `default/train/0000.parquet`. The columns and the names of the classes
+are in the schema, where the library `datasets` writes them. Images keep their bytes and order.
 """
 
 import json
@@ -23,14 +23,14 @@ from largebatch.optional import require_parquet
 TRAIN, VAL = "train", "val"
 
 VAL_NAMES = ("val", "valid", "validation", "dev")
-"""What the hub calls validation; `test` is taken for it only where that is asked for."""
+"""Names of validation on the hub; `test` is used only if requested."""
 
 ROWS = 256
-"""Rows that are in memory at a time."""
+"""Number of rows in memory at a time."""
 
 
 class _Columns(NamedTuple):
-    """Where the images and labels of a data set are."""
+    """Columns of the images and labels of a data set."""
 
     image: str
     label: str
@@ -41,7 +41,7 @@ class _Columns(NamedTuple):
 def open_parquet(
     source: Path,
     *,
-    scratch: Path,  # noqa: ARG001 -- every opener is called alike
+    scratch: Path,  # noqa: ARG001 -- all openers have this argument
     val_name: str | None = None,
     label: str | None = None,
     val_fraction: float | None = None,
@@ -49,32 +49,34 @@ def open_parquet(
 ) -> Iterator[DataSet]:
     """Read the Parquet files in the folder `source` and below.
 
-    `val_name` is what validation is called there, `label` the column of class numbers where there
-    are several. With `val_fraction` that part of every class of the training rows is divided off
-    for validation; a row's name is its number.
+    `val_name` is the name of the validation split, `label` the column of class numbers if there
+    are several. With `val_fraction` that fraction of the training rows of every class is used for
+    validation; a row's name is its number.
     """
     parquet = require_parquet()
     files = _files(source, (val_name,) if val_name else VAL_NAMES, divided=val_fraction is not None)
-    found = {path: _open(parquet, path) for split in files.values() for path in split}
-    columns = {_columns(file.schema_arrow, path, label) for path, file in found.items()}
-    if len(columns) > 1:
+    opened = {path: _open(parquet, path) for split in files.values() for path in split}
+    layouts = {_columns(file.schema_arrow, path, label) for path, file in opened.items()}
+    if len(layouts) > 1:
         raise DataError(f"{source}: its files have different columns or classes; import one set")
-    (alike,) = columns
+    (columns,) = layouts
     sizes = {
-        split: sum(found[path].metadata.num_rows for path in paths)
+        split: sum(opened[path].metadata.num_rows for path in paths)
         for split, paths in files.items()
     }
     if val_fraction is None:
-        data_set = DataSet(alike.classes, sizes, lambda split: _samples(files[split], found, alike))
+        data_set = DataSet(
+            columns.classes, sizes, lambda split: _samples(files[split], opened, columns)
+        )
     else:
-        data_set = _divided(files[TRAIN], found, alike, Division(val_fraction, seed))
-    yield replace(data_set, remarks=[*data_set.remarks, *_unread(source, found)])
-    for file in found.values():
+        data_set = _divided(files[TRAIN], opened, columns, Division(val_fraction, seed))
+    yield replace(data_set, remarks=[*data_set.remarks, *_unread(source, opened)])
+    for file in opened.values():
         file.close()
 
 
 def _unread(source: Path, taken: Collection[Path]) -> list[str]:
-    """Return a line on the files of other splits, if there are any."""
+    """Return a line that names the files of other splits, if there are any."""
     others = [path for path in sorted(source.rglob("*.parquet")) if path not in taken]
     names = shorten([path.relative_to(source).as_posix() for path in others])
     return [f"{source}: {len(others)} files of other splits ignored: {names}"] if others else []
@@ -83,7 +85,7 @@ def _unread(source: Path, taken: Collection[Path]) -> list[str]:
 def _divided(
     paths: Sequence[Path], files: dict[Path, Any], columns: _Columns, division: Division
 ) -> DataSet:
-    """Return the training rows as two splits; only their labels are read for that."""
+    """Return the training rows as two splits; this reads only their labels."""
     rows: dict[object, list[str]] = {}
     number = 0
     for path in paths:
@@ -93,9 +95,9 @@ def _divided(
     names = dict(enumerate(columns.classes))
     chosen = {
         int(row)
-        for label, each in rows.items()
-        if label in names  # others are refused by name when they are read
-        for row in division.validating(names[label], each)
+        for label, numbers in rows.items()
+        if label in names  # other labels are reported when the rows are read
+        for row in division.validating(names[label], numbers)
     }
 
     def samples(split: str) -> Iterator[Sample | Bad]:
@@ -108,7 +110,7 @@ def _divided(
 
 
 def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str, list[Path]]:
-    """Return the files of each split by name, which is their order."""
+    """Return the files of each split, sorted by name."""
     splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
     names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.parquet"))
     for name in names:
@@ -118,15 +120,14 @@ def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str
                 splits[split].append(source / name)
     if divided and splits[VAL]:
         raise DataError(
-            f"{source}: there is a split of validation already ({shorten(names)}); leave "
-            "--val-fraction out"
+            f"{source}: a validation split already exists ({shorten(names)}); remove --val-fraction"
         )
     missing = [split for split, files in splits.items() if not files and not divided]
     both = not set(splits[TRAIN]).isdisjoint(splits[VAL])
     if missing or both or not splits[TRAIN]:
         raise DataError(
             f"{source}: expected data/train-*.parquet and data/validation-*.parquet, as on the "
-            "Hugging Face hub; where validation has another name: --val-name test; to divide "
+            "Hugging Face hub; if validation has another name: --val-name test; to divide "
             f"train: --val-fraction 0.1; found {shorten(names)}"
         )
     return splits
@@ -135,17 +136,17 @@ def _files(source: Path, val_names: Sequence[str], *, divided: bool) -> dict[str
 def _open(parquet: ModuleType, path: Path) -> Any:  # noqa: ANN401 -- pyarrow is optional
     try:
         return parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:  # pyarrow's errors are these
+    except (OSError, ValueError) as error:  # base classes of pyarrow's errors
         raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
     reason = " ".join(str(error).split())
-    return DataError(f"{path}: not a whole Parquet file ({reason}); fetch it again")
+    return DataError(f"{path}: not a whole Parquet file ({reason}); download it again")
 
 
 def _columns(schema: Any, path: Path, label: str | None) -> _Columns:  # noqa: ANN401 -- as above
-    """Find the column of images and that of class numbers, and the classes' names."""
+    """Return the columns of images and class numbers, and the names of the classes."""
     metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
         features = json.loads(metadata).get("info", {}).get("features", {})
@@ -160,8 +161,8 @@ def _columns(schema: Any, path: Path, label: str | None) -> _Columns:  # noqa: A
     if len(images) != 1 or len(labels) != 1:
         several = "; choose one of several labels with --label" if len(labels) > 1 else ""
         raise DataError(
-            f"{path}: expected one column of images and one of class labels in the description "
-            f"that the library `datasets` writes{several}; found {_shown(schema, kinds)}"
+            f"{path}: expected one column of images and one of class labels in the metadata "
+            f"written by the library `datasets`{several}; found {_shown(schema, kinds)}"
         )
     return _Columns(images[0], labels[0], tuple(map(str, features[labels[0]]["names"])))
 
@@ -173,7 +174,7 @@ def _shown(schema: Any, kinds: dict[str, str]) -> str:  # noqa: ANN401 -- as abo
 def _samples(
     paths: Sequence[Path], files: dict[Path, Any], columns: _Columns
 ) -> Iterator[Sample | Bad]:
-    """Give the images in order."""
+    """Yield the images in order."""
     for path in paths:
         for row, (image, label) in enumerate(
             _rows(path, files[path], columns.image, columns.label)
@@ -187,7 +188,7 @@ def _samples(
 
 
 def _rows(path: Path, file: Any, *names: str) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401 -- as above
-    """Give the rows of these columns."""
+    """Yield the rows of these columns."""
     try:
         for batch in file.iter_batches(ROWS, columns=list(names)):
             yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
@@ -199,7 +200,7 @@ def _fault(image: Any, label: Any, num_classes: int) -> str | None:  # noqa: ANN
     """Return why a row cannot be used, or None."""
     content = image.get("bytes") if isinstance(image, dict) else None
     if not isinstance(content, bytes):
-        return "it holds no bytes of an image"
+        return "it has no image bytes"
     if not isinstance(label, int) or not 0 <= label < num_classes:
         return f"its label is {label}, expected a number from 0 to {num_classes - 1}"
     try:

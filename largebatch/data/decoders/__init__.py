@@ -1,4 +1,4 @@
-"""From requests to tensors: DALI, torchvision, a cache of pixels, and images that are made up.
+"""Decoders from requests to tensors: DALI, torchvision, a pixel cache, and synthetic images.
 
-`reader` reads the bytes ahead and `prefetch` fills in batches ahead, for all that do so in threads.
+`reader` reads encoded images ahead and `prefetch` fills batches ahead, both in threads.
 """

@@ -1,10 +1,10 @@
-"""Small sets, decoded once: crops, flips and resizing from pixels cached as bytes.
+"""Crops, flips and resizing of cached pixels, for small data sets that are decoded once.
 
-On a processor threads cut and resize one image after the other (`open_decoder`). On a GPU the bytes
-stay there and are cut, mirrored and resized a batch at a time (`upload`, `decode_on_device`):
-nothing is read, decoded or copied from the host but a few numbers for each image, and nothing waits
-for the device. On a processor the batched products would do many times the arithmetic of resizing
-one image after the other, and pay for small ones only.
+On a CPU, threads crop and resize one image after the other (`open_decoder`). On a GPU the bytes
+stay on the device and are cropped, mirrored and resized in batches (`upload`, `decode_on_device`):
+only a few numbers per image are copied from the host, and nothing waits for the device. On a CPU
+the batched products need many times the arithmetic of resizing single images, and are faster only
+for small ones.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,11 +35,11 @@ from largebatch.errors import DataError
 from largebatch.recipe.data import Interpolation
 
 SMALL = 40
-"""Up to how many pixels a side images of one size are resized together: one by one, two threads
-spend their time on handing Python's lock to each other. Weights of all boxes take 20 MB then."""
+"""Maximum side in pixels of images of one size that are resized together: one by one, the threads
+would mostly wait for Python's lock. The weights of all boxes then take 20 MB."""
 
 AT_ONCE = 2**25
-"""How many pixels of images are resized at once; as floats they take twelve bytes each."""
+"""Number of pixels resized at once on a device; as floats they take twelve bytes each."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def _fill(
     interpolation: Interpolation,
     pixels: Bytes | Floats,
 ) -> None:
-    """Write what these rows of a request ask for into `pixels`."""
+    """Write the images of these rows of a request into `pixels`."""
     samples, boxes, flips = request.samples[rows], request.boxes[rows], request.flips[rows]
     size = pixels.shape[1:3]
     if cache.alike is not None and max(*cache.alike.shape[1:3], *size) <= SMALL:
@@ -72,9 +72,9 @@ def _fill(
             whole, boxes, flips, size=size[0], interpolation=interpolation
         ).transpose(0, 2, 3, 1)
         return
-    each = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
-    for sample, box, flip, out in each:
-        # unsqueeze, not [None], whose stride of 0 would hide from PyTorch that channels come last.
+    images = zip(samples.tolist(), boxes.tolist(), flips.tolist(), pixels, strict=True)
+    for sample, box, flip, out in images:
+        # unsqueeze, not [None]: with its stride of 0 PyTorch would not detect channels-last.
         part = torch.from_numpy(cache.part(sample, box)).unsqueeze(0).permute(0, 3, 1, 2)
         resized = F.interpolate(part, size=size, mode=interpolation, antialias=True)
         whole = resized.permute(0, 2, 3, 1).numpy()[0]
@@ -110,9 +110,9 @@ def decode_on_device(cache: PixelCache[Tensor], view: View, requests: Iterable[R
 
 
 def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view: View) -> Tensor:
-    """Return N x 3 x H x W values 0 .. 255, made from AT_ONCE pixels at a time.
+    """Return N x 3 x H x W values 0 .. 255, computed from AT_ONCE pixels at a time.
 
-    `numbers` has the request's samples, boxes and flips, row by row.
+    The rows of `numbers` are the request's samples, boxes (four rows) and flips.
     """
     size = view.image_size
     if cache.alike is not None:
@@ -139,7 +139,7 @@ def _resized(cache: PixelCache[Tensor], request: Request, numbers: Tensor, view:
 
 
 def _cut_out(cache: PixelCache[Tensor], samples: IntArray, boxes: IntArray) -> Tensor:
-    """Return N x H x W x 3 bytes with a box in the upper left corner of each."""
+    """Return N x H x W x 3 bytes, each with its box in the upper left corner."""
     height, width = boxes[:, 2:].max(axis=0).tolist()
     shape = len(samples), height, width, 3
     parts = torch.zeros(shape, dtype=torch.uint8, device=cache.pixels.device)

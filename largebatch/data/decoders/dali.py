@@ -1,7 +1,7 @@
-"""NVIDIA DALI as the decoder: on the processor, or on the GPU where the worker has one.
+"""NVIDIA DALI as the decoder: on the GPU if the worker has one, otherwise on the CPU.
 
-DALI does what it is fast at and decides nothing: bytes, boxes and flips come in from outside, and
-its readers, shards, seeds, shuffling and last-batch policies are not used.
+DALI only decodes and resizes: bytes, boxes and flips are its inputs. Its readers, shards, seeds,
+shuffling and last-batch policies are not used.
 """
 
 from collections import deque
@@ -26,20 +26,20 @@ from largebatch.errors import DataError
 from largebatch.optional import require_dali
 
 AHEAD = 2
-"""How many batches are finished or under way when one is asked for."""
+"""Number of batches finished or in progress when one is requested."""
 
 _Numbers = npt.NDArray[np.int32]
 _Inputs = tuple[Any, _Numbers, _Numbers, _Numbers]
-"""Encoded images, in DALI's own type or as a list of arrays; corners, shapes and flips of boxes."""
+"""Encoded images, as DALI tensors or a list of arrays; corners, shapes and flips of boxes."""
 
 _UnderWay = tuple[Reading, _Inputs]
 
 
 def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
-    """Return a decoder, which the block keeps; raise MissingPackageError at once.
+    """Return a context with a decoder; raise MissingPackageError immediately.
 
-    A box is cut out, resized, then mirrored if asked for. DALI's pipeline is built once, however
-    often images are decoded, and its threads and memory are released with the block.
+    A box is cropped, resized, then mirrored if requested. DALI's pipeline is built once, for any
+    number of passes, and its threads and memory are released at the end of the block.
     """
     dali, device = require_dali(), resources.device
     if device.type == "cuda" and device.index is None:
@@ -49,7 +49,7 @@ def open_decoder(index: Index, view: View, resources: Resources) -> AbstractCont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
-    """What becomes of the images, and how to build pipelines that do it."""
+    """Builds DALI pipelines that decode the images of an index."""
 
     dali: ModuleType
     index: Index
@@ -57,7 +57,7 @@ class _Graph:
     device: torch.device
 
     def build(self, source: "_Source", *, batch_size: int, threads: int, ahead: int) -> Any:  # noqa: ANN401 -- DALI is optional
-        """Return a pipeline that keeps `ahead` batches finished or under way."""
+        """Return a pipeline that keeps `ahead` batches finished or in progress."""
         at_once = ahead > 1
         pipeline = self.dali.Pipeline(
             batch_size=batch_size,
@@ -72,7 +72,7 @@ class _Graph:
         return pipeline
 
     def _images(self, source: "_Source") -> Any:  # noqa: ANN401 -- DALI is optional
-        """Describe the pipeline: decode the box, resize, mirror and normalise."""
+        """Return the pipeline's outputs: decode the box, resize, mirror and normalise."""
         fn, types, view = self.dali.fn, self.dali.types, self.view
         on_gpu = self.device.type == "cuda"
         encoded, corners, shapes, flips = fn.external_source(
@@ -80,7 +80,7 @@ class _Graph:
             num_outputs=4,
             dtype=[types.UINT8, types.INT32, types.INT32, types.INT32],
             ndim=[1, 1, 1, 0],
-            no_copy=not on_gpu,  # a GPU may still be reading when a batch is handed out
+            no_copy=not on_gpu,  # a GPU may still read its inputs when a batch is returned
         )
         images = fn.decoders.image_slice(
             encoded,
@@ -89,14 +89,14 @@ class _Graph:
             shape=shapes,
             axis_names="HW",
             adjust_orientation=False,  # done by turn_resized
-            jpeg_fancy_upsampling=True,  # so that the GPU's colours are the processor's
+            jpeg_fancy_upsampling=True,  # so that the GPU's colours match the CPU's
         )
         bicubic = view.interpolation == "bicubic"
         images = fn.resize(
             images,
             size=[view.image_size, view.image_size],
             interp_type=types.INTERP_CUBIC if bicubic else types.INTERP_LINEAR,
-            antialias=True,  # makes it Pillow's filter, but for the outermost pixels
+            antialias=True,  # Pillow's filter, except for the outermost pixels
         )
         return fn.crop_mirror_normalize(
             images,
@@ -109,16 +109,16 @@ class _Graph:
 
 
 class _Source:
-    """Inputs of a pipeline, those of one pass over images after those of another."""
+    """Inputs of a pipeline, for one pass over images after another."""
 
     def __init__(self) -> None:
         self._inputs: Iterator[_Inputs] = iter(())
 
     @contextmanager
     def giving(self, inputs: Generator[_Inputs, None, None]) -> Iterator[None]:
-        """Give these inputs in the block, and hold nothing of them after it.
+        """Use these inputs in the block and drop them after it.
 
-        Else index and buffers stay until Python collects the rings that DALI's graphs are.
+        Otherwise index and buffers live until Python collects DALI's graphs, which are cyclic.
         """
         self._inputs = inputs
         try:
@@ -149,7 +149,7 @@ def _run(
     reader: Reader,
     requests: Iterable[Request],
 ) -> Batches:
-    """Return the outputs as torch's tensors, without a copy."""
+    """Yield the outputs as torch tensors, without a copy."""
     index, device = graph.index, graph.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     transfer, under_way = Transfer(device), deque[_UnderWay]()
@@ -158,7 +158,7 @@ def _run(
             try:
                 (images,) = pipeline.run(stream)
             except StopIteration:
-                pipeline.reset()  # ready for another pass
+                pipeline.reset()  # for the next pass
                 return
             except RuntimeError:
                 _name_culprit(graph, under_way)
@@ -176,16 +176,16 @@ def _run(
 def _inputs(
     graph: _Graph, readings: Iterable[Reading], under_way: deque[_UnderWay]
 ) -> Generator[_Inputs, None, None]:
-    """Turn requests into the pipeline's inputs: images, corners, shapes and flips.
+    """Yield the pipeline's inputs for each request: images, corners, shapes and flips.
 
-    DALI reads them where they are, so `under_way` holds them until their batch is finished. It
-    would look at each image several times to make a list of its own of Python's.
+    DALI reads them in place, so `under_way` holds them until their batch is finished. They are
+    passed as DALI's list type: DALI reads a Python list several times to convert it.
     """
     tensors = graph.dali.tensors
     for reading in readings:
         boxes, flips = as_stored(graph.index, reading.request)
         inputs = (
-            tensors.TensorListCPU([tensors.TensorCPU(each, "") for each in reading.contents]),
+            tensors.TensorListCPU([tensors.TensorCPU(image, "") for image in reading.contents]),
             np.ascontiguousarray(boxes[:, :2], dtype=np.int32),
             np.ascontiguousarray(boxes[:, 2:], dtype=np.int32),
             flips.astype(np.int32),
@@ -195,10 +195,10 @@ def _inputs(
 
 
 def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
-    """Raise DataError with the path of the image over which a pipeline failed.
+    """Raise DataError with the path of the image that made a pipeline fail.
 
-    DALI does not say which it was, so those under way are decoded again one by one. If every one
-    can be, the fault lies elsewhere and this returns.
+    DALI does not report which image it was, so those in progress are decoded again one by one.
+    Returns if all of them can be decoded: the fault is then elsewhere.
     """
     singles = [
         (sample, (reading.contents[row], corners[row], shapes[row], flips[row]))
@@ -220,6 +220,6 @@ def _name_culprit(graph: _Graph, under_way: Iterable[_UnderWay]) -> None:
 
 
 def _gist(error: RuntimeError) -> str:
-    """Return the one line of DALI's report that says what happened."""
+    """Return the line of DALI's report that states the error."""
     line = str(error).partition("encountered:")[2].strip().partition("\n")[0] or str(error)
     return line.replace("sample #0 :", "it").strip()

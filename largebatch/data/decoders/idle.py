@@ -1,7 +1,7 @@
-"""Decoders that stay open between two passes over images, such as two evaluations.
+"""Decoders that stay open between passes over images, such as two evaluations.
 
-To open one takes threads, with DALI a pipeline that is built and memory that is filled for the
-first time; to use it again takes nothing.
+Opening a decoder starts threads and, with DALI, builds a pipeline and allocates memory; reusing
+one costs nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,33 +11,33 @@ from largebatch.data.types import Decode
 
 
 class IdleDecoders:
-    """Open decoders that nobody uses, at most one of each name."""
+    """Open decoders that are not in use, at most one per name."""
 
     def __init__(self) -> None:
         self._idle: dict[str, tuple[ExitStack, Decode]] = {}
 
     @property
     def names(self) -> set[str]:
-        """The names of those that are idle."""
+        """Names of the idle decoders."""
         return set(self._idle)
 
     @contextmanager
     def borrow(
         self, name: str, opened: Callable[[], AbstractContextManager[Decode]]
     ) -> Iterator[Decode]:
-        """Yield the idle decoder of this name, or one that is opened.
+        """Yield the idle decoder of this name, or open one.
 
-        It is idle after the block. If the block fails or is left early, its decoder has work that
-        was not used, and is closed.
+        It is idle after the block. If the block fails or is left early, the decoder has pending
+        work and is closed instead.
         """
         stack, decode = self._idle.pop(name) if name in self._idle else _open(opened())
         with stack:
             yield decode
-            self._close(name)  # of another one that was in use at the same time
+            self._close(name)  # another one of this name that was in use at the same time
             self._idle[name] = stack.pop_all(), decode
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all idle decoders."""
         for name in list(self._idle):
             self._close(name)
 

@@ -1,10 +1,10 @@
-"""EXIF orientation: cameras store images turned and note how they are seen.
+"""EXIF orientation: how a stored image is rotated or mirrored for display.
 
-The index notes it, 1 to 8, and its heights and widths, and so all boxes, are those of the image
-that is seen. That is the stored one transposed for 5 to 8, then turned upside down for UPSIDE and
-mirrored for MIRRORED (EXIF 2.32, tag 274). A decoder that reads whole images turns them before it
-cuts. One that decodes nothing but a box cuts where the box is stored and turns the square it was
-resized to.
+The index holds the orientation, 1 to 8. Its heights and widths, and so all boxes, are those of the
+displayed image: the stored one transposed for 5 to 8, then flipped vertically for UPSIDE and
+horizontally for MIRRORED (EXIF 2.32, tag 274). A decoder that decodes whole images orients them
+before it crops. A decoder that decodes only a box crops the stored box and orients the resized
+square.
 """
 
 import numpy as np
@@ -26,21 +26,21 @@ METHODS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Pillow's names for what makes the image that is seen of the stored one."""
+"""Pillow's operation from the stored to the displayed image, by orientation."""
 
 
 def turn_whole(image: Image.Image, orientation: int) -> Image.Image:
-    """Return the image that is seen."""
+    """Return the displayed image."""
     return image if orientation == 1 else image.transpose(METHODS[orientation])
 
 
 def orientation_of(index: Index, sample: int) -> int:
-    """Return EXIF's number of how an image is turned; 1: not at all."""
+    """Return the EXIF orientation of an image; 1 is upright."""
     return 1 if index.orientations is None else int(index.orientations[sample])
 
 
 def as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
-    """Return boxes in stored pixels, and flips: none where `turn_resized` does them too."""
+    """Return boxes in stored pixels, and flips: False where `turn_resized` also flips."""
     if index.orientations is None:
         return request.boxes, request.flips
     orientations = index.orientations[request.samples]
@@ -60,7 +60,7 @@ def as_stored(index: Index, request: Request) -> tuple[IntArray, BoolArray]:
 
 
 def turn_resized(images: Tensor, index: Index, request: Request) -> None:
-    """Turn the squares, N x C x H x W, that were cut as stored, and flip those that are turned."""
+    """Orient, in place, the resized squares of stored boxes, N x C x H x W; flip the oriented."""
     if index.orientations is None:
         return
     orientations = index.orientations[request.samples]

@@ -1,13 +1,13 @@
-"""The decoded pixels of a small set, as one file in the user's cache that workers map.
+"""Decoded pixels of a small data set, in one file of the user's cache that workers map.
 
-All workers of a machine map it, so the pixels are in memory once however many workers there are,
-and at once the next time.
+All workers of a machine map the file, so the pixels are in memory once for any number of workers,
+and the next run starts at once.
 
 A file holds the pixels of all images, then a checksum of them and of the file's name, which
-says the index's digest, FORMAT and the version of Pillow. A run would train on what a disk damaged
-and never know, so it reads a file through before it uses it (at 2.5 GB/s on one core, if the disk
-is that fast: CIFAR-10 takes 0.1 s, the 16 GB of LIMIT 7 s); a damaged one is made anew. Files that
-no run has used for UNUSED_DAYS are removed when another is made.
+contains the index's digest, FORMAT and the version of Pillow. A run reads the whole file once
+before it uses it, because it would not notice pixels damaged by the disk (at 2.5 GB/s on one core,
+if the disk is that fast: 0.1 s for CIFAR-10, 7 s for the 16 GB of LIMIT). A damaged file is written
+again. Files that no run has used for UNUSED_DAYS are removed when another is written.
 """
 
 import contextlib
@@ -44,43 +44,43 @@ from largebatch.storage import (
 Pixels = TypeVar("Pixels", Bytes, Tensor)
 
 LIMIT = 16 * 2**30
-"""The most bytes of pixels that one split of a data set may have, to be cached."""
+"""Maximum number of bytes of pixels of one split."""
 
 FORMAT = 1
-"""Of the files, and of how images become bytes; files of another one are not used."""
+"""Version of the files and of the decoding; files of another version are not used."""
 
 UNUSED_DAYS = 30
-"""After how many days without use a file of pixels is removed."""
+"""Days without use after which a file is removed."""
 
 EACH = 128
-"""How many images a thread makes at a time."""
+"""Number of images in one thread's task."""
 
 READS = 8
-"""How many images are read at a time, at most."""
+"""Maximum number of images read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PixelCache(Generic[Pixels]):
-    """The pixels of all images of an index: H x W x 3 bytes each, one after the other."""
+    """Pixels of all images of an index: H x W x 3 bytes each, concatenated."""
 
     index: Index
     pixels: Pixels
     starts: IntArray
-    """Where each image begins."""
+    """Position of the first byte of each image."""
 
     alike: Pixels | None
-    """The same bytes as N x H x W x 3 where all images have one size."""
+    """The same bytes as N x H x W x 3; None if images differ in size."""
 
     mapped: Mapped | None = None
-    """The file that the pixels are mapped from; None: they are on a device."""
+    """File that the pixels are mapped from; None if they are on a device."""
 
     def require_whole(self) -> None:
-        """Raise DataError if the file that the pixels are mapped from was cut off."""
+        """Raise DataError if the file that the pixels are mapped from was truncated."""
         if self.mapped is not None:
             self.mapped.require_whole()
 
     def part(self, sample: int, box: list[int]) -> Pixels:
-        """Return the box of an image, H x W x 3, without copying."""
+        """Return a view of the box of an image, H x W x 3."""
         top, left, height, width = box
         if self.alike is not None:
             return self.alike[sample, top : top + height, left : left + width]
@@ -93,7 +93,7 @@ class PixelCache(Generic[Pixels]):
 def make_cache(
     index: Index, pixels: Pixels, starts: IntArray, *, mapped: Mapped | None = None
 ) -> PixelCache[Pixels]:
-    """Put together what a `PixelCache` holds."""
+    """Return the cache of these pixels."""
     high, wide = int(index.heights[0]), int(index.widths[0])
     one_size = bool((index.heights == high).all() and (index.widths == wide).all())
     alike = pixels.reshape(-1, high, wide, 3) if one_size else None
@@ -103,11 +103,11 @@ def make_cache(
 def open_cache(
     index: Index, *, backend: Backend, threads: int, progress: Progress = silent
 ) -> PixelCache[Bytes]:
-    """Decode every image of an index, unless that has been done before, and map the pixels.
+    """Map the decoded pixels of an index; decode every image if there is no such file yet.
 
-    Worker 0 writes the file, then the first worker of each other machine that does not find it: in
-    a folder that machines share, what others have mapped may not be replaced. Raises DataError with
-    the path of an image that cannot be decoded, or if there are too many pixels to cache.
+    Worker 0 writes the file first, then the first worker of each machine that does not find it: in
+    a shared folder, a file that others have mapped must not be replaced. Raises DataError with the
+    path of an image that cannot be decoded, or if there are too many pixels to cache.
     """
     sizes = 3 * index.heights * index.widths
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -119,48 +119,48 @@ def open_cache(
             "execution.cache: null, or make the images smaller"
         )
     path = _place(index)
-    for mine in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
-        if mine and not _is_whole(path, total):
+    for writes in (backend.rank == 0, backend.rank > 0 and backend.local_rank == 0):
+        if writes and not _is_whole(path, total):
             _remove_unused(path.parent)
             _write(path, index, threads, progress)
         backend.barrier()
     try:
         mapped = Mapped.of(path)
-        # Mapped as private, since torch warns of bytes that are read-only; nothing writes to them.
+        # Mapped as private, because torch warns about read-only arrays; nothing writes to it.
         pixels = np.asarray(np.memmap(path, mode="c", dtype=np.uint8, shape=(total,)))
-    except (OSError, ValueError) as error:  # it is gone, or shorter
+    except (OSError, ValueError) as error:  # removed or truncated
         raise DataError(
-            f"{path}: {total:,} bytes of decoded images cannot be mapped from it ({error}); start "
-            "again, and it is made anew"
+            f"{path}: {total:,} bytes of decoded images cannot be mapped from it ({error}); "
+            "restart, and the file is written again"
         ) from None
     return make_cache(index, pixels, starts, mapped=mapped)
 
 
 def _place(index: Index) -> Path:
-    """Return the file of the pixels of an index, made by this version of what decodes them."""
-    assert index.digest, "an index that was read has a digest"
+    """Return the path of an index's pixels; it depends on the format and the version of Pillow."""
+    assert index.digest, "a stored index has a digest"
     name = f"{index.digest}.{FORMAT}.pillow-{PIL.__version__}.pixels"
     return user_cache() / "pixels" / name
 
 
 def _is_whole(path: Path, total: int) -> bool:
-    """Return whether a file holds `total` bytes of pixels and their checksum, and note its use."""
+    """Return True if a file holds `total` bytes and their checksum; update its time of use."""
     try:
         if path.stat().st_size != total + CHECKSUM_BYTES:
             return False
         whole = is_undamaged(path, begin=os.fsencode(path.name))
     except OSError:
         return False
-    with contextlib.suppress(OSError):  # a cache that is only read has no need to be cleared
+    with contextlib.suppress(OSError):  # a read-only cache is never cleared
         os.utime(path)
     return whole
 
 
 def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
-    """Write the pixels of all images to a file that is there whole or not at all."""
+    """Write the pixels of all images atomically to a file."""
 
     def written() -> Iterator[bytes | memoryview]:
-        yield os.fsencode(path.name)  # so that the checksum is right under this name alone
+        yield os.fsencode(path.name)  # so that the checksum is valid only under this name
         for done, pixels in enumerate(_decode_all(index, threads), start=1):
             file.write(pixels.data)
             yield pixels.data
@@ -174,22 +174,22 @@ def _write(path: Path, index: Index, threads: int, progress: Progress) -> None:
         size = int((3 * index.heights * index.widths).sum()) / 1e6
         raise DataError(
             f"{path.parent}: {size:,.1f} MB of decoded images cannot be written there "
-            f"({error.strerror or error}); set XDG_CACHE_HOME to a folder that can be written to "
-            "and has room for them, or decode them each time with --set execution.cache=null"
+            f"({error.strerror or error}); set XDG_CACHE_HOME to a writable folder with room for "
+            "them, or decode them each time with --set execution.cache=null"
         ) from None
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove what no run has used for UNUSED_DAYS, so that the folder does not grow for ever."""
+    """Remove the files that no run has used for UNUSED_DAYS, to limit the size of the folder."""
     oldest = time.time() - UNUSED_DAYS * 24 * 3600
     for path in folder.glob("*"):
-        with contextlib.suppress(OSError):  # such as that of a process that does the same
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
             if path.stat().st_mtime < oldest:
                 path.unlink()
 
 
 def _decode_all(index: Index, threads: int) -> Iterator[Bytes]:
-    """Give the pixels of every image in turn; some hundreds are under way at a time."""
+    """Yield the pixels of every image in order; a few hundred are in progress at a time."""
 
     def to_bytes(encoded: Encoded) -> Bytes:
         return np.asarray(to_pillow(encoded))

@@ -1,6 +1,6 @@
-"""Batches that threads make before they are used, part by part.
+"""Batches that threads fill in ahead of their use, part by part.
 
-A GPU is sent bytes, a quarter as much, and normalises them itself.
+A GPU receives bytes, a quarter of the floats' size, and normalises them itself.
 """
 
 from collections import deque
@@ -17,23 +17,23 @@ from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Bytes, Floats, IntArray, Resources, View
 
 Order = TypeVar("Order")
-"""What describes a batch: a request, alone or with bytes that were read for it."""
+"""Description of a batch: a request, alone or with the bytes read for it."""
 
 
 AHEAD = 2
-"""How many batches are being filled in while one is used."""
+"""Number of batches filled in while one is used."""
 
 
 class Part(NamedTuple):
-    """Some rows of a batch, which one thread makes."""
+    """Rows of a batch that one thread fills in."""
 
     rows: slice
     fill: Callable[[Bytes | Floats], None]
-    """Writes their pixels, n x H x W x 3, values 0 .. 255 of either type."""
+    """Writes the rows' pixels, n x H x W x 3, values 0 .. 255 of either type."""
 
 
 def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
-    """Divide rows for the threads: at most `most` together, fewer where threads would be idle.
+    """Divide rows for the threads: at most `most` per part, fewer if threads would be idle.
 
     >>> [rows.stop - rows.start for rows in in_parts(20, threads=2, most=8)]
     [8, 8, 4]
@@ -45,31 +45,31 @@ def in_parts(number: int, *, threads: int, most: int) -> Iterator[slice]:
 
 
 class _Scale(NamedTuple):
-    """What bytes are subtracted and divided by, 3 x 1 x 1."""
+    """Mean and standard deviation for bytes, 3 x 1 x 1."""
 
     center: Tensor
     spread: Tensor
 
 
 class _Pending(NamedTuple):
-    """A batch that is being filled in."""
+    """A batch in progress."""
 
     jobs: list[Future[None]]
     images: Tensor
-    """N x 3 x H x W. On a processor float32, normalised; else bytes, channels last, of which a copy
+    """N x 3 x H x W. On a CPU float32, normalised; otherwise uint8, channels last, because the copy
     takes a quarter of the time."""
 
     labels: IntArray
 
 
 class Prefetcher:
-    """Threads that fill in batches before they are used; `open_prefetcher` starts them."""
+    """Threads that fill in batches ahead of their use; `open_prefetcher` starts them."""
 
     def __init__(self, view: View, resources: Resources) -> None:
         self.pool = ThreadPoolExecutor(resources.threads, thread_name_prefix="decode")
         self._view = view
         self._transfer = Transfer(resources.device)
-        scale = (torch.tensor(each).mul_(255).view(3, 1, 1) for each in (view.mean, view.std))
+        scale = (torch.tensor(values).mul_(255).view(3, 1, 1) for values in (view.mean, view.std))
         self._scale = _Scale(*scale)
         self._scale_there = _Scale(*self._transfer.send(*self._scale))
 
@@ -78,7 +78,7 @@ class Prefetcher:
         orders: Iterable[Order],
         divide: Callable[[Order], tuple[IntArray, Sequence[Part]]],
     ) -> Batches:
-        """Keep AHEAD batches started while one is used; `divide` gives the labels and the parts."""
+        """Yield batches, with AHEAD more in progress; `divide` returns the labels and the parts."""
         started: deque[_Pending] = deque()
         try:
             for order in orders:
@@ -105,7 +105,7 @@ class Prefetcher:
         return torch.empty((number, 3, size, size), memory_format=order)
 
     def _finish(self, batch: _Pending) -> Batch:
-        """Wait for a batch; on a GPU, copy and normalise it there without waiting for that."""
+        """Wait for a batch; on a GPU, queue its copy and normalisation without waiting for them."""
         for job in batch.jobs:
             job.result()
         images, labels = self._transfer.send(batch.images, torch.from_numpy(batch.labels))
@@ -124,7 +124,7 @@ def open_prefetcher(view: View, resources: Resources) -> Iterator[Prefetcher]:
 
 
 def _make(part: Part, pending: _Pending, scale: _Scale) -> None:
-    """Fill some rows in; with NumPy, whose operations start no threads of their own."""
+    """Fill in rows, with NumPy, whose operations start no threads."""
     images = pending.images.numpy()[part.rows]
     part.fill(images.transpose(0, 2, 3, 1))
     if images.dtype == np.float32:

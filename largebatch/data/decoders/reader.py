@@ -1,12 +1,12 @@
-"""The bytes of encoded images: read ahead by threads, again where a read fails or hangs.
+"""Threads that read encoded images ahead and retry a read that fails or hangs.
 
-Images lie on disks and networks that fail or stand still for a moment, and a run of hours must
-not end over that; nor may it wait for ever without saying for what. The threads are daemons, so
-one that hangs inside the operating system keeps neither a run nor the process from ending.
+Disks and networks fail or stall for a moment. That must not end a run of hours, and a run must not
+wait indefinitely without a message. The threads are daemons, so a thread that hangs inside the
+operating system keeps neither the run nor the process from ending.
 
-A batch is read into one buffer, which can be used again: fresh memory costs more than reading what
-the system has cached. The thread that asks for a batch does a few operations on arrays; paths and
-everything else that is done for each image are the work of the threads that read.
+A batch is read into one reusable buffer: allocating memory costs more than reading cached files.
+The thread that requests a batch does only a few array operations; the reading threads do all work
+per image, such as building paths.
 """
 
 import functools
@@ -28,26 +28,26 @@ from largebatch.data.types import Bytes, IntArray, Request
 from largebatch.storage import read_again
 
 FIRST_READS = 8
-"""How many images are read at a time, at most, before it is known how long reads take."""
+"""Maximum number of images read at the same time until read times are known."""
 
 KEPT_OPEN = 4
-"""A reader keeps at most this part, 1 / KEPT_OPEN, of the files that a process may open: shards."""
+"""A reader keeps at most 1 / KEPT_OPEN of the process's limit of open files, for shards."""
 
 THREAD_SECONDS = 0.02
-"""How much reading of the batch before brings in another thread. What lies in memory is read best
-by one: several would spend more time on handing Python's lock to each other than on reading."""
+"""Seconds of reading in the previous batch per additional thread. One thread is best for cached
+files: several would spend more time waiting for Python's lock than reading."""
 
 SLOW_SECONDS = 60.0
-"""How long a read may take before another one is tried beside it."""
+"""Seconds that a read may take before a second attempt is started."""
 
 
 def name_of(location: Location) -> str:
-    """Return the path of an image, and its place where the file is a shard of many."""
+    """Return the path of an image, with its position if the file is a shard."""
     return f"{location.path}" + (f" (byte {location.offset})" if location.offset else "")
 
 
 def read(location: Location) -> bytes:
-    """Return the bytes of one image; raise DataError with its path if no attempt succeeds."""
+    """Return the bytes of one image; raise DataError with its path if all attempts fail."""
     content = np.empty(location.num_bytes, dtype=np.uint8)
     try:
         _read_one(content, location)
@@ -57,8 +57,8 @@ def read(location: Location) -> bytes:
 
 
 def _read_one(content: Bytes, location: Location) -> None:
-    """Read an image into `content`; raise OSError where the file is not what was indexed."""
-    if location.offset == 0:  # shards begin with a header
+    """Read an image into `content`; raise OSError if the file changed since it was indexed."""
+    if location.offset == 0:  # not a shard, which begins with a header
         _read_file(content, str(location.path), location.mtime)
         return
     file = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -69,20 +69,20 @@ def _read_one(content: Bytes, location: Location) -> None:
 
 
 def _read_file(content: Bytes, path: str, mtime: int | None) -> None:
-    """Read a whole file; raise OSError where it has another length, or time if that is known."""
+    """Read a whole file; raise OSError if its length, or its time if known, has changed."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = os.fstat(file)
-        then = len(content), found.st_mtime_ns if mtime is None else mtime
-        if then != (found.st_size, found.st_mtime_ns):
-            raise OSError(changed("it", then, (found.st_size, found.st_mtime_ns)))
+        status = os.fstat(file)
+        indexed = len(content), status.st_mtime_ns if mtime is None else mtime
+        if indexed != (status.st_size, status.st_mtime_ns):
+            raise OSError(changed("it", indexed, (status.st_size, status.st_mtime_ns)))
         _fill(content, file, 0)
     finally:
         os.close(file)
 
 
 def _fill(content: Bytes, file: int, offset: int) -> None:
-    """Read `content` from a place in an open file; raise OSError where the file ends before."""
+    """Read `content` from an offset of an open file; raise OSError if the file is too short."""
     done, got = 0, 1
     while done < len(content) and got > 0:
         got = os.preadv(file, [content.data[done:]], offset + done)
@@ -92,7 +92,7 @@ def _fill(content: Bytes, file: int, offset: int) -> None:
 
 
 def _read_again(location: Location, problem: OSError) -> Bytes:
-    """Try a read that failed or hangs again, each time in a thread that may hang too."""
+    """Retry a read that failed or hangs, each time in a new thread, which may hang too."""
 
     def in_a_thread() -> Bytes:
         content = np.empty(location.num_bytes, dtype=np.uint8)
@@ -119,7 +119,7 @@ def _no_answer() -> OSError:
 
 
 class _OpenFile:
-    """A file that is closed with the last reference to it: a thread that hangs may be reading."""
+    """A file that closes with the last reference to it: a hanging thread may still read it."""
 
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -127,7 +127,7 @@ class _OpenFile:
 
 
 class _Files:
-    """The files of an index: shards stay open, of which an image is read with one call."""
+    """The files of an index; shards stay open, so that reading an image is one system call."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -136,7 +136,7 @@ class _Files:
         self._open = functools.lru_cache(maxsize=most)(_OpenFile)
 
     def read(self, content: Bytes, sample: int) -> None:
-        """Read an image into `content`; raise OSError where the file is not what was indexed."""
+        """Read an image into `content`; raise OSError if the file changed since it was indexed."""
         index, path = self.index, self.index.file(sample)
         if index.offsets is None:
             mtime = None if index.mtimes is None else int(index.mtimes[sample])
@@ -145,56 +145,56 @@ class _Files:
         try:
             _fill(content, self._open(path).number, int(index.offsets[sample]))
         except OSError:
-            self.close()  # a file that was opened over a network may be stale
+            self.close()  # the handle of a network file may be stale
             raise
 
     def close(self) -> None:
-        """Close what nobody is reading, and the rest when it is read."""
+        """Close the files; one that is being read closes after the read."""
         self._open.cache_clear()
 
 
 class _Share:
-    """Some images of a batch, which one thread reads one after the other."""
+    """Images of a batch that one thread reads one after the other."""
 
     def __init__(self, files: "_Files", samples: IntArray, room: Bytes, spans: IntArray) -> None:
         self.files = files
         self.samples = samples
         self.room = room
         self.spans = spans
-        """First and last byte in `room` of each image, N x 2."""
+        """Start and end of each image in `room`, N x 2."""
 
         self.contents: list[Bytes] = []
-        """The images, once the first of them is being read."""
+        """Views of the images; empty until the first is being read."""
 
         self.problems: dict[int, OSError] = {}
         self.done = threading.Event()
         self.abandoned = False
-        """Whether the thread hangs and was replaced: should its read return, it ends."""
+        """True if the thread hangs and was replaced; it ends when its read returns."""
 
         self.current = 0
-        """The image that is being read."""
+        """Row of the image being read."""
 
         self.seconds = 0.0
-        """How long all of it took."""
+        """Seconds that all reads took."""
 
         self._since: float | None = None
-        """When that began; None: nothing has begun."""
+        """Start of the current read; None before the first."""
 
     def run(self) -> None:
-        """Read the images into their places, noting which reads failed."""
+        """Read the images into the buffer and record failed reads."""
         self.contents = [self.room[start:end] for start, end in self.spans.tolist()]
-        begun = time.monotonic()
+        start_time = time.monotonic()
         for row, sample in enumerate(self.samples.tolist()):
             self.current, self._since = row, time.monotonic()
             try:
                 self.files.read(self.contents[row], sample)
             except OSError as error:
                 self.problems[row] = error
-        self.seconds = time.monotonic() - begun
+        self.seconds = time.monotonic() - start_time
         self.done.set()
 
     def wait(self) -> bool:
-        """Wait until all is read; return False instead once a single read takes too long."""
+        """Wait until all images are read; return False as soon as one read takes too long."""
         while not self.done.wait(SLOW_SECONDS / 10):
             if self._since is not None and time.monotonic() - self._since > SLOW_SECONDS:
                 return False
@@ -202,16 +202,16 @@ class _Share:
 
 
 class Reading:
-    """The images of a request while they are being read, all into one buffer."""
+    """The images of a request, read into one buffer."""
 
     def __init__(self, files: _Files, request: Request, buffer: Bytes, threads: int) -> None:
         self.index = files.index
         self.request = request
         self.buffer: Bytes | None = buffer
-        """None once something else may still write into it."""
+        """Buffer of the images; None if a hanging thread may still write into it."""
 
         self.contents = [buffer[:0]] * len(request.samples)
-        """The encoded images, once all of them are read."""
+        """Encoded images; empty until all of them are read."""
 
         sizes = sizes_of(self.index, request)
         ends = np.cumsum(sizes)
@@ -222,12 +222,12 @@ class Reading:
 
 def sizes_of(index: Index, request: Request) -> IntArray:
     """Return the lengths of the encoded images of a request in bytes."""
-    assert index.num_bytes is not None, "these images are made up, not read"
+    assert index.num_bytes is not None, "synthetic images are not read"
     return index.num_bytes[request.samples]
 
 
 class Reader:
-    """Reads images in threads of its own; `open_reader` makes one."""
+    """Reads images in threads; use `open_reader`."""
 
     def __init__(self, index: Index, reads: int) -> None:
         self._files = _Files(index)
@@ -239,10 +239,10 @@ class Reader:
         self._sharing = min(reads, FIRST_READS)
         self._threads: list[threading.Thread] = []
         self._at_work = 0
-        """Number of threads, without those that hang and were replaced."""
+        """Number of threads, not counting replaced ones."""
 
     def start(self, request: Request) -> Reading:
-        """Begin to read the images of a request; `finish` waits for them."""
+        """Start reading the images of a request; `finish` waits for them."""
         room = self._room(int(sizes_of(self._index, request).sum()))
         reading = Reading(self._files, request, room, self._sharing)
         for share in reading.shares:
@@ -260,13 +260,13 @@ class Reader:
         self._sharing = min(self._reads, 1 + int(seconds / THREAD_SECONDS))
 
     def release(self, reading: Reading) -> None:
-        """Let the memory of images that are no longer used be used again."""
+        """Return the buffer of a reading for reuse; its images must not be used any more."""
         if reading.buffer is not None:
             self._free.append(reading.buffer)
             reading.buffer = None
 
     def close(self) -> None:
-        """End the threads, dropping what is queued; one that hangs is left behind."""
+        """Stop the threads and drop queued reads; a hanging thread is abandoned."""
         self._closed = True
         for _ in self._threads:
             self._jobs.put(None)
@@ -279,28 +279,28 @@ class Reader:
         following, in_time = None, share.wait()
         contents, problems = list(share.contents), share.problems
         if not in_time:
-            # Its read may end this very moment. Then one image is read twice and one more thread
-            # comes and goes, which does no harm: all write the same bytes to the same place.
+            # Its read may end at this moment. Then one image is read twice and an extra thread
+            # starts and ends, which is harmless: all write the same bytes to the same place.
             share.abandoned, hung = True, share.current
-            reading.buffer = None  # the thread that was replaced may still write into it
+            reading.buffer = None  # the replaced thread may still write into it
             rest = slice(hung + 1, None)
             following = _Share(share.files, share.samples[rest], share.room, share.spans[rest])
             contents, problems = contents[: hung + 1], {**problems, hung: _no_answer()}
-            self._add_thread(following)  # at once: others may hang in what is queued
+            self._add_thread(following)  # immediately: other threads may hang in queued reads
         for row, problem in problems.items():
             location = share.files.index.locate(int(share.samples[row]))
             contents[row] = _read_again(location, problem)
         return contents if following is None else contents + self._finish(following, reading)
 
     def _room(self, num_bytes: int) -> Bytes:
-        """Return memory for a batch: that of an earlier one, if it is enough."""
+        """Return memory for a batch, reused from an earlier one if large enough."""
         room = self._free.pop() if self._free else np.empty(0, dtype=np.uint8)
-        if len(room) < num_bytes:  # with some to spare: batches differ in length
+        if len(room) < num_bytes:  # over-allocated by 25 %, because batches differ in length
             room = np.empty(num_bytes + num_bytes // 4, dtype=np.uint8)
         return room
 
     def _add_thread(self, share: _Share | None) -> None:
-        """Start a thread, with this share first."""
+        """Start a thread; it reads this share first."""
         thread = threading.Thread(target=self._work, args=(share,), name="read", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -311,13 +311,13 @@ class Reader:
             if not self._closed:
                 share.run()
             if share.abandoned:
-                return  # another thread has taken the place of this one
+                return  # this thread was replaced
             share = self._jobs.get()
 
 
 @contextmanager
 def open_reader(index: Index, reads: int) -> Iterator[Reader]:
-    """Yield a reader of an index's images, at most `reads` at a time; it ends with the block."""
+    """Yield a reader of an index's images, at most `reads` at a time; close it after the block."""
     reader = Reader(index, reads)
     try:
         yield reader
@@ -326,7 +326,7 @@ def open_reader(index: Index, reads: int) -> Iterator[Reader]:
 
 
 def read_ahead(requests: Iterable[Request], reader: Reader) -> Iterator[Reading]:
-    """Give each request with its images read, while those of the next are being read."""
+    """Yield each request with its images, while the images of the next are being read."""
     waiting: Reading | None = None
     for request in requests:
         started = reader.start(request)

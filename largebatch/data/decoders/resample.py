@@ -1,9 +1,9 @@
-"""Cut out, resize and mirror a batch of images at once, as torchvision would one by one.
+"""Batched crop, resize and flip with the results of torchvision's functions for single images.
 
 Resizing is separable: out = Wy . image . Wx^T, with a row of weights for each output pixel. Boxes
-differ from image to image, so each has weights of its own, and a batch is two batched matrix
-products. Like PyTorch on bytes, and Pillow until version 13, which begins with the height of a tall
-box, it resizes the width first and rounds to whole values between the two.
+differ between images, so each image has its own weights, and a batch is two batched matrix
+products. The width is resized first, with rounding to integers between the two, like PyTorch on
+bytes and Pillow before version 13 (which starts with the height of a tall box).
 """
 
 from functools import lru_cache
@@ -22,7 +22,7 @@ def resample(
     """Resize the boxes of N x H x W x 3 bytes to N x 3 x size x size floats of whole 0 .. 255.
 
     `boxes` is N x 4: top, left, height, width; `flips` N: mirror left to right. The filter is
-    widened where a box is made smaller, and sees nothing outside of the box.
+    widened when a box shrinks (antialiasing) and ignores pixels outside the box.
     """
     number, height, width, _ = images.shape
     top, left, box_height, box_width = boxes.to(torch.float32).unbind(dim=1)
@@ -46,9 +46,10 @@ def resample_small(
     size: int,
     interpolation: Interpolation,
 ) -> Floats:
-    """Do on a processor what `resample` does, with weights that are looked up.
+    """Resize like `resample`, on a CPU with precomputed weights.
 
-    For small images, which have few boxes; by NumPy, whose operations start no threads.
+    For small images, which have few possible boxes. NumPy is used because its operations start no
+    threads.
     """
     number, height, width, _ = images.shape
     top, left, box_height, box_width = boxes.T
@@ -76,9 +77,9 @@ def _all_weights(num_pixels: int, size: int, interpolation: Interpolation) -> Fl
 def _weights(
     start: Tensor, length: Tensor, places: Tensor, *, num_pixels: int, interpolation: Interpolation
 ) -> Tensor:
-    """Return N x size x num_pixels weights along one axis; every row adds up to 1.
+    """Return N x size x num_pixels weights along one axis; every row sums to 1.
 
-    Output pixel `places` of a box that begins at `start` lies at start + (place + 1/2) * scale.
+    Output pixel `place` of a box that starts at `start` is at start + (place + 1/2) * scale.
     """
     scale = (length / places.shape[1])[:, None, None]
     width = scale.clamp(min=1.0)

@@ -1,8 +1,8 @@
-"""Images that are made up: try a recipe, or time training, without any data.
+"""Synthetic images: try a recipe, or time training, without any data.
 
-An image is a pure function of its sample number: half its class's pattern and half noise of its
-own, both a few random colours interpolated, so a model can learn the classes. Boxes and flips are
-applied as a decoder would, on the device, in one operation a batch.
+An image is a pure function of its sample number: half its class's pattern and half its own noise,
+both a few random colours interpolated, so that a model can learn the classes. Boxes and flips are
+applied like in a decoder, on the device, in one operation per batch.
 """
 
 from collections.abc import Iterable
@@ -22,19 +22,19 @@ from largebatch.data.transfer import Transfer
 from largebatch.data.types import Batch, Batches, Decode, IntArray, Request, Resources, View
 
 SIDE = 8
-"""An image is SIDE x SIDE colours, interpolated."""
+"""Side of the grid of colours that an image is interpolated from."""
 
 
 def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
-    """List square images whose label is their number modulo the number of classes.
+    """Return an index of square images whose label is their number modulo the number of classes.
 
-    Every worker holds the labels, 10 MB for as many as ImageNet has, and nothing else that grows.
+    Every worker holds the labels, 10 MB for ImageNet's number of images; nothing else grows.
     """
     sizes = np.broadcast_to(np.int64(image_size), num_samples)
     return Index(
         root=Path("synthetic"),
         classes=tuple(f"class {label}" for label in range(classes)),
-        paths=Paths(["made up"], np.broadcast_to(np.int64(0), num_samples)),
+        paths=Paths(["synthetic"], np.broadcast_to(np.int64(0), num_samples)),
         labels=np.arange(num_samples, dtype=np.int64) % classes,
         heights=sizes,
         widths=sizes,
@@ -42,7 +42,7 @@ def synthetic_index(num_samples: int, classes: int, image_size: int) -> Index:
 
 
 def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
-    """Return a decoder, of which nothing has to be closed."""
+    """Return a decoder; there is nothing to close."""
     return nullcontext(partial(_decode, index, view, resources.device))
 
 

@@ -1,6 +1,6 @@
-"""Pillow and torchvision as the decoder: runs everywhere, and is what DALI is compared with.
+"""Pillow and torchvision as the decoder: runs everywhere, and is the reference for DALI.
 
-Pillow lets go of the interpreter lock while it decodes and resizes, so threads are enough.
+Pillow releases the interpreter lock while it decodes and resizes, so threads are enough.
 """
 
 import io
@@ -21,7 +21,7 @@ from largebatch.errors import DataError
 from largebatch.optional import require_torchvision
 
 AT_A_TIME = 16
-"""How many images a thread decodes at a time: to pass one on takes some ten microseconds."""
+"""Number of images in one thread's task; a task costs about ten microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Encoded:
 
 
 def open_decoder(index: Index, view: View, resources: Resources) -> AbstractContextManager[Decode]:
-    """Return a decoder, whose threads end with the block; raise MissingPackageError at once.
+    """Return a context with a decoder; raise MissingPackageError immediately.
 
-    A box is cut out, resized, then mirrored if asked for.
+    A box is cropped, resized, then mirrored if requested. The threads end with the block.
     """
     require_torchvision()
     return _open(index, view, resources)
@@ -52,7 +52,7 @@ def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
     def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
         samples = reading.request.samples
         rows = in_parts(len(samples), threads=resources.threads, most=AT_A_TIME)
-        parts = [Part(each, partial(_decode_some, reading, each, view)) for each in rows]
+        parts = [Part(part, partial(_decode_some, reading, part, view)) for part in rows]
         return index.labels[samples], parts
 
     def decode(requests: Iterable[Request]) -> Batches:
@@ -66,19 +66,19 @@ def _open(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
 
 
 def encoded_images(reading: Reading, rows: slice = slice(None)) -> list[Encoded]:
-    """Return the images that were read, those of some rows of the request."""
+    """Return the encoded images of these rows of the request."""
     samples = reading.request.samples[rows].tolist()
-    each = zip(samples, reading.contents[rows], strict=True)
-    return [Encoded(reading.index, *one) for one in each]
+    contents = reading.contents[rows]
+    return [Encoded(reading.index, *pair) for pair in zip(samples, contents, strict=True)]
 
 
 def to_pillow(encoded: Encoded) -> Image.Image:
-    """Decode a whole image to RGB, as it is seen; raise DataError with its path if it cannot be."""
+    """Decode a whole image to upright RGB; raise DataError with its path if that fails."""
     index, sample = encoded.index, encoded.sample
     try:
         with Image.open(io.BytesIO(encoded.content.data)) as image:
             pixels = turn_whole(image.convert("RGB"), orientation_of(index, sample))
-    except Exception as error:  # Pillow raises all kinds over a damaged file
+    except Exception as error:  # Pillow raises many types for a damaged file
         raise DataError(f"{encoded.name}: Pillow cannot decode this image: {error}") from error
     height, width = int(index.heights[sample]), int(index.widths[sample])
     if pixels.size != (width, height):
@@ -90,7 +90,7 @@ def to_pillow(encoded: Encoded) -> Image.Image:
 
 
 def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floats) -> None:
-    """Write what these rows of a request ask for into `pixels`."""
+    """Write the images of these rows of a request into `pixels`."""
     boxes, flips = reading.request.boxes[rows], reading.request.flips[rows]
     images = encoded_images(reading, rows)
     for encoded, box, flip, out in zip(images, boxes, flips, pixels, strict=True):
@@ -100,7 +100,7 @@ def _decode_some(reading: Reading, rows: slice, view: View, pixels: Bytes | Floa
 def show(
     image: Image.Image, view: View, box: IntArray, flip: np.bool_, pixels: Bytes | Floats
 ) -> None:
-    """Write the part of an image that was asked for into `pixels`, H x W x 3."""
+    """Write the requested part of an image into `pixels`, H x W x 3."""
     from torchvision.transforms import InterpolationMode, functional
 
     part = functional.resized_crop(
