@@ -33,6 +33,7 @@ NEEDS = {
     "finished runs",
     "finished runs on ImageNet",
     "hours and a data set",
+    "photographs",
     "ImageNet",
     "ImageNet and GPUs",
     "ImageNet and weights",
