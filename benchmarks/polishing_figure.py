@@ -45,7 +45,7 @@ def draw_all(study: Study, folder: Path) -> None:
         "polishing_study": (_draw_polishing, (900, 640), "affine"),
         "polishing_study_rates": (_draw_rates, (820, 400), "clean 5"),
         "polishing_study_batches": (_draw_batches, (900, 320), "sgd"),
-        "polishing_study_cost": (_draw_cost, (720, 300), "sgd"),
+        "polishing_study_cost": (_draw_cost, (660, 310), "sgd"),
     }
     for name, (draw, size, needed) in figures.items():
         if any(needed in group or needed in arms for group, arms in groups.items()):
@@ -142,7 +142,8 @@ def _draw_cost(figure: "Figure", *, study: Study, groups: Groups) -> None:
             axes.axvline(student(polished)["mean"], color=MUTED, lw=1.2, ls=":")
         _finish(axes, len(COSTS) - 0.5, heading, "Points of top-1")
         axes.set_ylim(len(COSTS) - 0.5, -0.5)
-        axes.margins(x=0.2)
+        low, high = axes.get_xlim()
+        axes.set_xlim(low - 0.25 * (high - low), high)  # room for the figures
         axes.set_yticks(range(len(COSTS)), list(COSTS))
 
 

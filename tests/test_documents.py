@@ -138,6 +138,18 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == {*PAGES, ROOT / "benchmarks" / "README.md"} - {DOCS / "index.md"}
 
 
+def test_the_page_on_where_things_are_names_folders_and_files_that_are_there() -> None:
+    text = (DOCS / "where-things-are.md").read_text(encoding="utf-8")
+    names = {name for name in re.findall(r"`([a-z_]+/(?:[a-z_/]+\.py)?)`", text)}
+    package = ROOT / "largebatch"
+    roots = (ROOT, package, package / "studies", package / "data")
+    for name in names:
+        assert any((root / name).exists() for root in roots), name
+    for folder in (ROOT / "largebatch").iterdir():
+        if (folder / "__init__.py").exists():
+            assert f"`{folder.name}/`" in text, folder
+
+
 def test_pictures_are_small() -> None:
     pictures = [*DOCS.rglob("*.png")]
     assert len(pictures) >= 9
