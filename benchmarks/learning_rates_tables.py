@@ -1,4 +1,4 @@
-"""The results of learning_rates.py -> the tables of docs/learning-rates.md, on standard output.
+"""The results of learning_rates.py -> the tables of docs/studies/learning-rates.md, printed.
 
     python benchmarks/learning_rates_tables.py
 

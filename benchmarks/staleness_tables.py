@@ -1,4 +1,4 @@
-"""The results of staleness.py -> the tables of docs/staleness.md, on standard output.
+"""The results of staleness.py -> the tables of docs/studies/staleness.md, printed.
 
     python benchmarks/staleness_tables.py
 

@@ -35,6 +35,8 @@ autodoc_preserve_defaults = True
 html_theme = "furo"
 html_title = "largebatch"
 html_additional_pages = {"index": "index.html"}
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
 html_copy_source = False
 html_show_sphinx = html_show_copyright = False
 templates_path = ["templates"]

@@ -38,6 +38,7 @@ NEEDS = {
     "finished runs",
     "finished runs on ImageNet",
     "hours and a data set",
+    "photographs",
     "ImageNet",
     "ImageNet and GPUs",
     "ImageNet and weights",
@@ -140,6 +141,18 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = {path.resolve() for entry in entries for path in DOCS.glob(f"{entry}.md")}
     listed |= {(DOCS / f"{entry}.md").resolve() for entry in entries if entry.startswith("..")}
     assert listed == {*PAGES, ROOT / "benchmarks" / "README.md"} - {DOCS / "index.md"}
+
+
+def test_the_page_on_where_things_are_names_folders_and_files_that_are_there() -> None:
+    text = (DOCS / "where-things-are.md").read_text(encoding="utf-8")
+    names = {name for name in re.findall(r"`([a-z_]+/(?:[a-z_/]+\.py)?)`", text)}
+    package = ROOT / "largebatch"
+    roots = (ROOT, package, package / "studies", package / "data")
+    for name in names:
+        assert any((root / name).exists() for root in roots), name
+    for folder in (ROOT / "largebatch").iterdir():
+        if (folder / "__init__.py").exists():
+            assert f"`{folder.name}/`" in text, folder
 
 
 def test_pictures_are_small() -> None:

@@ -111,6 +111,7 @@ def test_the_python_of_the_reference_trains_on_two_workers(
 def test_python_stands_on_pages_that_run_it() -> None:
     pages = {name_of(page): len(blocks(page, "python")) for page in PAGES}
     assert {page: number for page, number in pages.items() if number} == {
+        "README.md": 1,
         "docs/own-code.md": 3,
         "docs/parts.md": 7,
         "docs/reference/python.md": 1,

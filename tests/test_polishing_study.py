@@ -200,4 +200,4 @@ def test_what_is_written_says_how_it_came_about_now(tmp_path: Path) -> None:
 def test_every_image_of_a_whole_study_is_drawn(tmp_path: Path) -> None:
     draw_all(synthetic(), tmp_path)
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {f"polishing_study{part}.png" for part in ("", "_rates", "_batches")}
+    assert names == {f"polishing_study{part}.png" for part in ("", "_rates", "_batches", "_cost")}

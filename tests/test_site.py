@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import started_browser
 from documents import PAGES, ROOT
 
 import largebatch
@@ -93,6 +94,15 @@ def test_every_page_is_there(site: Path) -> None:
     for page in PAGES:
         assert (site / page.relative_to(ROOT)).with_suffix(".html").exists(), page
     assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_no_page_scrolls_sideways_on_a_phone(site: Path) -> None:
+    with started_browser() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        for source in PAGES:
+            page.goto((site / source.relative_to(ROOT)).with_suffix(".html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, source
 
 
 @pytest.mark.long

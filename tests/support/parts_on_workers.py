@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from documents import blocks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
@@ -294,6 +295,8 @@ def run_the_page() -> list[str]:
         assert code.count("\n") <= 12, heading
         exec(compile(code, f"{PAGE}, {heading}", "exec"), names_of_the_page())
         headings.append(heading)
+    (block,) = blocks(ROOT / "README.md", "python")
+    exec(compile(block.text, str(block.page), "exec"), names_of_the_page())
     return headings
 
 
