@@ -12,6 +12,7 @@ from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.writing import recipe_name
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
@@ -37,9 +38,9 @@ def add_commands(command: Callable[[str, Call, str], argparse.ArgumentParser]) -
 
 def _init(args: argparse.Namespace) -> int:
     _require_splits(args.folder)
-    from largebatch.measure.initial import draft, estimate_time, recipe_name, survey
+    from largebatch.measure.initial import draft, estimate_time, survey
 
-    name = recipe_name(args.folder)
+    name = recipe_name(args.folder.resolve().name, otherwise="own-data")
     out = args.out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: is there already; choose another file with --out")

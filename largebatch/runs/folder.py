@@ -18,8 +18,9 @@ from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
 from largebatch.mlperf.logger import MLPerf
-from largebatch.recipe.loading import differences, dump_recipe
+from largebatch.recipe.loading import differences
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.options import Resume
 from largebatch.storage import find_leftovers, remove_leftovers, write_whole
 from largebatch.tracking.console import Console
