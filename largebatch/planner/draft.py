@@ -1,4 +1,4 @@
-"""The text of a suggested recipe, and in words what each of its settings is from."""
+"""A suggested recipe as a file, and the source of each of its settings in words."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from largebatch.recipe.schedule import Schedule
 from largebatch.recipe.writing import dump_commented, recipe_name
 
 UNSURE = 0.5
-"""Median error of a setting from which its interpolation is remarked on."""
+"""Median error of a setting from which its interpolation is called unsure."""
 
 STATISTICS = 50_000
 """Clean images that the statistics pass measures, at most."""
@@ -34,9 +34,9 @@ SMALL = 64
 
 
 def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
-    """Return what was taken from where, how good that is, and what no point says anything about.
+    """Return the sources of a suggestion, their errors, and what no point covers.
 
-    `has_warmup`: whether the warm-up is the points' too, and not that of a measured policy.
+    `has_warmup`: True if the warm-up is the points' too, and not that of a measured policy.
     """
     return [
         *_between(found),
@@ -72,12 +72,12 @@ def _between(found: Suggestion) -> Iterator[str]:
             f"between {lower.name} and {upper.name}, MLPerf's reference convergence points with "
             f"LARS, {_percent(place(found.alike, lower, upper))} of the way on a logarithmic scale"
         )
-    same = [] if found.elsewhere else _of_this_batch(found.batch)
+    same = [] if found.elsewhere else _recipes_for(found.batch)
     if same:
         yield f"published recipes for this batch: {', '.join(same)}"
 
 
-def _of_this_batch(batch: int) -> list[str]:
+def _recipes_for(batch: int) -> list[str]:
     """Return the installed recipes for ImageNet in batches of this size, with their origin."""
     return [
         f"{name} ({origin(text).after})"
@@ -108,7 +108,7 @@ def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
 
 
 def _missed(name: str) -> str:
-    """Return how well the points that are left out are found from their neighbours."""
+    """Return the errors of the points that are left out, from their neighbours."""
     errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
     return f"{_percent(median(errors))} in the median, at most {_percent(errors[-1])}"
 

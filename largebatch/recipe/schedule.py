@@ -146,7 +146,7 @@ class HalfCycle(Cycle):
     """Length of the rise from low_lr to peak_lr; the fall takes as long."""
 
     begin: Literal["low", "peak"] = "low"
-    """The first rate. `peak`: LRBench's DTRI, DSIN and the like."""
+    """Rate at which the first cycle begins. `peak`: LRBench's DTRI, DSIN and the like."""
 
 
 class Triangle(HalfCycle):
@@ -198,7 +198,7 @@ class WholeCycle(Cycle):
     """Length of a fall and a rise: l in the paper, and twice the l of its code."""
 
     begin: Literal["low", "peak"] = "peak"
-    """The first rate. `low`: LRBench's UPCOS and the like."""
+    """Rate at which the first cycle begins. `low`: LRBench's UPCOS and the like."""
 
 
 class CosineCycles(WholeCycle):
