@@ -68,8 +68,8 @@ class Checkpoints(Section):
 class Execution(Section):
     """The machine: settings that change the numbers of a run by rounding at most.
 
-    A resumed run may change them. With the protocols softsync and asynchronous `checkpoints` changes
-    more: gradients are less stale after each.
+    A resumed run may change them. With the protocols softsync and asynchronous `checkpoints`
+    changes more: gradients are less stale after each.
     """
 
     device_batch: Batch | None = None
