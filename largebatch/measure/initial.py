@@ -1,7 +1,7 @@
-"""A first recipe for a folder of images: what is in it, what that suggests, how long it would take.
+"""A first recipe for a folder of images: a survey of the folder, settings, and the time of a run.
 
 Every number is measured from the images or follows from one by a rule that stands here and in the
-recipe beside it. It is where to begin, not a result: the recipe is a file to edit.
+recipe beside it. It is a start, not a result: the recipe is a file to edit.
 """
 
 import time
@@ -17,37 +17,37 @@ from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.measure.estimate import estimate
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Triple
 from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.writing import dump_commented
 
 SAMPLE = 512
-"""Training images whose colours are measured, spread evenly over all."""
+"""Number of training images whose colours are measured, spread evenly over all."""
 
 UPDATES_PER_EPOCH = 16
-"""At least, so that few images are not trained on in two or three updates an epoch."""
+"""Updates in an epoch, at least, so that a small data set does not make only two or three."""
 
 SMALLEST_BATCH, LARGEST_BATCH = 16, 256
 LARGEST_SPAN = 32
 
 SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
-"""Images that a run is to see, in no fewer and no more epochs than these."""
+"""Images that a run sees, within these bounds of epochs."""
 
 SMALL, MEDIUM, LARGE = 64, 146, 320
-"""Short sides in pixels, of half of the images: up to SMALL they are trained on at their size."""
+"""Median short sides in pixels; images up to SMALL are trained on at their size."""
 
 LARGEST_CACHE = 2 * 2**30
-"""Bytes of decoded pixels that are cached without being asked for."""
+"""Bytes of decoded pixels up to which they are cached by default."""
 
 STAGES = 3
-"""Of the recipe that is written: training, clean epochs and statistics, each measured."""
+"""Stages of the recipe: training, clean epochs and statistics, each evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found out about a folder."""
+    """Survey of a folder of images."""
 
     train: Index
     val: Index
@@ -60,7 +60,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeEstimate:
-    """How long a run would take on this machine, on one worker."""
+    """Estimated time of a run on this machine, on one worker."""
 
     seconds: float
     trained_per_second: float
@@ -68,7 +68,7 @@ class TimeEstimate:
 
 
 def survey(train: Index, val: Index) -> Survey:
-    """Choose the size that images are trained at, and measure their colours at it."""
+    """Choose the image size of the training, and measure the colours at this size."""
     image_size, resize = _sizes(train)
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
@@ -192,9 +192,8 @@ def _decoded_bytes(found: Survey) -> int:
     return sum(int((3 * one.heights * one.widths).sum()) for one in (found.train, found.val))
 
 
-def estimate_time(recipe: Recipe, found: Survey) -> TimeEstimate:
-    """Measure a step of the model on this machine and multiply; data are read beside a GPU."""
-    plan = make_plan(recipe, workers=1)
+def estimate_time(recipe: Recipe, plan: Plan, found: Survey) -> TimeEstimate:
+    """Estimate the time of a run from a measured step; reading overlaps with a GPU's work."""
     step = estimate(recipe, plan)
     trained = plan.global_batch / step.step_seconds
     # A forward pass alone takes a third of a step.
