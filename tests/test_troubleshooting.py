@@ -31,7 +31,7 @@ from largebatch.distributed.torch_distributed import lost_peers_named
 from largebatch.distributed.watch import describe
 from largebatch.errors import LargebatchError, PeerLostError, WorkerFailedError
 from largebatch.polish import polish
-from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.launch import _cause
 from largebatch.studies.queue.database import Queue, open_storage
 from largebatch.tracking.events import Note

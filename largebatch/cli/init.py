@@ -9,8 +9,9 @@ from largebatch.cli.arguments import Command
 from largebatch.cli.data import show_index
 from largebatch.cli.recipe import write_recipe
 from largebatch.errors import DataError, LargebatchError, printable
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import Plan, make_plan
 from largebatch.recipe.loading import parse_recipe
+from largebatch.recipe.writing import recipe_name
 
 if TYPE_CHECKING:
     from largebatch.data.index.index import Index
@@ -36,9 +37,9 @@ def add_commands(command: Command) -> None:
 
 def _init(args: argparse.Namespace) -> int:
     _require_splits(args.folder)
-    from largebatch.measure.initial import draft, estimate_time, recipe_name, survey
+    from largebatch.measure.initial import draft, estimate_time, survey
 
-    name = recipe_name(args.folder)
+    name = recipe_name(args.folder.resolve().name, otherwise="own-data")
     out = args.out or Path(f"{name}.yaml")
     if out.exists():
         raise LargebatchError(f"{out}: is there already; choose another file with --out")
@@ -48,8 +49,9 @@ def _init(args: argparse.Namespace) -> int:
     text = draft(found, name=name)
     recipe = parse_recipe(text, source=str(out))
     write_recipe(out, text)
-    _show_choices(found, recipe)
-    _show_time(estimate_time(recipe, found))
+    plan = make_plan(recipe, workers=1)
+    _show_choices(found, recipe, plan)
+    _show_time(estimate_time(recipe, plan, found))
     where = f"{shlex.quote(str(out))} --data {shlex.quote(str(args.folder))}"
     print(printable(f"recipe: {out}\nlook at it: largebatch data show {where}"))
     print(printable(f"train it: largebatch train {where} --out {shlex.quote(f'runs/{name}')}"))
@@ -94,14 +96,13 @@ def _show_classes(train: "Index", val: "Index") -> None:
         )
 
 
-def _show_choices(found: "Survey", recipe: "Recipe") -> None:
+def _show_choices(found: "Survey", recipe: "Recipe", plan: Plan) -> None:
     """Print the assumptions of the recipe, one per line."""
     import numpy as np
 
     sides = np.minimum(found.train.heights, found.train.widths)
     quantiles = np.quantile(sides, [0, 0.1, 0.5, 0.9, 1]).astype(int).tolist()
     data, batch = recipe.images, recipe.batch
-    plan = make_plan(recipe, workers=1)
     lines = [
         (
             f"short sides of the images: {quantiles[0]} to {quantiles[4]} pixels, half up to "

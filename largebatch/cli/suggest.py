@@ -10,7 +10,7 @@ from largebatch.cli.printing import wrapped
 from largebatch.cli.recipe import write_recipe
 from largebatch.cli.recommend import add_storage, default_storages, read_groups
 from largebatch.errors import LargebatchError, MissingPackageError, StudyError, printable
-from largebatch.planner.draft import draft, recipe_name, words
+from largebatch.planner.draft import draft, suggested_name, words
 from largebatch.planner.suggest import IMAGENET, DataSet, Suggestion, suggest
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import parse_recipe
@@ -39,9 +39,9 @@ def add_commands(command: Command) -> None:
 
 def _suggest(args: argparse.Namespace) -> int:
     found = suggest(args.batch, data=_data(args), model=args.model, epochs=args.epochs)
-    out = args.out or Path(f"{recipe_name(found)}.yaml")
+    out = args.out or Path(f"{suggested_name(found)}.yaml")
     shape = _measured(found, args.storage)
-    text = draft(found, schedule=shape.yaml if shape else None)
+    text = draft(found, schedule=shape.schedule if shape else None)
     recipe = parse_recipe(text, source=str(out))
     build_schedule(recipe.schedule, make_plan(recipe, workers=1))
     write_recipe(out, text)

@@ -1,18 +1,16 @@
 """The command `sweep`: print a W&B sweep over keys of a recipe. It prints."""
 
 import argparse
-import io
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-
-from ruamel.yaml import YAML
 
 from largebatch.cli.arguments import Command, add_recipe
 from largebatch.errors import LargebatchError, RecipeError
 from largebatch.recipe.loading import load_recipe, parse_yaml
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.text import Text
+from largebatch.recipe.writing import dump_tree
 
 Load = Callable[[str], Recipe]
 """Load the recipe with one more override."""
@@ -67,7 +65,7 @@ def _sweep(args: argparse.Namespace) -> int:
             *(*overrides, "--set", "${args_json}"),
         ],
     }
-    print(_dump(sweep), end="")
+    print(dump_tree(sweep), end="")
     return 0
 
 
@@ -108,11 +106,3 @@ def _distribution(key: str, ends: list[float], load: Load) -> str:
     except RecipeError:
         return "int_uniform"
     return "log_uniform_values"
-
-
-def _dump(sweep: dict[str, Any]) -> str:
-    text, yaml = io.StringIO(), YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
-    yaml.dump(sweep, text)
-    return text.getvalue()

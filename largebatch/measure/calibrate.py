@@ -38,8 +38,8 @@ from largebatch.models.batchnorm import SpanBatchNorm
 from largebatch.planner.cluster import Cluster, Measured
 from largebatch.planner.known import settings
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import build_model
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer

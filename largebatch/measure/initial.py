@@ -1,13 +1,12 @@
-"""A first recipe for a folder of images: survey the folder, choose settings, estimate the time.
+"""A first recipe for a folder of images: a survey of the folder, settings, and the time of a run.
 
-Every number is measured from the images, or follows from one by a rule that is written here and
-beside it in the recipe. The recipe is a starting point to edit, not a result.
+Every number is measured from the images or follows from one by a rule that stands here and in the
+recipe beside it. It is a start, not a result: the recipe is a file to edit.
 """
 
-import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,38 +17,37 @@ from largebatch.data.index.index import Index
 from largebatch.data.types import Resources, View
 from largebatch.distributed.environment import available_cores
 from largebatch.measure.estimate import estimate
-from largebatch.recipe.arithmetic.plan import make_plan
+from largebatch.recipe.arithmetic.plan import Plan
 from largebatch.recipe.data import Triple
+from largebatch.recipe.loading import validate_tree
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_commented
 
 SAMPLE = 512
 """Number of training images whose colours are measured, spread evenly over all."""
 
 UPDATES_PER_EPOCH = 16
-"""Least number of updates per epoch for small data sets."""
+"""Updates in an epoch, at least, so that a small data set does not make only two or three."""
 
 SMALLEST_BATCH, LARGEST_BATCH = 16, 256
 LARGEST_SPAN = 32
 
 SEEN, FEWEST_EPOCHS, MOST_EPOCHS = 400_000, 20, 80
-"""Number of images that a run trains on, and the limits in epochs."""
+"""Images that a run sees, within these bounds of epochs."""
 
 SMALL, MEDIUM, LARGE = 64, 146, 320
-"""Limits of the median short side in pixels: up to SMALL, images are trained on at full size."""
+"""Median short sides in pixels; images up to SMALL are trained on at their size."""
 
 LARGEST_CACHE = 2 * 2**30
-"""Largest decoded data set in bytes that is cached by default."""
+"""Bytes of decoded pixels up to which they are cached by default."""
 
 STAGES = 3
-"""Measured stages of the written recipe: training, clean epochs and statistics."""
-
-COMMENT = 30
-"""Column at which comments start."""
+"""Stages of the recipe: training, clean epochs and statistics, each evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Result of a survey of a folder."""
+    """Survey of a folder of images."""
 
     train: Index
     val: Index
@@ -62,7 +60,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeEstimate:
-    """Time of a run on this machine with one worker."""
+    """Estimated time of a run on this machine, on one worker."""
 
     seconds: float
     trained_per_second: float
@@ -70,7 +68,7 @@ class TimeEstimate:
 
 
 def survey(train: Index, val: Index) -> Survey:
-    """Choose the training image size, and measure the colours at this size."""
+    """Choose the image size of the training, and measure the colours at this size."""
     image_size, resize = _sizes(train)
     samples = np.unique(np.linspace(0, len(train) - 1, SAMPLE).astype(np.int64))
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
@@ -116,73 +114,71 @@ def _sizes(index: Index) -> tuple[int, int | None]:
 
 def draft(found: Survey, *, name: str) -> str:
     """Return the text of a complete recipe, with the rule beside each choice."""
-    number, classes = len(found.train), len(found.train.classes)
-    batch = _batch(number)
-    epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
-    small = found.image_size <= SMALL
-    warmup, clean = max(1, epochs // 16), max(1, epochs // 16)
+    classes, number = len(found.train.classes), len(found.train)
+    header = (
+        f"{name}: {classes} classes, {number:,} training and {len(found.val):,} validation images.",
+        "Written by `largebatch init`: where to begin, not a result. The rules beside the numbers",
+        "are what it followed. Measured: not yet.",
+    )
+    recipe = validate_tree(Recipe, _tree(found, name), source=name)
+    return dump_commented(recipe, _comments(number, recipe.batch.global_batch), header=header)
+
+
+def _tree(found: Survey, name: str) -> dict[str, Any]:
+    """Return the sections of the recipe."""
+    number = len(found.train)
+    batch, epochs = _batch(number), min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(SEEN / number)))
+    return {
+        "name": name,
+        "seed": 1,
+        "duration": {"epochs": epochs},
+        "data": {
+            "source": "folder",
+            "classes": len(found.train.classes),
+            "train_samples": number,
+            "val_samples": len(found.val),
+            "image_size": found.image_size,
+            "mean": list(found.mean),
+            "std": list(found.std),
+            "crop_area": [0.35, 1.0],
+            "flip": True,
+            "eval_resize": found.eval_resize,
+        },
+        "model": {"name": "cifar_resnet20" if found.image_size <= SMALL else "resnet18"},
+        "batch": {"global_batch": batch, "bn_span": min(batch, LARGEST_SPAN)},
+        "optimizer": {"kind": "sgd", "momentum": 0.9, "weight_decay": 1e-4},
+        "schedule": {
+            "peak_lr": 0.1 * batch / 256,
+            "warmup": {"epochs": max(1, epochs // 16)},
+            "decay": {"kind": "cosine"},
+        },
+        "loss": {"label_smoothing": 0.1},
+        "polish": {
+            "clean": {"epochs": max(1, epochs // 16)},
+            "statistics": {"samples": min(number, 10_000)},
+        },
+        "evaluation": {"every_epochs": max(1, epochs // 20)},
+        "execution": {"cache": "memory" if _decoded_bytes(found) <= LARGEST_CACHE else None},
+    }
+
+
+def _comments(number: int, batch: int) -> dict[str, str]:
+    """Return the rule of each choice by its key, for this number of images and batch."""
     enough = "at least" if UPDATES_PER_EPOCH * batch <= number else "too few images for"
     bounds = f"{SMALLEST_BATCH} to {LARGEST_BATCH}, {enough} {UPDATES_PER_EPOCH} updates an epoch"
-    resize = "null" if found.eval_resize is None else str(found.eval_resize)
-    cache = "memory" if _decoded_bytes(found) <= LARGEST_CACHE else "null"
-    text = f"""\
-# {name}: {classes} classes, {number:,} training and {len(found.val):,} validation images.
-# Written by `largebatch init`: where to begin, not a result. The rules beside the numbers are
-# what it followed. Measured: not yet.
-
-name: "{name}"
-seed: 1
-duration: {{epochs: {epochs}}}  # {SEEN:,} images, {FEWEST_EPOCHS} to {MOST_EPOCHS} epochs
-
-data:
-  source: folder
-  classes: {classes}
-  train_samples: {number}
-  val_samples: {len(found.val)}
-  image_size: {found.image_size}  # from the short sides of half of the images
-  mean: {list(found.mean)}  # of {min(SAMPLE, number)} training images at this size
-  std: {list(found.std)}
-  crop_area: [0.35, 1.0]  # random crops while training
-  flip: true  # false where left and right mean something: letters, digits, signs
-  eval_resize: {resize}  # short side of clean images; the centre is cut out of it
-
-model:
-  name: {"cifar_resnet20" if small else "resnet18"}  # weights are drawn anew
-
-batch:
-  global_batch: {batch}  # {bounds}
-  bn_span: {min(batch, LARGEST_SPAN)}
-
-optimizer:
-  kind: sgd
-  momentum: 0.9
-  weight_decay: 1e-4
-
-schedule:
-  peak_lr: {0.1 * batch / 256:g}  # 0.1 for every 256 of a batch (arXiv:1706.02677)
-  warmup: {{epochs: {warmup}}}
-  decay: {{kind: cosine}}
-
-loss:
-  label_smoothing: 0.1
-
-polish:  # Final Polishing: the last epochs on clean images, then statistics
-  clean: {{epochs: {clean}}}
-  statistics: {{samples: {min(number, 10_000)}}}
-
-evaluation:
-  every_epochs: {max(1, epochs // 20)}
-
-execution:
-  cache: {cache}  # memory: decoded once; null: where that would take over 2 GiB
-"""
-    return "".join(map(_aligned, text.splitlines(keepends=True)))
-
-
-def _aligned(line: str) -> str:
-    """Align the comment after a value with the others."""
-    value, mark, comment = line.partition("  # ")
-    return f"{value:{COMMENT}}{mark[2:]}{comment}" if mark else line
+    return {
+        "duration": f"{SEEN:,} images, {FEWEST_EPOCHS} to {MOST_EPOCHS} epochs",
+        "data.image_size": "from the short sides of half of the images",
+        "data.mean": f"of {min(SAMPLE, number)} training images at this size",
+        "data.crop_area": "random crops while training",
+        "data.flip": "false where left and right mean something: letters, digits, signs",
+        "data.eval_resize": "short side of clean images; the centre is cut out of it",
+        "model": "from random weights",
+        "batch.global_batch": bounds,
+        "schedule.peak_lr": "0.1 for every 256 of a batch (arXiv:1706.02677)",
+        "polish": "Final Polishing: the last epochs on clean images, then statistics",
+        "execution.cache": "memory: decoded once; null: where that would take over 2 GiB",
+    }
 
 
 def _batch(number: int) -> int:
@@ -196,19 +192,8 @@ def _decoded_bytes(found: Survey) -> int:
     return sum(int((3 * one.heights * one.widths).sum()) for one in (found.train, found.val))
 
 
-def recipe_name(folder: Path) -> str:
-    """Turn a folder's name into a valid recipe name.
-
-    >>> recipe_name(Path("/data/my own images!"))
-    'my-own-images'
-    """
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")
-    return name[:100] or "own-data"
-
-
-def estimate_time(recipe: Recipe, found: Survey) -> TimeEstimate:
-    """Estimate the time of a run from one measured step; on a GPU, reading overlaps it."""
-    plan = make_plan(recipe, workers=1)
+def estimate_time(recipe: Recipe, plan: Plan, found: Survey) -> TimeEstimate:
+    """Estimate the time of a run from a measured step; reading overlaps with a GPU's work."""
     step = estimate(recipe, plan)
     trained = plan.global_batch / step.step_seconds
     # A forward pass alone takes a third of a step.

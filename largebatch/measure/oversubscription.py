@@ -25,8 +25,9 @@ from largebatch.models.batchnorm import Spans
 from largebatch.planner.cluster import Cluster, Measured
 from largebatch.planner.prediction import predict
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import dump_yaml, load_recipe
+from largebatch.recipe.loading import load_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_yaml
 from largebatch.runs.build import build_model, build_scaler
 from largebatch.runs.launch import start_workers
 from largebatch.runs.optimizer import build_optimizer

@@ -1,7 +1,7 @@
-"""How long a recipe takes on machines that are not here, and what limits it.
+"""Predicts the time of a recipe on machines that are not here, and suggests recipes for a batch.
 
-`cluster` reads what a machine is, `model` turns it into seconds, `calibration` fits the few
-constants that no data sheet gives to published MLPerf runs, `prediction` puts a recipe on a
-cluster, and `scan` tries other batches and numbers of GPUs. Nothing here imports torch, and nothing
-below `report` knows of it.
+`cluster` reads the description of a machine, `model` computes seconds from it, `calibration` fits
+the few constants that no data sheet gives to published MLPerf runs, `prediction` puts a recipe on a
+cluster, and `scan` tries other batches and numbers of GPUs. `suggest` chooses settings for a batch,
+and `draft` writes them as a recipe. Nothing here imports torch.
 """

@@ -1,11 +1,11 @@
-"""The constants of the model from published runs, and how far off it then is.
+"""The constants of the model, fitted to published runs, and the errors of the fit.
 
-Few constants, each a time or a rate that exists: they are found in logarithms, so that all stay
-positive and errors count as ratios, by least squares towards the runs and towards a prior. A prior
-says of which size a constant is (one that no run tells about keeps it), and its width becomes part
-of the interval. The interval is conformal (Lei et al. 2018, arXiv:1604.04173, section
-5.2): the errors of systems that were left out, in units of the error that the fit expects of each,
-give the factor for the next one.
+The constants are few, and each is a physical time or rate. They are fitted in logarithms, so that
+all stay positive and errors count as ratios, by least squares to the runs and to a prior. The prior
+gives the size of a constant, which a constant keeps if no run depends on it, and its width becomes
+part of the interval. The interval is conformal (Lei et al. 2018, arXiv:1604.04173, section 5.2):
+the errors of left-out systems, in units of the error that the fit expects of each, give the factor
+for the next one.
 """
 
 import math
@@ -22,10 +22,10 @@ from largebatch.planner.model import Constants
 from largebatch.planner.published import Published, predicted_seconds, published_runs
 
 COVERAGE = 0.9
-"""Of the intervals."""
+"""Probability that an interval holds the time."""
 
 NOISE = 0.05
-"""Expected deviation of a run from the model, as a ratio, against which the priors are weighed."""
+"""Expected deviation of a run from the model, as a ratio; it weights runs against priors."""
 
 _PRIOR: dict[str, tuple[float, float]] = {
     "scale": (3.1, 1.0),
@@ -40,18 +40,18 @@ _PRIOR: dict[str, tuple[float, float]] = {
 
 scale: PyTorch on one A100 makes 2,470 images a second (NVIDIA DeepLearningExamples), 3.1 in these
 units. launch: about 1,000 kernels at 6 microseconds from the CPU, at 2 in a graph. The others are
-assumptions, chosen when the runs had been seen: runs decide the level only with A100s among them,
-and leave start and evaluation where they are put, which are at most a tenth of a run each.
+assumptions, chosen after looking at the runs: runs determine the level only with A100s among them,
+and do not determine start and evaluation, which are at most a tenth of a run each.
 """
 
 Vector = NDArray[np.float64]
 Seconds = Callable[[Constants], float]
-"""The time of a run as the constants have it."""
+"""The time of a run, by the constants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants, and how uncertain their logarithms are together."""
+    """Fitted constants, and the covariance of their logarithms."""
 
     logs: Vector
     covariance: Vector
@@ -73,7 +73,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A system that was predicted from all others."""
+    """Prediction of a system from all others."""
 
     run: Published
     predicted: float
@@ -91,7 +91,7 @@ class LeftOut:
 
 
 def fit(runs: Sequence[Published], *, near: Fit | None = None) -> Fit:
-    """Return the constants that explain the runs best; the search begins at another fit's."""
+    """Return the constants that fit the runs best; the search starts at another fit's."""
     from scipy.optimize import least_squares
 
     centre, width = _prior()
@@ -107,7 +107,7 @@ def fit(runs: Sequence[Published], *, near: Fit | None = None) -> Fit:
 
 @cache
 def installed_fit() -> Fit:
-    """Return the fit to the runs that come with the package."""
+    """Return the fit to the installed runs."""
     return fit(published_runs())
 
 
@@ -125,7 +125,7 @@ def leave_generation_out(
 ) -> list[LeftOut]:
     """Predict a generation of GPUs from all others, its data sheets and the runs in `keep`.
 
-    Those are not among the ones returned.
+    The runs in `keep` are not returned.
     """
     found = fit([run for run in runs if run.generation != generation] + list(keep))
     left = [run for run in runs if run.generation == generation and run not in keep]
@@ -134,19 +134,19 @@ def leave_generation_out(
 
 @cache
 def installed_left_out() -> tuple[LeftOut, ...]:
-    """Return what leaving one system out gives for the runs that come with the package."""
+    """Return the predictions of each installed run from all others."""
     return tuple(leave_one_out(published_runs()))
 
 
 def quantile(left_out: Sequence[LeftOut]) -> float:
-    """Return how many expected deviations the next run stays within, with probability COVERAGE."""
+    """Return the expected deviations that hold the next run with probability COVERAGE."""
     scores = sorted(one.score for one in left_out)
     rank = math.ceil(COVERAGE * (len(scores) + 1))
     return scores[min(rank, len(scores)) - 1]
 
 
 def covered(left_out: Sequence[LeftOut]) -> list[bool]:
-    """Return whether each system lies in the interval that all others' errors give."""
+    """Return, for each system, True if it lies in the interval from the errors of all others."""
     return [
         one.score <= quantile([other for other in left_out if other is not one]) for one in left_out
     ]
@@ -191,7 +191,7 @@ def _residuals(runs: Sequence[Published], logs: Vector) -> Vector:
 
 
 def _slope(seconds: Seconds, logs: Vector) -> Vector:
-    """Return the derivative of the logarithm of a time by that of each constant."""
+    """Return the derivative of the log of a time with respect to the log of each constant."""
 
     def log_at(place: Vector) -> float:
         return math.log(seconds(_constants(place)))

@@ -1,4 +1,4 @@
-"""What a machine is: a cluster file, from data sheets or measured, and those that are installed.
+"""Cluster files: the description of a machine, from data sheets or measured.
 
 Every figure of an installed file names its source in a comment. Bandwidths are in gigabytes (1e9
 bytes) a second in one direction, as an all-reduce uses them; data sheets of links give the sum of
@@ -22,18 +22,18 @@ GENERATIONS: tuple[Generation, ...] = get_args(Generation)
 Software = Literal["launched", "graphs"]
 
 LARGEST_FILE = 2**16
-"""Of a cluster file, in bytes."""
+"""Bytes of a cluster file."""
 
 
 class ClusterError(LargebatchError):
-    """A cluster is not known, too small, or its file cannot be used."""
+    """A cluster is unknown or too small, or its file cannot be used."""
 
 
 Gigabytes = Annotated[float, Field(gt=0, le=10_000)]
-"""Of one GPU's memory."""
+"""Memory of one GPU in gigabytes."""
 
 Bandwidth = Annotated[float, Field(ge=0.01, le=100_000)]
-"""In gigabytes a second, of a link or of a network."""
+"""Bandwidth of a link or a network in gigabytes a second."""
 
 Watts = Annotated[float, Field(ge=1, le=100_000)]
 
@@ -41,7 +41,7 @@ Watts = Annotated[float, Field(ge=1, le=100_000)]
 class Gpu(Section):
     """One accelerator, by its data sheet.
 
-    Bounds are far from any GPU, so that a figure beyond them is one in other units.
+    The bounds are far from any GPU: a figure beyond them is in other units.
     """
 
     name: str
@@ -53,41 +53,41 @@ class Gpu(Section):
     memory_gigabytes_per_second: Annotated[float, Field(ge=10, le=1_000_000)]
     watts: Watts
     peak_watts: Watts | None = None
-    """Of the variant of the same chip whose tensor peak is given; null: its own."""
+    """Watts of the variant of the chip whose tensor peak is given; null: this one."""
 
     link_gigabytes_per_second: Bandwidth
-    """To the other GPUs of its node, in one direction."""
+    """Bandwidth to the other GPUs of its node, in one direction."""
 
     decoded_images_per_second: PositiveFloat | None = None
-    """ImageNet's JPEG files, by DALI; null: not known, and taken to limit nothing."""
+    """JPEG files of ImageNet that DALI decodes; null: unknown, and assumed to be no limit."""
 
 
 class Measured(Section):
-    """What `largebatch plan --calibrate` found on a machine, for one model."""
+    """Measurement of a machine by `largebatch plan --calibrate`, for one model."""
 
     model: str
     arguments: dict[str, JsonValue]
-    """Of the model."""
+    """Arguments of the model."""
 
     classes: PositiveInt
     image_size: PositiveInt
     precision: str
     settings: dict[str, JsonValue]
-    """What else decides the times, by the keys of the recipe (planner.known.SETTINGS)."""
+    """Other settings that decide the times, by the keys of the recipe (planner.known.SETTINGS)."""
 
     device: str
     seconds_per_image: PositiveFloat
-    """Forward and backward, a further image of a device batch."""
+    """Forward and backward of one more image in a device batch."""
 
     seconds_per_pass: Annotated[float, Field(ge=0)]
-    """Of each device batch, however small."""
+    """Fixed seconds of a device batch."""
 
     seconds_per_update: Annotated[float, Field(ge=0)]
     gradient_bytes: PositiveFloat
-    """That each worker sends in an update."""
+    """Bytes that each worker sends in an update."""
 
     reduction: str
-    """Type of what is sent."""
+    """Type that gradients are sent in."""
 
     groups: dict[str, JsonValue]
     """How gradients are put into groups, as execution.groups."""
@@ -97,16 +97,16 @@ class Measured(Section):
 
     norm_layers: Annotated[int, Field(ge=0)]
     exchange_seconds: Annotated[float, Field(ge=0)]
-    """Of an all-reduce between two workers, however small."""
+    """Fixed seconds of an all-reduce between two workers."""
 
     exchange_gigabytes_per_second: PositiveFloat | None
-    """Null where there was one device, and so nothing to measure."""
+    """Bandwidth of an all-reduce; null if measured on one device."""
 
     images_per_second_read: PositiveFloat
-    """That one worker reads and augments."""
+    """Images a second that one worker reads and augments."""
 
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
-    """How much longer an update of more workers than cores takes than the sum of their turns."""
+    """Time of an update of more workers than cores, over the sum of their turns."""
 
     error: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Half the width of the interval of predictions, as a ratio."""
@@ -116,7 +116,7 @@ class Cluster(Section):
     """Nodes with equal GPUs, or with measured workers, and the network between them."""
 
     name: str = ""
-    """That of its file."""
+    """Name of its file."""
 
     gpu: Gpu | None = None
     measured: Measured | None = None
@@ -125,20 +125,20 @@ class Cluster(Section):
 
     nodes: PositiveInt
     network_gigabytes_per_second: Bandwidth | None = None
-    """Of a node, in one direction; null where there is one node."""
+    """Bandwidth of a node, in one direction; null for one node."""
 
     sharp: bool = False
-    """Switches add up what passes through them, so half the bytes cross the network."""
+    """true: switches sum gradients, so that half the bytes cross the network."""
 
     cpu_cores: PositiveInt
-    """Of a node."""
+    """CPU cores of a node."""
 
     software: Software = "graphs"
     """launched: the CPU starts every kernel, as until MLPerf v0.7. graphs: CUDA graphs."""
 
     node_watts: Annotated[float, Field(ge=1, le=1_000_000)] | None = None
     price_per_gpu_hour: PositiveFloat | None = None
-    """In any currency."""
+    """Price in any currency."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -153,7 +153,7 @@ class Cluster(Section):
     def _check_measured(self, found: Measured) -> None:
         if found.device == "cpu" and self.nodes > 1:
             raise ValueError(
-                f"nodes: {self.nodes}: measured on CPUs, which says nothing of other nodes; give 1"
+                f"nodes: {self.nodes}: measured on CPUs, which does not predict other nodes; give 1"
             )
         if found.exchange_gigabytes_per_second is None and self.gpus_per_node > 1:
             raise ValueError(
@@ -163,13 +163,13 @@ class Cluster(Section):
 
     @property
     def workers(self) -> int:
-        """How many workers it has room for."""
+        """Number of workers that it has room for."""
         return self.nodes * self.gpus_per_node
 
 
 @cache
 def installed_clusters() -> dict[str, Cluster]:
-    """Return the clusters that come with the package, by name."""
+    """Return the installed clusters by name."""
     folder = files("largebatch") / "planner" / "clusters"
     texts = {
         file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
@@ -182,7 +182,7 @@ def installed_clusters() -> dict[str, Cluster]:
 def load_cluster(name: str) -> Cluster:
     """Return the cluster in a YAML file, or the installed one of this name.
 
-    Raises ClusterError where there is neither, or the file says what a cluster cannot be.
+    Raises ClusterError where there is neither, or the file is invalid.
     """
     path = Path(name)
     if path.suffix in {".yaml", ".yml"} or path.is_file():
@@ -203,7 +203,7 @@ def load_cluster(name: str) -> Cluster:
 def parse_cluster(text: str, *, source: str) -> Cluster:
     """Validate the text of a cluster file; its name is that of the file.
 
-    Raises ClusterError naming every mistake at once, each by its dotted path.
+    Raises ClusterError with every mistake, each by its dotted path.
     """
     tree: Any = parse_yaml(text, source=source)
     if not isinstance(tree, dict):

@@ -1,11 +1,9 @@
-"""The text of a suggested recipe, and in words what each of its settings is from."""
+"""A suggested recipe as a file, and the source of each of its settings in words."""
 
-import json
 import math
-import re
-import textwrap
 from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 from largebatch.planner.suggest import (
     LARGEST,
@@ -20,12 +18,13 @@ from largebatch.planner.suggest import (
     reference_points,
 )
 from largebatch.recipe.installed import installed, origin
-
-COMMENT = 34
-"""The column in which comments behind values begin."""
+from largebatch.recipe.loading import validate_tree
+from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.schedule import Schedule
+from largebatch.recipe.writing import dump_commented, recipe_name
 
 UNSURE = 0.5
-"""Median error of a setting from which its interpolation is remarked on."""
+"""Median error of a setting from which its interpolation is called unsure."""
 
 STATISTICS = 50_000
 """Clean images that the statistics pass measures, at most."""
@@ -33,14 +32,11 @@ STATISTICS = 50_000
 SMALL = 64
 """Images up to this side, in pixels, are cropped less: 5 % of their area would be a few pixels."""
 
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-"""Model names that YAML reads as they are."""
-
 
 def words(found: Suggestion, *, has_warmup: bool = True) -> list[str]:
-    """Return what was taken from where, how good that is, and what no point says anything about.
+    """Return the sources of a suggestion, their errors, and what no point covers.
 
-    `has_warmup`: whether the warm-up is the points' too, and not that of a measured policy.
+    `has_warmup`: True if the warm-up is the points' too, and not that of a measured policy.
     """
     return [
         *_between(found),
@@ -76,12 +72,12 @@ def _between(found: Suggestion) -> Iterator[str]:
             f"between {lower.name} and {upper.name}, MLPerf's reference convergence points with "
             f"LARS, {_percent(place(found.alike, lower, upper))} of the way on a logarithmic scale"
         )
-    same = [] if found.elsewhere else _of_this_batch(found.batch)
+    same = [] if found.elsewhere else _recipes_for(found.batch)
     if same:
         yield f"published recipes for this batch: {', '.join(same)}"
 
 
-def _of_this_batch(batch: int) -> list[str]:
+def _recipes_for(batch: int) -> list[str]:
     """Return the installed recipes for ImageNet in batches of this size, with their origin."""
     return [
         f"{name} ({origin(text).after})"
@@ -112,7 +108,7 @@ def _settings(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
 
 
 def _missed(name: str) -> str:
-    """Return how well the points that are left out are found from their neighbours."""
+    """Return the errors of the points that are left out, from their neighbours."""
     errors = sorted(map(abs, left_out(reference_points(), SETTINGS[name])))
     return f"{_percent(median(errors))} in the median, at most {_percent(errors[-1])}"
 
@@ -163,79 +159,91 @@ def _elsewhere(found: Suggestion, *, has_warmup: bool) -> Iterator[str]:
         )
 
 
-def draft(found: Suggestion, *, schedule: str | None = None) -> str:
-    """Return the text of a recipe that holds a suggestion; the rule stands beside each number.
+def draft(found: Suggestion, *, schedule: Schedule | None = None) -> str:
+    """Return the text of the suggested recipe, with the rule beside each number.
 
-    `schedule`: the keys of that section as YAML, where a policy was measured.
+    `schedule` is the section with a measured policy, if there is one.
     """
-    data = found.data
-    small = data.image_size <= SMALL
-    name, model = recipe_name(found), found.model
-    head = "\n  head_std: 0.01  # MLPerf's ResNet-50" if model == "resnet50" else ""
-    text = f"""\
-# {name}: written by `largebatch suggest`.
-# After: {_source(found)}.
-# Where to begin, not a result. Measured here: not yet.
-
-name: {name}
-seed: 1
-duration: {{epochs: {found.epochs:g}}}  # {found.law_epochs:.1f} to 75.9 % on ImageNet, by the law
-
-data:
-  source: folder
-  classes: {data.classes}
-  train_samples: {data.samples}
-  val_samples: {data.val_samples}
-  image_size: {data.image_size}
-  crop_area: {"[0.35, 1.0]  # for small images" if small else "[0.05, 1.0]  # MLPerf's"}
-  crop_aspect: [0.75, 1.3333333]
-  flip: true  # false where left and right mean something
-  eval_resize: {data.image_size if small else round(data.image_size * 256 / 224)}
-
-model:
-  name: {model if _PLAIN.fullmatch(model) else json.dumps(model)}{head}
-
-batch:
-  global_batch: {found.batch}
-  bn_span: {found.bn_span}  # the nearest divisor; {_points_have(found, "bn_span")}
-
-optimizer:
-  kind: lars
-  convention: reference
-  momentum: {found.momentum:g}  # {_points_have(found, "momentum")}
-  weight_decay: {found.weight_decay:g}  # {_points_have(found, "weight_decay")}
-  eta: 1e-3  # MLPerf's, as eps, power, end_lr and label smoothing
-  eps: 0.0
-
-{_schedule(found) if schedule is None else _measured(schedule)}
-loss:
-  label_smoothing: 0.1
-
-polish:  # no reference point has it
-  clean: {{epochs: {found.clean_epochs:g}}}  # the share of Fujitsu's entry
-  statistics: {{samples: {min(STATISTICS, data.samples)}}}
-
-evaluation:
-  every_epochs: 4
-"""
-    return "".join(map(_aligned, text.splitlines(keepends=True)))
-
-
-def _schedule(found: Suggestion) -> str:
-    share = found.warmup_epochs / found.epochs
-    return f"""\
-schedule:
-  peak_lr: {found.peak_lr:g}  # {_points_have(found, "peak_lr")}
-  warmup: {{epochs: {found.warmup_epochs:g}}}  # {_percent(share)} of the run
-  decay: {{kind: polynomial, power: 2.0, end_lr: 1e-4}}
-  first_step: 1
-"""
-
-
-def _measured(schedule: str) -> str:
-    return "schedule:  # its shape was measured, its peak is from the points\n" + textwrap.indent(
-        schedule, "  "
+    name = suggested_name(found)
+    tree = _tree(found, name)
+    comments = _comments(found)
+    if schedule is not None:
+        tree["schedule"] = schedule.model_dump(mode="json")
+        comments = {key: text for key, text in comments.items() if not key.startswith("schedule.")}
+        comments["schedule"] = "its shape was measured, its peak is from the points"
+    header = (
+        f"{name}: written by `largebatch suggest`.",
+        f"After: {_source(found)}.",
+        "Where to begin, not a result. Measured here: not yet.",
     )
+    return dump_commented(validate_tree(Recipe, tree, source=name), comments, header=header)
+
+
+def _tree(found: Suggestion, name: str) -> dict[str, Any]:
+    """Return the sections of the suggested recipe."""
+    data, model = found.data, {"name": found.model}
+    return {
+        "name": name,
+        "seed": 1,
+        "duration": {"epochs": found.epochs},
+        "data": {
+            "source": "folder",
+            "classes": data.classes,
+            "train_samples": data.samples,
+            "val_samples": data.val_samples,
+            "image_size": data.image_size,
+            "crop_area": [0.35 if _is_small(found) else 0.05, 1.0],
+            "crop_aspect": [0.75, 1.3333333],
+            "flip": True,
+            "eval_resize": data.image_size
+            if _is_small(found)
+            else round(data.image_size * 256 / 224),
+        },
+        "model": {**model, "head_std": 0.01} if found.model == "resnet50" else model,
+        "batch": {"global_batch": found.batch, "bn_span": found.bn_span},
+        "optimizer": {
+            "kind": "lars",
+            "convention": "reference",
+            "momentum": found.momentum,
+            "weight_decay": found.weight_decay,
+            "eta": 1e-3,
+            "eps": 0.0,
+        },
+        "schedule": {
+            "peak_lr": found.peak_lr,
+            "warmup": {"epochs": found.warmup_epochs},
+            "decay": {"kind": "polynomial", "power": 2.0, "end_lr": 1e-4},
+            "first_step": 1,
+        },
+        "loss": {"label_smoothing": 0.1},
+        "polish": {
+            "clean": {"epochs": found.clean_epochs},
+            "statistics": {"samples": min(STATISTICS, data.samples)},
+        },
+        "evaluation": {"every_epochs": 4},
+    }
+
+
+def _comments(found: Suggestion) -> dict[str, str]:
+    """Return the source of each setting by its key."""
+    return {
+        "duration": f"{found.law_epochs:.1f} to 75.9 % on ImageNet, by the law",
+        "data.crop_area": "for small images" if _is_small(found) else "MLPerf's",
+        "data.flip": "false where left and right mean something",
+        "model.head_std": "MLPerf's ResNet-50",
+        "batch.bn_span": f"the nearest divisor; {_points_have(found, 'bn_span')}",
+        "optimizer.momentum": _points_have(found, "momentum"),
+        "optimizer.weight_decay": _points_have(found, "weight_decay"),
+        "optimizer.eta": "MLPerf's, as eps, power, end_lr and label smoothing",
+        "schedule.peak_lr": _points_have(found, "peak_lr"),
+        "schedule.warmup": f"{_percent(found.warmup_epochs / found.epochs)} of the run",
+        "polish": "no reference point has it",
+        "polish.clean": "the share of Fujitsu's entry",
+    }
+
+
+def _is_small(found: Suggestion) -> bool:
+    return found.data.image_size <= SMALL
 
 
 def _source(found: Suggestion) -> str:
@@ -262,13 +270,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def recipe_name(found: Suggestion) -> str:
-    """Return the name of a suggested recipe, which its file may have too."""
-    model = re.sub(r"[^A-Za-z0-9._-]+", "-", found.model).strip("-._") or "model"
+def suggested_name(found: Suggestion) -> str:
+    """Return the name of a suggested recipe, and of its file."""
+    model = recipe_name(found.model, otherwise="model")
     return f"{model[:60]}-{found.batch}-suggested"
-
-
-def _aligned(line: str) -> str:
-    """Put the comment behind a value where all of them begin."""
-    value, mark, comment = line.partition("  # ")
-    return f"{value:{COMMENT}}{mark[2:]}{comment}" if mark else line

@@ -1,4 +1,4 @@
-"""What a planner predicts for a cluster: time to 75.9 % by number of GPUs, and by batch."""
+"""A chart of predictions for a cluster: time to 75.9 % by number of GPUs, and by batch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +21,8 @@ NEIGHBOURS = (0.25, 1, 4)
 def write_forecast(path: Path, recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
     """Draw the best time for each number of GPUs, and the time with each batch, into a PNG file.
 
-    Raises LargebatchError where no epoch law is known, of a measured cluster or of other images,
-    and as write_chart.
+    Raises LargebatchError where the epoch law does not hold, for a measured cluster or other
+    images, and as write_chart.
     """
     require_png(path)
     if not has_epoch_law(recipe, cluster):
@@ -41,7 +41,7 @@ def write_forecast(path: Path, recipe: Recipe, cluster: Cluster, found: Predicti
 
 
 def draw_forecast(figure: "Figure", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
-    """Draw the two charts side by side, with the run that was asked for in both."""
+    """Draw the two charts side by side, with the predicted run in both."""
     left = MARGIN * figure.dpi / 72 / figure.bbox.width
     title = f"{cluster.name}: ResNet-50 on ImageNet to 75.9 % top-1"
     figure.suptitle(title, x=left, ha="left", size=14, weight="bold")
@@ -56,7 +56,7 @@ def draw_forecast(figure: "Figure", recipe: Recipe, cluster: Cluster, found: Pre
 
 
 def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
-    """Draw the time with the best batch, and the interval in which it lies."""
+    """Draw the time with the best batch, and its interval."""
     workers, seconds = [p.workers for p in best], [p.seconds for p in best]
     low, high = found.low / found.seconds, found.high / found.seconds
     colour = COLOURS["train"]
@@ -78,7 +78,7 @@ def _draw_workers(axes: "Axes", best: list[Point], found: Prediction) -> None:
 
 
 def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Prediction) -> None:
-    """Draw the time by batch on as many GPUs as the run has, fewer and more."""
+    """Draw the time by batch on the number of GPUs of the run, on fewer and on more."""
     numbers = {max(1, min(cluster.workers, round(found.workers * one))) for one in NEIGHBOURS}
     times = [found.low, found.high]
     for workers in sorted(numbers):
@@ -100,7 +100,7 @@ def _draw_batches(axes: "Axes", recipe: Recipe, cluster: Cluster, found: Predict
 
 
 def _draw_run(axes: "Axes", place: float, found: Prediction, *, below: bool) -> None:
-    """Mark the recipe's own run, which makes the steps it asks for."""
+    """Mark the run of the recipe."""
     around = [[found.seconds - found.low], [found.high - found.seconds]]
     axes.errorbar(
         place, found.seconds, yerr=around, color=INK, marker="D", ms=6, lw=1.2, zorder=3,
@@ -113,7 +113,7 @@ def _draw_run(axes: "Axes", place: float, found: Prediction, *, below: bool) -> 
 
 
 def _name_times(axes: "Axes", seconds: list[float]) -> None:
-    """Write the usual times between the shortest and the longest at the axis."""
+    """Label the axis with round times between the shortest and the longest."""
     usual = {
         "1 s": 1, "2 s": 2, "5 s": 5, "10 s": 10, "20 s": 20, "30 s": 30, "1 min": 60,
         "2 min": 120, "5 min": 300, "10 min": 600, "30 min": 1800, "1 h": 3600, "3 h": 10_800,

@@ -1,8 +1,8 @@
-"""What the planner knows of a recipe on a cluster: the rest is refused, or named beside a time.
+"""The limits of a prediction: unknown settings are refused, extrapolations are named.
 
-A data sheet's times stand on published runs of one model in half precision, and a measured
-machine's on the recipe that was measured. What changes a step by an unknown amount is refused; what
-lies beyond the published runs, though the model goes on there, is named.
+The times of a data sheet rely on published runs of one model in half precision, and those of a
+measured machine on the recipe that was measured. Settings that change a step by an unknown amount
+are refused; where the model extrapolates beyond the published runs, the prediction names it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from largebatch.recipe.recipe import Recipe
 
 PUBLISHED_SIZE = 224
 COSTLESS_ARGUMENTS = {"zero_init_last", "zero_init_residual"}
-"""Of ResNet-50, that change no shape: timm's word and torchvision's."""
+"""Arguments of ResNet-50 that change no shape, in timm and in torchvision."""
 
 SETTINGS = (
     "optimizer.kind",
@@ -29,16 +29,16 @@ SETTINGS = (
     "execution.memory_format",
     "execution.kernels",
 )
-"""Keys of a recipe that decide what reading, a pass or an update takes, besides its model."""
+"""Keys of a recipe, besides its model, that decide the time of reading, of a pass or an update."""
 
 CACHED_BYTES = 2**34
-"""That execution.cache holds of a split, as data.decoders.pixel_cache.LIMIT."""
+"""Largest split in execution.cache, in bytes, as data.decoders.pixel_cache.LIMIT."""
 
 
 def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) -> tuple[str, ...]:
-    """Name in what the run lies beyond the published ones.
+    """Name the settings in which a run lies beyond the published ones.
 
-    `needed` is how many images a second each GPU has to be given.
+    `needed` are the images a second that each GPU needs.
     """
     gpu = cluster.gpu
     if gpu is None:
@@ -67,7 +67,7 @@ def name_beyond(recipe: Recipe, plan: Plan, cluster: Cluster, *, needed: float) 
 
 
 def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[str, bool]:
-    """Return what holds beyond the published runs on GPUs of one generation."""
+    """Return extrapolations beyond the published runs on GPUs of one generation."""
     if not own:
         return {f"no published run on {gpu.generation} GPUs: its data sheet alone": True}
     most, batches = max(run.workers for run in own), [run.device_batch for run in own]
@@ -81,7 +81,7 @@ def _beyond_generation(plan: Plan, gpu: Gpu, own: Sequence[Published]) -> dict[s
 
 
 def require_known(recipe: Recipe, cluster: Cluster) -> None:
-    """Raise ClusterError where nothing is known of the recipe's model on this cluster."""
+    """Raise ClusterError where the times of the recipe's model on this cluster are unknown."""
     if recipe.polish is not None and recipe.polish.swap is not None:
         raise PlanError("polish.swap: the planner has no model of replicas; --set polish.swap=null")
     require_cacheable(recipe)
@@ -114,17 +114,17 @@ def require_known(recipe: Recipe, cluster: Cluster) -> None:
 
 
 def decodes(recipe: Recipe) -> bool:
-    """Return whether image files are read and decoded throughout the run."""
+    """Return True if image files are read and decoded throughout the run."""
     return recipe.data.source == "folder" and recipe.execution.cache is None
 
 
 def cached_bytes(recipe: Recipe) -> int:
-    """Return the least that the decoded training images take: those of what the model sees."""
+    """Return the least bytes of the decoded training images: those at the model's image size."""
     return 3 * recipe.data.train_samples * recipe.images.image_size**2
 
 
 def require_cacheable(recipe: Recipe) -> None:
-    """Raise PlanError where execution.cache refuses the images, however small they are."""
+    """Raise PlanError where the images cannot fit execution.cache, however small they are."""
     cache, least = recipe.execution.cache, cached_bytes(recipe)
     if cache is not None and least > CACHED_BYTES:
         side = recipe.images.image_size
@@ -136,7 +136,7 @@ def require_cacheable(recipe: Recipe) -> None:
 
 
 def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object]]:
-    """Return what decides a measured machine's times: the recipe's, and that of the measurement."""
+    """Return the settings behind a machine's times: the recipe's, and those of the measurement."""
     return {
         "model.name": (recipe.model.name, found.model),
         "model.arguments": (recipe.model.arguments, found.arguments),
@@ -150,5 +150,5 @@ def _compared(recipe: Recipe, found: Measured) -> dict[str, tuple[object, object
 
 
 def settings(recipe: Recipe) -> dict[str, JsonValue]:
-    """Return SETTINGS as a recipe has them."""
+    """Return the values of SETTINGS in a recipe."""
     return {key: attrgetter(key)(recipe) for key in SETTINGS}

@@ -1,4 +1,4 @@
-"""A recipe on a cluster: its steps, the time of each part, what limits, and what that takes."""
+"""A recipe on a cluster: the time of each part, the limit, memory, energy and cost."""
 
 import math
 from collections.abc import Callable
@@ -30,23 +30,23 @@ from largebatch.recipe.polish import Polish
 from largebatch.recipe.recipe import Recipe
 
 CLASSES, HEAD_INPUTS = 1000, 2049
-"""Of ResNet-50's classifier, with its bias."""
+"""Outputs and inputs of ResNet-50's classifier, with its bias."""
 
 JPEG_BYTES = 110_000
-"""Of an ImageNet image."""
+"""Bytes of an ImageNet image."""
 
 IMAGES_PER_CORE = 300.0
-"""That torchvision decodes and augments in a second (measured, full-size ImageNet JPEGs)."""
+"""Images a second that torchvision decodes and augments (measured, full-size ImageNet JPEGs)."""
 
 KEPT_BYTES = 43e6
-"""For backward, of an image of 224 x 224 in half precision: what autograd saves for ResNet-50, in
-fp32 86 MB (measured)."""
+"""Bytes that autograd saves of a 224 x 224 image for ResNet-50, in half precision; 86 MB in fp32
+(measured)."""
 
 FIXED_BYTES = 2e9
-"""Libraries, kernels' workspaces and communication buffers of a GPU. An assumption."""
+"""Bytes of libraries, kernels' workspaces and communication buffers on a GPU. An assumption."""
 
 TENSORS, NORM_DEPTH = 161, 49
-"""Gradients of ResNet-50, and BatchNorm layers on the longest way through it."""
+"""Gradients of ResNet-50, and BatchNorm layers on its longest path."""
 
 HELP = {
     "memory": "a smaller execution.device_batch, or GPUs with more memory",
@@ -57,12 +57,12 @@ HELP = {
     "evaluation": "a larger evaluation.every_epochs",
     "start": "a longer run: it is a second of each",
 }
-"""What would make a part of a run's time other than computing shorter."""
+"""Ways to shorten each part of a run's time, except computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one recipe takes on one cluster. Times are in seconds."""
+    """Predicted run of one recipe on one cluster. Times are in seconds."""
 
     recipe: str
     cluster: str
@@ -75,7 +75,7 @@ class Prediction:
     """Parts of an update with the first global batch; their sum is its time."""
 
     parts: dict[str, float]
-    """Of the whole run."""
+    """Parts of the whole run."""
 
     seconds: float
     low: float
@@ -91,19 +91,19 @@ class Prediction:
     """The largest part of the time; memory where a device batch does not fit."""
 
     help: str
-    """What makes the largest part less that is not computing."""
+    """A way to shorten the largest part that is not computing."""
 
     read_bytes_per_second: float
-    """By all workers, while images are decoded each time and are there when they are needed."""
+    """Bytes that all workers read, if images are decoded each time and reading is no limit."""
 
     cores_per_worker: float
-    """That decoding on CPUs needs."""
+    """CPU cores that decoding needs."""
 
     cores_available: float
     memory_bytes: float | None
     memory_available: float | None
     kilowatt_hours: float | None
-    """At most: that of whole nodes, or of the GPUs alone where `node_watts` is not known."""
+    """Upper bound of the energy: of whole nodes, or of the GPUs if `node_watts` is unknown."""
 
     energy_of: Literal["nodes", "GPUs"]
     cost: float | None
@@ -111,10 +111,10 @@ class Prediction:
 
 
 def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
-    """Predict a recipe on so many workers of a cluster.
+    """Predict the run of a recipe on a number of workers of a cluster.
 
-    Raises ClusterError where the cluster has fewer or knows nothing about the model, PlanError
-    where no division over the workers gives the batch.
+    Raises ClusterError where the cluster has fewer workers or the model is unknown, PlanError where
+    the batch cannot be divided over the workers.
     """
     if cluster.measured is None or cluster.measured.device != "cpu":
         require_workers(cluster, workers)
@@ -166,7 +166,7 @@ def predict(recipe: Recipe, cluster: Cluster, *, workers: int) -> Prediction:
 
 
 def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -> dict[str, float]:
-    """Return the seconds of a whole run by what they go to."""
+    """Return the seconds of a whole run by its parts."""
     on = machine_for(recipe, cluster, constants)
     parts = dict.fromkeys(("compute", "launch", "exchange", "statistics", "input"), 0.0)
     usual = recipe.images.image_size
@@ -183,9 +183,9 @@ def _parts(recipe: Recipe, plan: Plan, cluster: Cluster, constants: Constants) -
 
 
 def count_evaluations(recipe: Recipe, plan: Plan) -> int:
-    """Return how often the validation images are shown: on the way, and as each stage ends.
+    """Return the number of evaluations: during the run, and at the end of each stage.
 
-    A point on the way that is the end of a stage is no second one.
+    An evaluation that is due at the end of a stage counts once.
     """
     on_the_way = set(plan.evaluate_after) - {0, plan.train_steps, plan.steps}
     return len(on_the_way) + _count_stages(recipe, plan)
@@ -200,7 +200,7 @@ def _count_stages(recipe: Recipe, plan: Plan) -> int:
 
 
 def _measures_last(polish: Polish) -> bool:
-    """Return whether there is a stage of statistics, if the stages before it are kept."""
+    """Return True if there is a stage of statistics, if the stages before it are kept."""
     measured = polish.keep == "better" and polish.swa is not None and polish.affine is None
     return polish.statistics is not None and not measured
 
@@ -224,10 +224,10 @@ def _forward_seconds(recipe: Recipe, plan: Plan, cluster: Cluster, on: Machine) 
 
 
 def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
-    """Return how often a stage of statistics shows its images.
+    """Return the passes over its images of a stage of statistics.
 
-    Sequential: once for each BatchNorm layer on the longest way through the model, of which a
-    measured model has at most all of its own, and once more to find that nothing moves.
+    Sequential: one for each BatchNorm layer on the longest path, which for a measured model are at
+    most all of its layers, and one more to find that nothing changes.
     """
     if polish.statistics is None or not polish.statistics.sequential:
         return 1
@@ -235,7 +235,7 @@ def _statistics_passes(polish: Polish, cluster: Cluster) -> int:
 
 
 def machine_for(recipe: Recipe, cluster: Cluster, constants: Constants) -> Machine:
-    """Describe the cluster to a recipe, whose decoder decides how fast images come."""
+    """Describe a cluster for a recipe, whose decoder decides the rate of images."""
     on = machine(cluster, constants)
     if cluster.gpu is None or not decodes(recipe):
         return on
@@ -269,7 +269,7 @@ def gradient_bytes(recipe: Recipe) -> float:
 
 
 def sends_at_once(groups: Groups) -> bool:
-    """Return whether one group holds all gradients of ResNet-50, which no backward then hides."""
+    """Return True if one group holds all gradients of ResNet-50, which backward cannot hide."""
     match groups:
         case ConstantGroups():
             return groups.tensors >= TENSORS
@@ -285,7 +285,7 @@ def _pixels(cluster: Cluster, size: int) -> float:
 
 
 def _spread(cluster: Cluster, total: Callable[[Constants], float]) -> float:
-    """Return the factor to either end of the interval."""
+    """Return the factor from the predicted time to either end of its interval."""
     if cluster.measured is not None:
         return 1 + cluster.measured.error
     left_out = installed_left_out()
@@ -293,10 +293,10 @@ def _spread(cluster: Cluster, total: Callable[[Constants], float]) -> float:
 
 
 def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
-    """Return the bytes of a GPU: weights, gradients and momentum in fp32, and what forward keeps.
+    """Return the bytes on a GPU: weights, gradients and momentum in fp32, and saved activations.
 
-    Of the weights there is another copy where an average of them is kept; with execution.cache:
-    device all training images lie there too.
+    An average of the weights is another copy of them; with execution.cache: device all training
+    images are on the GPU too.
     """
     if cluster.gpu is None:
         return None
@@ -307,7 +307,7 @@ def _memory(recipe: Recipe, plan: Plan, cluster: Cluster) -> float | None:
 
 
 def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
-    """Return what limits a run, and what makes its largest part but computing shorter."""
+    """Return the limit of a run, and a way to shorten its largest part except computing."""
     if not fits:
         return {"limit": "memory", "help": f"against memory: {HELP['memory']}"}
     largest = sorted(parts, key=lambda name: -parts[name])
@@ -317,7 +317,7 @@ def _limit(parts: dict[str, float], *, fits: bool) -> dict[str, Any]:
 
 
 def _bill(cluster: Cluster, *, workers: int, seconds: float) -> dict[str, Any]:
-    """Return energy, at the most that nodes or GPUs draw, and cost where there is a price."""
+    """Return the energy at the maximum power of nodes or GPUs, and the cost if there is a price."""
     nodes, hours = math.ceil(workers / cluster.gpus_per_node), seconds / 3600
     watts = None
     if cluster.node_watts is not None:

@@ -1,4 +1,4 @@
-"""Published MLPerf runs of ResNet-50: read from CSV, and as a load on a cluster."""
+"""Published MLPerf runs of ResNet-50, read from CSV, and their work on a cluster."""
 
 import csv
 import math
@@ -22,30 +22,30 @@ from largebatch.planner.model import (
 
 IMAGES, VALIDATION = 1_281_167, 50_000
 EVALUATE_EVERY = 4
-"""Epochs, by MLPerf's rules."""
+"""Epochs between two evaluations, by MLPerf's rules."""
 
 _BEFORE_80GB = {"v0.6", "v0.7"}
 """Rounds before the A100 with 80 GB was announced (November 2020)."""
 
 _FORMS = re.compile("SXM|PCIE|NVL|OAM")
-"""Ways to build one chip in, which decide its power and bandwidth."""
+"""Form factors of a chip, which decide its power and bandwidth."""
 
 _CTS_WATTS = 500.0
-"""Of an A100 with custom thermal solution, as rows call it (MLPerf v2.0 system description)."""
+"""Watts of an A100 with custom thermal solution (MLPerf v2.0 system description)."""
 
 _FEW_NODES = 8
-"""Up to which entries leave SHARP off, where their configurations are known (MLPerf v3.0, v3.1)."""
+"""Nodes up to which entries leave SHARP off, where known (MLPerf v3.0, v3.1)."""
 
 _OVERLAP_UNTIL = 0.7
-"""The last round in whose entries gradients are sent while backward runs, but for A100s'."""
+"""The last round in which gradients are sent while backward runs, except on A100s."""
 
 _GRAPHS_SINCE = 1.0
-"""The round from which NVIDIA's entries capture their steps as CUDA graphs."""
+"""The first round in which NVIDIA's entries capture their steps as CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """The result of one system, and what a step of it had to do."""
+    """Result of one system, and the work of its steps."""
 
     round: str
     submitter: str
@@ -58,7 +58,7 @@ class Published:
     bn_span: int
     overlap: bool
     guessed: tuple[str, ...] = ()
-    """What the row does not give and was taken from its round and size."""
+    """Values that the row lacks, inferred from its round and size."""
 
     @property
     def device_batch(self) -> int:
@@ -67,18 +67,18 @@ class Published:
 
     @property
     def generation(self) -> Generation:
-        """Of its GPUs."""
+        """Generation of its GPUs."""
         assert self.cluster.gpu is not None
         return self.cluster.gpu.generation
 
     @property
     def software(self) -> Software:
-        """How its steps were started."""
+        """How its steps were launched."""
         return "graphs" if float(self.round.lstrip("v")) >= _GRAPHS_SINCE else "launched"
 
     @property
     def load(self) -> Load:
-        """A step."""
+        """Work of a step."""
         return Load(
             workers=self.workers,
             device_batch=self.device_batch,
@@ -90,8 +90,8 @@ class Published:
 def predicted_seconds(run: Published, constants: Constants) -> float:
     """Return the time of a run: its start, whole steps of every epoch, and its evaluations.
 
-    The entries begin each epoch with a batch of its own, so an epoch has ceil(images / batch)
-    steps; their learning-rate schedules, which count steps, say so.
+    The entries start each epoch with a new batch, so an epoch has ceil(images / batch) steps; their
+    learning-rate schedules, which count steps, confirm it.
     """
     on = machine(run.cluster, constants, software=run.software)
     steps = run.epochs * math.ceil(IMAGES / run.global_batch)
@@ -102,16 +102,16 @@ def predicted_seconds(run: Published, constants: Constants) -> float:
 
 @cache
 def published_runs() -> tuple[Published, ...]:
-    """Return the runs that come with the package, each system once."""
+    """Return the installed runs, each system once."""
     file = files("largebatch") / "planner" / "mlperf_resnet50_runs.csv"
     return tuple(one_a_system(_parse(file.read_text(encoding="utf-8").splitlines())))
 
 
 def read_runs(path: Path) -> list[Published]:
-    """Return the runs of a CSV file with the columns of the installed one, or fewer of the last.
+    """Return the runs of a CSV file with the columns of the installed one.
 
-    `overlap` and `sharp` may be missing, and `guessed` then names them: gradients are taken to
-    overlap backward until v0.7 with more than 100 images on a GPU, and switches to add up where the
+    `overlap` and `sharp` may be missing; `guessed` then names them: gradients are assumed to
+    overlap backward until v0.7 with more than 100 images on a GPU, and switches to sum where the
     cluster's do and there are more than 8 nodes. Raises ClusterError for rows that cannot be used.
     """
     try:
@@ -125,7 +125,7 @@ def read_runs(path: Path) -> list[Published]:
 
 
 def one_a_system(runs: Iterable[Published]) -> list[Published]:
-    """Leave out results that were submitted again in a later round."""
+    """Return the runs without results that were submitted again in a later round."""
     return list({(run.submitter, run.system, run.seconds): run for run in runs}.values())
 
 
@@ -163,7 +163,7 @@ def _run(row: dict[str, str]) -> Published:
 
 
 def _require_sizes(row: dict[str, str], *, workers: int, nodes: int, batch: int) -> None:
-    """Raise ClusterError for numbers that no run has."""
+    """Raise ClusterError for impossible numbers."""
     numbers = [float(row[key]) for key in ("epochs_min", "epochs_max", "seconds", "bn_span")]
     if nodes < 1 or workers < nodes or workers % nodes:
         raise ClusterError(
@@ -180,9 +180,9 @@ def _require_sizes(row: dict[str, str], *, workers: int, nodes: int, batch: int)
 
 
 def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Cluster:
-    """Return the installed cluster with these GPUs whose nodes hold as many, or that is most like.
+    """Return the installed cluster with these GPUs and as many in a node, or the most similar one.
 
-    Several nodes are of one with a network, if there is any.
+    For several nodes, one with a network is preferred.
 
     >>> row = {"round": "v0.7", "system": "2xC4140", "accelerator": "V100-SXM2"}
     >>> _cluster(row, 4).name
@@ -212,7 +212,7 @@ def _cluster(row: dict[str, str], gpus_per_node: int, *, nodes: int = 1) -> Clus
 
 
 def _with_watts(gpu: Gpu, accelerator: str) -> Gpu:
-    """Return a GPU with the watts that its row names, where the same chip draws others."""
+    """Return a GPU with the watts in the name of its row, if there are any."""
     named = re.search(r"(\d{3,4})W\b", accelerator)
     watts = float(named[1]) if named else _CTS_WATTS if "CTS" in accelerator else gpu.watts
     if watts == gpu.watts:
@@ -221,6 +221,6 @@ def _with_watts(gpu: Gpu, accelerator: str) -> Gpu:
 
 
 def _common(first: str, second: str) -> int:
-    """Return how many characters two words begin with alike."""
+    """Return the length of the common prefix of two words."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

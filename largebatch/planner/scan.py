@@ -1,10 +1,10 @@
-"""The batch that reaches the accuracy soonest, for each number of GPUs.
+"""The fastest batch to a given accuracy, for each number of GPUs.
 
 A larger batch keeps GPUs busier and takes more epochs: epochs(B) = shortest (1 + B / critical), the
-law through MLPerf's reference points (`recipe.suggest`). Time is epochs x steps of an epoch x time
-of a step, so every number of GPUs has a best batch, and past some number more of them do not help.
-The law is ResNet-50's on ImageNet with LARS, to 75.9 % top-1, and so are these batches; images are
-decoded and gradients sent as the recipe at hand has it.
+law through MLPerf's reference points (`suggest`). Time is epochs x steps of an epoch x time of a
+step, so every number of GPUs has a best batch, and beyond some number more GPUs do not help. The
+law is that of ResNet-50 on ImageNet with LARS, to 75.9 % top-1, and so are these batches; the
+recipe decides how images are decoded and gradients are sent.
 """
 
 import math
@@ -28,7 +28,7 @@ from largebatch.recipe.recipe import Recipe
 
 SMALLEST_DEVICE_BATCH = 8
 RATIO = 2 ** (1 / 8)
-"""Between a batch that is tried and the next."""
+"""Ratio of two consecutive batches that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Point:
 
 
 def has_epoch_law(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether the law is of the recipe's data and the cluster's model."""
+    """Return True if the law holds for the recipe's data and the cluster's model."""
     return cluster.gpu is not None and recipe.data.classes == CLASSES
 
 
@@ -58,7 +58,7 @@ def best_batches(recipe: Recipe, cluster: Cluster) -> list[Point]:
 def batches(recipe: Recipe, cluster: Cluster, *, workers: int) -> list[Point]:
     """Return the time with each batch between the smallest reference point and the largest run.
 
-    Raises ClusterError where a GPU's memory does not hold an image.
+    Raises ClusterError where an image does not fit a GPU's memory.
     """
     assert cluster.gpu is not None
     law = fit_epochs(reference_points())
@@ -111,7 +111,7 @@ def _batches(workers: int) -> list[int]:
 
 
 def _numbers(cluster: Cluster) -> Iterator[int]:
-    """Give powers of two of GPUs in a node, then of nodes, and the whole cluster."""
+    """Yield powers of two of GPUs in a node, then of nodes, and the whole cluster."""
     workers = 1
     while workers < cluster.gpus_per_node:
         yield workers

@@ -1,12 +1,12 @@
 """A recipe for a batch between those that MLPerf's reference convergence points give.
 
 The points are the recipes `resnet50_<batch>_mlperf`: ten ways to 75.9 % top-1 with LARS. Between
-two neighbours every setting follows a power law of the batch, and such guesses are judged by
-leaving out, one after the other, the points that have two neighbours. How long to train follows
-from all points: epochs(B) = shortest (1 + B / critical), the form of arXiv:1812.06162.
+two neighbours every setting follows a power law of the batch; its error is estimated by leaving out
+each point that has two neighbours. The length of the training follows from all points: epochs(B) =
+shortest (1 + B / critical), the form of arXiv:1812.06162.
 
-Another data set is compared with ImageNet by updates in an epoch. With as many of them a run makes
-the same number of updates, each of which depends on settings that act in an update: the learning
+Another data set is compared with ImageNet by the updates in an epoch. With as many of them, a run
+makes the same number of updates, so the settings that act in an update are the same: the learning
 rate (the trust ratio makes it a relative step), momentum, weight decay, and the warm-up as a share.
 """
 
@@ -27,7 +27,7 @@ LARGEST = 86_016
 """The largest batch with a run to 75.9 % that is known here: Fujitsu's, MLPerf v0.6."""
 
 SPANS = range(32, 513)
-"""BatchNorm spans that a batch is divided into; the points have 64 to 424."""
+"""Sizes of BatchNorm spans; the points have 64 to 424."""
 
 _POINT = re.compile(r"resnet50_\d+_mlperf")
 _MEAN = re.compile(r"after ([\d.]+) epochs")
@@ -41,14 +41,14 @@ class Point:
     batch: int
     peak_lr: float
     warmup: float
-    """Share of the run."""
+    """Warm-up as a share of the run."""
 
     momentum: float
     weight_decay: float
     bn_span: int
     schedule_epochs: float
     mean_epochs: float
-    """Until 75.9 % top-1."""
+    """Epochs until 75.9 % top-1."""
 
 
 SETTINGS: dict[str, Callable[[Point], float]] = {
@@ -58,7 +58,7 @@ SETTINGS: dict[str, Callable[[Point], float]] = {
     "weight decay": lambda point: point.weight_decay,
     "BatchNorm span": lambda point: point.bn_span,
 }
-"""What is interpolated, on logarithmic scales of batch and value."""
+"""Settings that are interpolated, on logarithmic scales of batch and value."""
 
 
 @cache
@@ -92,14 +92,14 @@ def _point(name: str, text: str) -> Point:
 
 
 def neighbours(batch: float, points: Sequence[Point]) -> tuple[Point, Point]:
-    """Return the points around a batch; beyond the last or before the first, that one twice."""
+    """Return the points around a batch; the same one twice outside of all points."""
     below = [point for point in points if point.batch <= batch]
     above = [point for point in points if point.batch >= batch]
     return (below or above)[-1 if below else 0], (above or below)[0 if above else -1]
 
 
 def place(batch: float, lower: Point, upper: Point) -> float:
-    """Return where a batch lies between two points on a logarithmic scale, from 0 to 1."""
+    """Return the place of a batch between two points on a logarithmic scale, from 0 to 1."""
     if lower.batch == upper.batch:
         return 0.0
     return math.log(batch / lower.batch) / math.log(upper.batch / lower.batch)
@@ -113,10 +113,10 @@ def interpolate(batch: float, points: Sequence[Point], value: Callable[[Point], 
 
 
 def left_out(points: Sequence[Point], value: Callable[[Point], float]) -> list[float]:
-    """Return the relative errors with which the other points give each that has neighbours."""
+    """Return the relative error of each point with two neighbours, from all other points."""
     errors = []
     for point in points[1:-1]:
-        others = [one for one in points if one is not point]
+        others = [other for other in points if other is not point]
         errors.append(interpolate(point.batch, others, value) / value(point) - 1)
     return errors
 
@@ -129,7 +129,7 @@ class EpochLaw:
     critical: float
 
     def __call__(self, batch: float) -> float:
-        """Return how many epochs a batch takes."""
+        """Return the epochs that a batch needs."""
         return self.shortest * (1 + batch / self.critical)
 
 
@@ -147,22 +147,22 @@ def fit_epochs(points: Sequence[Point]) -> EpochLaw:
 
 
 def epoch_errors(points: Sequence[Point]) -> list[float]:
-    """Return the relative errors with which fits to nine points give the tenth."""
+    """Return the relative error of each point, from a fit to the nine others."""
     errors = []
     for point in points:
-        law = fit_epochs([one for one in points if one is not point])
+        law = fit_epochs([other for other in points if other is not point])
         errors.append(law(point.batch) / point.mean_epochs - 1)
     return errors
 
 
 def margin(points: Sequence[Point]) -> float:
-    """Return how many times longer than the epochs to 75.9 % the points' schedules are."""
+    """Return the length of the points' schedules over their epochs to 75.9 %."""
     return median(point.schedule_epochs / point.mean_epochs for point in points)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """Images to train on, other than ImageNet's, which need no name."""
+    """Number and size of the images of a data set."""
 
     samples: int
     val_samples: int
@@ -175,13 +175,13 @@ IMAGENET = DataSet(samples=1_281_167, val_samples=50_000, classes=1_000, image_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """Settings for a batch, and what they are from."""
+    """Settings for a batch, and their sources."""
 
     batch: int
     data: DataSet
     model: str
     alike: float
-    """The batch with which ImageNet's epoch has as many updates; `batch` itself on ImageNet."""
+    """The batch with as many updates in an epoch of ImageNet; `batch` itself on ImageNet."""
 
     lower: Point
     upper: Point
@@ -190,29 +190,29 @@ class Suggestion:
     weight_decay: float
     bn_span: int
     law_epochs: float
-    """Until 75.9 %, by the law at `alike`."""
+    """Epochs until 75.9 %, by the law at `alike`."""
 
     epochs: float
-    """Of the schedule."""
+    """Epochs of the schedule."""
 
     warmup_epochs: float
     clean_epochs: float
     given_epochs: bool
-    """Whether `epochs` was given and does not follow from the law."""
+    """True if `epochs` was given and does not follow from the law."""
 
     @property
     def extrapolated(self) -> bool:
-        """Whether the batch lies beyond the largest point."""
+        """True if the batch is larger than that of all points."""
         return self.alike > self.upper.batch
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the images are not ImageNet's."""
+        """True if the images are not ImageNet's."""
         return self.data != IMAGENET
 
     @property
     def a_point(self) -> bool:
-        """Whether the batch is a reference point's."""
+        """True if the batch is that of a reference point."""
         return self.lower.batch == self.alike
 
 
@@ -221,8 +221,8 @@ def suggest(
 ) -> Suggestion:
     """Choose settings for a batch.
 
-    Raises RecipeError where nothing published says anything about such a batch, and where it is no
-    number of BatchNorm spans.
+    Raises RecipeError where no published run has such a batch, and where it cannot be divided into
+    BatchNorm spans.
     """
     points = reference_points()
     alike = batch * IMAGENET.samples / data.samples
@@ -253,7 +253,7 @@ def suggest(
 
 
 def _schedule_epochs(alike: float, lower: Point, rule: float) -> float:
-    """Return the length of a schedule: a point's own, else the rule's, in whole epochs."""
+    """Return the length of a schedule: that of a point, or else that of the rule, rounded up."""
     return lower.schedule_epochs if lower.batch == alike else math.ceil(rule)
 
 
@@ -280,7 +280,7 @@ def _span(batch: int, wanted: float) -> int:
     if not possible:
         below = next(filter(_spans, range(batch, 0, -1)), None)
         above = next(filter(_spans, itertools.count(batch)))
-        near = " and ".join(f"{one:,}" for one in (below, above) if one)
+        near = " and ".join(f"{size:,}" for size in (below, above) if size)
         raise RecipeError(
             f"a batch of {batch:,} cannot be divided into BatchNorm spans of {SPANS[0]} to "
             f"{SPANS[-1]} samples; the nearest batches that can: {near}"
@@ -304,7 +304,7 @@ def clean_share() -> float:
 
 
 def _digits(value: float, number: int) -> float:
-    """Round to so many digits: more of them would be no knowledge.
+    """Round to this number of significant digits; more would claim a precision that is not there.
 
     >>> _digits(13.1677, 4), _digits(0.00012345, 3)
     (13.17, 0.000123)

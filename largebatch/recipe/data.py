@@ -69,7 +69,7 @@ class Data(Section):
     BatchNorm statistics depend on the size and must be those of the evaluation."""
 
     mean: Triple = (0.485, 0.456, 0.406)
-    """Subtracted from red, green and blue on the scale 0 .. 1."""
+    """Subtracted from red, green and blue, which range from 0 to 1."""
 
     std: PositiveTriple = (0.229, 0.224, 0.225)
     """Red, green and blue are divided by these after the mean is subtracted."""

@@ -57,7 +57,7 @@ class Checkpoints(Section):
     """Keep checkpoints whose number of updates is a multiple of this too."""
 
     on_error: Literal["stop", "continue"] = "stop"
-    """What a run does if a checkpoint cannot be written, as on a full disk. `continue`: note it in
+    """Reaction to a checkpoint that cannot be written, as on a full disk. `continue`: note it in
     the log and train on."""
 
     upload: bool = False
@@ -66,11 +66,10 @@ class Checkpoints(Section):
 
 
 class Execution(Section):
-    """The machine: what changes the numbers of a run by rounding at most. A resumed run may change
-    it.
+    """The machine: settings that change the numbers of a run by rounding at most.
 
-    With the protocols softsync and asynchronous `checkpoints` does change something: gradients are
-    less late after each.
+    A resumed run may change them. With the protocols softsync and asynchronous `checkpoints`
+    changes more: gradients are less stale after each.
     """
 
     device_batch: Batch | None = None

@@ -1,4 +1,4 @@
-"""Say what a key of a recipe means, from the recipe's own documentation."""
+"""The meaning of a recipe's keys, from the schema and docstrings of its sections."""
 
 import json
 import re
@@ -26,16 +26,16 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a key means in the kinds of its section that share the meaning."""
+    """Meaning of a key, in all kinds of its section that share it."""
 
     kinds: tuple[str, ...]
-    """The kinds; none where the section has no kinds, or for `kind` itself."""
+    """The kinds; none if the section has no kinds, or for `kind` itself."""
 
     chooser: str
     """The key that chooses one of them."""
 
     values: str
-    """Which values it takes, and which one if it is left out."""
+    """Allowed values, and the default."""
 
     text: str
 
@@ -47,7 +47,7 @@ def explain(key: str) -> str:
 
     >>> print(explain("optimizer.eta"))
     optimizer.eta (kind: lars): number > 0 and <= 3e+38, default 0.001
-        Trust coefficient: |step| / |weight| at rate 1, before momentum and decay.
+        Trust coefficient: |step| / |weight| at learning rate 1, before momentum and decay.
     """
     if not key:
         return _list_fields("", Recipe)
@@ -57,46 +57,46 @@ def explain(key: str) -> str:
 
 
 def meanings(key: str, root: type[Section] = Recipe) -> list[Meaning]:
-    """Return what a dotted key means, once for all kinds in which it means the same.
+    """Return the meanings of a dotted key; kinds that share a meaning are listed together.
 
-    `root` is what has the key: a recipe, or the file of a study. Raises RecipeError for a key that
-    it does not have, with the nearest one.
+    `root` is the section with the key: a recipe, or the file of a study. Raises RecipeError for a
+    key that it does not have, with the nearest one.
     """
-    found = _find(key, root)
+    fields = _find(key, root)
     above, _, last = key.rpartition(".")
     if last in CHOOSERS:
-        words = " | ".join(kind for section, _ in found for kind in kinds_of(section))
-        own = " ".join(field.description for _, field in found if field.description)
+        words = " | ".join(kind for section, _ in fields for kind in kinds_of(section))
+        own = " ".join(field.description for _, field in fields if field.description)
         return [Meaning((), last, f"{words}, required", own or f"See: largebatch explain {above}")]
     owners: dict[tuple[str, str], list[str]] = {}
-    chooser = chooser_of(found[0][0]) or "kind"
-    for section, field in found:
+    chooser = chooser_of(fields[0][0]) or "kind"
+    for section, field in fields:
         meaning = (_values(section, field, last), field.description or "")
-        names = kinds_of(section) if chooser == "source" else kinds_of(section)[:1]  # old names
+        names = kinds_of(section) if chooser == "source" else kinds_of(section)[:1]  # not aliases
         owners.setdefault(meaning, []).extend(names)
     return [Meaning(tuple(kinds), chooser, *meaning) for meaning, kinds in owners.items()]
 
 
 def sections_below(key: str, root: type[Section] = Recipe) -> list[type[Section]]:
-    """Return the sections that a dotted key may hold, one for each kind; those of an empty key too.
+    """Return the sections that a dotted key may hold, one for each kind; `root` for an empty key.
 
-    `root` and what is raised are those of `meanings`.
+    Raises as `meanings`.
     """
     if not key:
         return [root]
     fields = [field for _, field in _find(key, root)]
-    return list(dict.fromkeys(one for field in fields for one in sections_of(field.annotation)))
+    return list(dict.fromkeys(below for field in fields for below in sections_of(field.annotation)))
 
 
 def _find(key: str, root: type[Section]) -> list[tuple[type[Section], FieldInfo]]:
-    """Return everything that a dotted key may be: the kinds of a union may share names of keys."""
-    found = [(section, field) for name, section, field in every_field(root) if name == key]
-    if not found:
+    """Return the fields with this dotted key: several kinds of a union may have it."""
+    fields = [(section, field) for name, section, field in every_field(root) if name == key]
+    if not fields:
         meant = meant_key(key, root)
         known = dict.fromkeys([meant] if meant else (name for name, _, _ in every_field(root)))
         hint = nearest(meant or key, known, otherwise="`largebatch explain` lists them")
         raise RecipeError(f"no recipe has the key {clip(repr(key), LONGEST_NAME)}; {hint}")
-    return found
+    return fields
 
 
 def _block(key: str, meaning: Meaning) -> str:
@@ -106,7 +106,7 @@ def _block(key: str, meaning: Meaning) -> str:
 
 
 def _values(section: type[Section], field: FieldInfo, name: str) -> str:
-    """Say which values a field takes, and which one if it is left out."""
+    """Describe the values of a field, and its default."""
     values = _in_words(section.model_json_schema()["properties"][name])
     if field.is_required():
         return f"{values}, required"
@@ -117,7 +117,7 @@ def _values(section: type[Section], field: FieldInfo, name: str) -> str:
 
 
 def _list_fields(prefix: str, section: type[Section]) -> str:
-    """Name every key of a section, each with the first sentence about it."""
+    """List every key of a section, with its first sentence."""
     kinds = kinds_of(section)
     head = (section.__doc__ or "").strip().splitlines()[0]
     chooser = chooser_of(section)
@@ -137,7 +137,7 @@ def _list_fields(prefix: str, section: type[Section]) -> str:
 
 
 def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
-    """Return the first sentence about a field, or what it may hold if there is none."""
+    """Return the first sentence about a field, or its kinds or values if there is none."""
     below = sections_of(field.annotation)
     text = field.description or (below[0].__doc__ if len(below) == 1 else None)
     if text:
@@ -148,7 +148,7 @@ def _first_sentence(section: type[Section], field: FieldInfo, name: str) -> str:
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    """Say which values a JSON schema allows."""
+    """Describe the values that a JSON schema allows."""
     if "$ref" in schema or "oneOf" in schema:
         return "section"
     if "anyOf" in schema:
@@ -165,7 +165,7 @@ def _in_words(schema: dict[str, Any]) -> str:
 
 
 def _collection(schema: dict[str, Any]) -> str:
-    """Say what a list or a mapping holds."""
+    """Describe the content of a list or a mapping."""
     if "prefixItems" in schema:
         return f"[{', '.join(_in_words(part) for part in schema['prefixItems'])}]"
     if schema["type"] == "array":

@@ -1,4 +1,4 @@
-"""The recipes that are installed with the package, each known by the name of its file."""
+"""The recipes that are installed with the package, each by the name of its file."""
 
 import re
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ _PARTS = re.compile(r"(\d+)")
 
 
 def by_data_set() -> dict[str, dict[str, str]]:
-    """Return the text of every installed recipe by its folder, which is a data set, and its name.
+    """Return the text of every installed recipe, by its data set and its name.
 
-    Those of a data set are sorted by name and number in it.
+    The recipes of a data set are sorted by name, and by the numbers in it.
     """
     folders = (files("largebatch") / "recipes").iterdir()
     texts = {
@@ -32,13 +32,13 @@ def by_data_set() -> dict[str, dict[str, str]]:
 
 
 def installed() -> dict[str, str]:
-    """Return the text of every recipe that is installed, by name and number in it."""
+    """Return the text of every installed recipe by its name, sorted as in `by_data_set`."""
     texts = {name: text for recipes in by_data_set().values() for name, text in recipes.items()}
     return {name: texts[name] for name in sorted(texts, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts a name by its words and numbers, so that 512 comes before 1024.
+    """Return a sort key of a name, by its words and numbers: 512 comes before 1024.
 
     >>> sorted(["a_1024", "a_512"], key=_natural)
     ['a_512', 'a_1024']
@@ -47,7 +47,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def read_installed(name: str) -> str:
-    """Return the text of the recipe of this name; RecipeError, with the nearest, for another."""
+    """Return the text of an installed recipe; raise RecipeError, with the nearest name, if none."""
     texts = installed()
     if name not in texts:
         hint = nearest(name, texts, otherwise="`largebatch recipes` lists them")
@@ -57,7 +57,7 @@ def read_installed(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a recipe by its header, in a few words each; empty where it has none."""
+    """Origin of a recipe, from its header: the paper, and the measured result; empty if missing."""
 
     after: str
     measured: str

@@ -133,7 +133,7 @@ class Reduction(Section):
 
 
 class NonFinite(Section):
-    """What a run does if a loss or a gradient is infinite or NaN, on any worker."""
+    """Reaction to a loss or a gradient that is infinite or NaN, on any worker."""
 
     action: Literal["stop", "skip", "roll_back"] = "stop"
     """`stop`: the run ends with its last checkpoint. `skip`: the update is skipped; a GPU then

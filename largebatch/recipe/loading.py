@@ -1,13 +1,12 @@
-"""A YAML file and `--set` overrides -> Recipe, or one error naming every mistake.
+"""A YAML file and `--set` overrides -> Recipe; one error has every mistake.
 
-The file is YAML 1.2: `1e-4` is a number, `on` a word, and a key given twice an error. Overrides are
-merged before validation, so they are validated like the file.
+The file is YAML 1.2: `1e-4` is a number, `on` is a word, and a key given twice is an error.
+Overrides are merged before validation, so they are validated like the file.
 
-A recipe may come from anyone, so its size is bounded before it is read, and again with all aliases
-written out: ten levels of them are a gigabyte of a file of a few lines.
+A recipe may come from an untrusted source, so its size is bounded before it is read, and again with
+all aliases expanded: ten levels of them turn a few lines into a gigabyte.
 """
 
-import io
 import json
 import logging
 import os
@@ -36,55 +35,55 @@ Kind = TypeVar("Kind", bound=Section)
 _LOG = logging.getLogger(__name__)
 
 MAX_LENGTH = 2**16
-"""Of a recipe, in bytes: twenty times the longest we know. YAML of this length takes seconds."""
+"""Bytes of a recipe: twenty times the longest known one. YAML of this length takes seconds."""
 
 MAX_DEPTH = 32
-"""Sections within sections; the deepest key that we know lies eight below the recipe."""
+"""Depth of nested sections; the deepest known key is eight levels below the recipe."""
 
 LONGEST_NUMBER = 64
-"""Characters of a number. Longer ones are no settings, and Python refuses some thousands."""
+"""Characters of a number; no setting needs more, and Python refuses some thousands."""
 
 
 class _Scanner(Scanner):
     def fetch_flow_collection_start(self, kind: type[Token], to_push: str) -> None:
-        """Raise RecursionError early: the time grows with the square of the brackets in a row."""
+        """Raise RecursionError early: parsing time grows with the square of the nested brackets."""
         if len(self.flow_context) > MAX_DEPTH:
             raise RecursionError
         super().fetch_flow_collection_start(kind, to_push)
 
 
 class _Constructor(SafeConstructor):
-    """Keys are words, written where they belong; values are those of JSON."""
+    """Constructs keys that are words, and values that JSON has."""
 
     def construct_object(self, node: Node, deep: bool = False) -> object:  # noqa: FBT001, FBT002 -- ruamel's
-        """Raise MarkedYAMLError for what is tagged as something that it is not."""
+        """Construct a value; raise MarkedYAMLError if its tag does not fit it."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError):
-            kind, found = str(node.tag).rpartition(":")[2], clip(repr(node.value), LONGEST_NAME)
-            problem = f"{found} is no {kind}"
+            kind, given = str(node.tag).rpartition(":")[2], clip(repr(node.value), LONGEST_NAME)
+            problem = f"{given} is no {kind}"
             raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
     def flatten_mapping(self, node: MappingNode) -> None:
-        """Raise MarkedYAMLError for a key that is no word; a merge key hides what a recipe says."""
+        """Raise MarkedYAMLError for merge keys, which hide values, and keys that are no words."""
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 raise MarkedYAMLError(problem="write << out", problem_mark=key.start_mark)
             if key.tag != "tag:yaml.org,2002:str":
-                found = clip(repr(self.construct_object(key, deep=True)), LONGEST_NAME)
+                given = clip(repr(self.construct_object(key, deep=True)), LONGEST_NAME)
                 raise MarkedYAMLError(
-                    problem=f"key {found} is not a word", problem_mark=key.start_mark
+                    problem=f"key {given} is not a word", problem_mark=key.start_mark
                 )
 
     def construct_word(self, node: ScalarNode) -> str:
-        """Return a text; ValueError if it has control characters, which no setting needs."""
+        """Return a string; raise ValueError if it has control characters."""
         text: str = self.construct_scalar(node)
         if not text.isprintable():
             raise ValueError
         return text
 
     def construct_number(self, node: ScalarNode) -> float:
-        """Return an int or a float; ValueError if it is none, or long."""
+        """Return an int or a float; raise ValueError if it is none, or too long."""
         if len(node.value) > LONGEST_NUMBER:
             raise ValueError
         whole = str(node.tag).endswith(":int")
@@ -106,10 +105,10 @@ _Constructor.yaml_constructors = {
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe; `overrides` are texts like `optimizer.eta=0.002`.
+    """Read and validate a recipe; `overrides` are strings like `optimizer.eta=0.002`.
 
-    A path that is a bare name, such as digits_96, is that of an installed recipe unless there is a
-    file of this name. Raises RecipeError naming every mistake at once, each by its dotted path.
+    A bare name, such as digits_96, is that of an installed recipe unless there is a file with this
+    name. Raises RecipeError with every mistake, each by its dotted path.
     """
     path = Path(path)
     named = path.name == str(path) and not path.suffix
@@ -121,23 +120,23 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _describe_folder(path: Path) -> str:
-    """Return what to give in place of a folder, which is that of a run or holds images."""
-    found = f"{path}: a folder, expected a recipe"
+    """Return an error with what to give in place of a folder of a run or of images."""
+    wrong = f"{path}: a folder, expected a recipe"
     if (path / "recipe.yaml").is_file():
-        return f"{found}; it holds one: {path / 'recipe.yaml'}"
+        return f"{wrong}; it holds one: {path / 'recipe.yaml'}"
     return (
-        f"{found}; a command on its images takes RECIPE --data {path}, and `largebatch init "
+        f"{wrong}; a command on its images takes RECIPE --data {path}, and `largebatch init "
         f"{path}` writes a recipe for them"
     )
 
 
 def read_text(path: Path, *, what: str) -> str:
-    """Return the text of a recipe or study; raise RecipeError where there is none or a long one."""
+    """Return the text of a recipe or study; raise RecipeError if it is missing or too long."""
     try:
         return _read(path, what=what).decode("utf-8")
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: a {what} is UTF-8 text, this file is not") from None
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = getattr(error, "strerror", None) or error
         hint = nearest(path.stem, installed(), otherwise="", most=1) if what == "recipe" else ""
         hint = hint and f"; an installed recipe is named without folder and .yaml: {hint}"
@@ -145,7 +144,7 @@ def read_text(path: Path, *, what: str) -> str:
 
 
 def _read(path: Path, *, what: str) -> bytes:
-    """Return the bytes of a file; refuse pipes and devices, which may never end, and long ones."""
+    """Return the bytes of a file; refuse long files, and pipes and devices, which may not end."""
     with open(path, "rb", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise RecipeError(f"{path}: a {what} is a file, this is a pipe or a device")
@@ -156,11 +155,11 @@ def _read(path: Path, *, what: str) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that nothing writes to, too
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would block
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
-    """Validate the text of a recipe; `source` begins every message."""
+    """Validate the text of a recipe; every message begins with `source`."""
     if sum(map(len, overrides)) > MAX_LENGTH:
         raise RecipeError(f"--set: more than {MAX_LENGTH:,} characters; write them into a recipe")
     tree = parse_yaml(text, source=source)
@@ -172,8 +171,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), *, source: str = "rec
         )
     for override in overrides:
         _override(tree, override)
-    words = (override.partition("=") for override in overrides)
-    typed = {key.strip(): value for key, _, value in words}
+    pairs = (override.partition("=") for override in overrides)
+    typed = {key.strip(): value for key, _, value in pairs}
     return validate_tree(Recipe, tree, source=source, typed=typed)
 
 
@@ -184,7 +183,7 @@ def validate_tree(
     source: str,
     typed: Mapping[str, str] = MappingProxyType({}),
 ) -> Kind:
-    """Return the section that a tree describes; raise RecipeError naming every mistake at once.
+    """Return the section that a tree describes; raise RecipeError with every mistake.
 
     `typed` has the values of the keys that `--set` gave, for the message.
     """
@@ -195,43 +194,29 @@ def validate_tree(
 
 
 def differences(
-    there: Any,  # noqa: ANN401 -- any JSON
-    here: Any,  # noqa: ANN401 -- any JSON
+    first: Any,  # noqa: ANN401 -- any JSON
+    second: Any,  # noqa: ANN401 -- any JSON
     where: str = "",
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted key of each value that differs between two trees, and both values."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            yield from differences(there.get(key), here.get(key), f"{where}.{key}".lstrip("."))
-    elif there != here:
-        yield where, there, here
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML with every default written out; parse_recipe reads it back."""
-    return dump_yaml(recipe)
-
-
-def dump_yaml(section: Section) -> str:
-    """Return any section as YAML."""
-    text = io.StringIO()
-    _yaml().dump(section.model_dump(mode="json"), text)
-    return text.getvalue()
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in {**first, **second}:
+            yield from differences(first.get(key), second.get(key), f"{where}.{key}".lstrip("."))
+    elif first != second:
+        yield where, first, second
 
 
 def _yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)  # libyaml knows YAML 1.1 only
+    yaml = YAML(typ="safe", pure=True)  # libyaml supports YAML 1.1 only
     yaml.Scanner = _Scanner
     yaml.Constructor = _Constructor
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
     return yaml
 
 
 def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
-    """Return the values of a text, each a copy of its own where the text has aliases.
+    """Return the values of a YAML text, with all aliases expanded.
 
-    Raises RecipeError, with the line, where it is not YAML.
+    Raises RecipeError, with the line, if it is not YAML.
     """
     try:
         return json.loads(_yaml_as_json(text, source=source))
@@ -239,7 +224,7 @@ def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         problem = str(error.problem or error.context)
         if isinstance(error, DuplicateKeyError):
-            problem = problem.partition(" with value ")[0]  # whose values may be of any size
+            problem = problem.partition(" with value ")[0]  # the values may be long
         problem = clip(problem, 2 * LONGEST_NAME)
         raise RecipeError(f"{source}{line}: {problem}") from None
     except YAMLError as error:
@@ -250,12 +235,12 @@ def parse_yaml(text: str, *, source: str) -> Any:  # noqa: ANN401 -- any YAML
 
 @lru_cache(maxsize=64)
 def _yaml_as_json(text: str, *, source: str) -> str:
-    """Return the values of a text as JSON; the same recipe is often read with other overrides."""
+    """Return the values as JSON; cached, since a recipe is often read with several overrides."""
     return _as_json(_yaml().load(text), source=source)
 
 
 def _as_json(tree: object, *, source: str) -> str:
-    """Return a tree as JSON, unless with all aliases written out it is deep or long."""
+    """Return a tree as JSON; raise RecipeError if it is deep or long with all aliases expanded."""
     length = 0
     for each in _lengths(tree, depth=0, source=source):
         length += each
@@ -268,7 +253,7 @@ def _as_json(tree: object, *, source: str) -> str:
 
 
 def _lengths(value: object, *, depth: int, source: str) -> Iterator[int]:
-    """Give the length of every value in a tree, which may hold itself, as it is written."""
+    """Yield the length of every value in a tree, as it is written; a tree may contain itself."""
     if depth > MAX_DEPTH:
         raise _too_deep(source)
     below: list[Any] = []
@@ -292,7 +277,7 @@ def _too_deep(source: str) -> RecipeError:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Set one dotted key of the tree, or each of a mapping, as the agent of a sweep gives them."""
+    """Set one dotted key of the tree, or each key of a mapping, which is what sweep agents pass."""
     dotted, equals, text = override.partition("=")
     shown = f"--set {clip(override, LONGEST_NAME)}"
     if override.startswith("{"):
@@ -306,15 +291,15 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str) -> None:
-    """Set one key of the tree, making sections on the way."""
+    """Set one key of the tree; create the sections above it."""
     section = tree
     for key in keys[:-1]:
         below = section.setdefault(key, {})
         if below is None:
             below = section[key] = {}
         if not isinstance(below, dict):
-            found = clip(repr(below), LONGEST_NAME)
-            raise RecipeError(f"{shown}: {key} is {found}, not a section with keys of its own")
+            given = clip(repr(below), LONGEST_NAME)
+            raise RecipeError(f"{shown}: {key} is {given}, not a section with keys of its own")
         section = below
     if keys[-1] in CHOOSERS and isinstance(value, str):
         _leave_out_other_kind(section, keys, value, shown=shown)
@@ -324,7 +309,7 @@ def _set(tree: dict[str, Any], keys: Sequence[str], value: object, *, shown: str
 def _leave_out_other_kind(
     section: dict[str, Any], keys: Sequence[str], kind: str, *, shown: str
 ) -> None:
-    """Remove what the kind that a section had knows and its new one does not; log a warning."""
+    """Remove keys that only the section's previous kind has; log a warning."""
     known: list[type[Section]] = [Recipe]
     for key in keys[:-1]:
         fields = [each.model_fields[key] for each in known if key in each.model_fields]

@@ -14,7 +14,7 @@ FACTORY_KEYS = {
             *("pretrained_filter_fn", "pretrained_model_args", "pretrained_backbone"),
             *("weights", "weights_backbone", "checkpoint_path", "cache_dir", "progress"),
         ],
-        "nothing is fetched; weights to begin with are model.weights: FILE",
+        "nothing is downloaded; initial weights are model.weights: FILE",
     ),
     **dict.fromkeys(["name", "model_name", "variant", "model_cls"], "it is model.name"),
     "num_classes": "it is data.classes",
@@ -27,14 +27,14 @@ FACTORY_KEYS = {
         "leave it out",
     ),
 }
-"""What timm's and torchvision's factories take for themselves, and what to do instead; every other
-argument goes to the constructor of the network."""
+"""Arguments that timm's and torchvision's factories take, and what to do instead. All others go to
+the constructor of the network."""
 
 RESNET50 = ("resnet50", "torchvision/resnet50")
-"""Names of ResNet-50 v1.5, timm's and torchvision's, which are the same network."""
+"""Names of ResNet-50 v1.5 in timm and torchvision; both are the same network."""
 
 _WORD = re.compile(r"[\w.,+=-]*")
-"""A choice such as `relu` or a block such as `ir_r1_k3_s2_e6_c24`; no path and no address."""
+"""A choice such as `relu` or a block such as `ir_r1_k3_s2_e6_c24`; no path and no URL."""
 
 
 class Model(Section):
@@ -46,21 +46,22 @@ class Model(Section):
 
     arguments: dict[str, JsonValue] = Field(default={})
     """Passed to the network's constructor in timm or torchvision as they are: numbers, true or
-    false, words, and lists of them. What makes the libraries fetch or load weights is refused."""
+    false, words, and lists of them. Arguments that make the libraries download or load weights are
+    refused."""
 
     weights: Annotated[str, Field(min_length=1)] | None = None
-    """File of weights that training begins with, .safetensors or .pth; null draws them from the
-    seed. The path is relative to the current directory. Only worker 0 reads the file, and only when
-    a run begins: what is resumed or evaluated has its weights in a checkpoint."""
+    """File of the initial weights, .safetensors or .pth; null draws them from the seed. The path is
+    relative to the current directory. Only worker 0 reads the file, and only when a run begins: a
+    resumed or evaluated run has its weights in a checkpoint."""
 
     head_std: Positive | None = None
-    """Draw the classifier's weights from N(0, head_std) with zero bias, also where all else comes
+    """Draw the classifier's weights from N(0, head_std) with zero bias, even if all others come
     from `weights`; null keeps the model's own. MLPerf's ResNet-50 uses 0.01."""
 
     @field_validator("arguments")
     @classmethod
     def _arguments_shape_the_network(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Refuse what could fetch, read or write: a recipe may come from anywhere."""
+        """Refuse arguments that could download, read or write: a recipe may be untrusted."""
         refused = [f"{key}: {FACTORY_KEYS[key]}" for key in arguments if key in FACTORY_KEYS]
         refused += [
             f"{key}: a word may hold letters, digits and _ . , + = -, got {word!r}"

@@ -1,7 +1,7 @@
 """The optimizer of a recipe: one section for each kind.
 
-The rate is the schedule's. Biases and normalisation layers are neither decayed nor adapted by any
-of them.
+The learning rate is the schedule's. No optimizer decays or adapts biases and normalisation
+layers.
 """
 
 from typing import Annotated, Literal, Self
@@ -18,11 +18,11 @@ class LARS(Section):
     kind: Literal["lars"]
 
     convention: Convention
-    """Where rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's TF2 code;
-    optax too, but only without weight decay). `scaled-momentum`: ratio inside, rate outside (timm).
-    `outside`: both outside (Intel); it can blow up where old momentum meets a tiny gradient, which
-    the ratio divides by. `fujitsu`: both inside, weight decay scaled by the peak rate (MLPerf v0.6,
-    open division)."""
+    """Where learning rate and trust ratio enter. `reference`: both inside the momentum (MLPerf's
+    TF2 code; optax too, but only without weight decay). `scaled-momentum`: ratio inside, rate
+    outside (timm). `outside`: both outside (Intel); it can diverge where old momentum meets a tiny
+    gradient, by which the ratio divides. `fujitsu`: both inside, weight decay scaled by the peak
+    rate (MLPerf v0.6, open division)."""
 
     momentum: Momentum = 0.9
 
@@ -30,7 +30,7 @@ class LARS(Section):
     """Applied to the tensors that are adapted; biases and normalisation layers get neither."""
 
     eta: Positive = 1e-3
-    """Trust coefficient: |step| / |weight| at rate 1, before momentum and decay."""
+    """Trust coefficient: |step| / |weight| at learning rate 1, before momentum and decay."""
 
     eps: NonNegative = 0.0
     """Added to the denominator of the trust ratio. MLPerf's TF2 code turns 0 into 1e-7."""
@@ -39,8 +39,8 @@ class LARS(Section):
     """The largest trust ratio; null: no limit. LARS-ImageNet-PyTorch (NUS) has 50."""
 
     clip_gradient: Positive | None = None
-    """Every element of a gradient is cut off at -clip_gradient and clip_gradient, weight decay
-    included, that of biases and normalisation layers too; null: none is. NUS's code has 10."""
+    """Clip every element of a gradient, weight decay included, to -clip_gradient .. clip_gradient;
+    those of biases and normalisation layers too; null: no clipping. NUS's code has 10."""
 
 
 class SGD(Section):
@@ -63,34 +63,34 @@ class SGD(Section):
 
 
 class Shampoo(Section):
-    """Shampoo in blocks with another optimizer's step lengths (arXiv:2002.09018).
+    """Shampoo in blocks, with the step lengths of another optimizer (arXiv:2002.09018).
 
     pytorch-optimizer's ScalableShampoo. Unlike Google's code it preconditions no tensor of at most
-    block_size numbers and adds matrix_eps times the largest eigenvalue; and it does not share the
-    inverse roots between workers: each computes all of them.
+    block_size numbers and adds matrix_eps times the largest eigenvalue; and every worker computes
+    all inverse roots.
     """
 
     kind: Literal["shampoo"]
 
     momentum: Momentum = 0.9
-    """The library's beta1; the rate stands outside."""
+    """The library's beta1; the learning rate is outside the momentum."""
 
     beta2: Momentum = 0.999
-    """Of the moving averages that the inverse roots are taken of."""
+    """Decay of the moving averages of which the inverse roots are taken."""
 
     weight_decay: NonNegative = 1e-4
-    """Added to the update when it has been preconditioned, as in Google's code."""
+    """Added to the update after preconditioning, as in Google's code."""
 
     nesterov: bool = True
 
     graft: Literal["sgd", "adagrad", "rmsprop", "none"] = "sgd"
-    """Every tensor moves as far as this optimizer would move it; none: as far as Shampoo does."""
+    """Optimizer whose step length each tensor gets; none: Shampoo's own."""
 
     block_size: Annotated[int, Field(ge=2, le=8192)] = 128
-    """Largest side of the blocks that a tensor is cut into, each with matrices of its own."""
+    """Largest side of the blocks that a tensor is divided into; each has its own matrices."""
 
     start_step: Updates = 5
-    """The first update that is preconditioned; those before are the grafted optimizer's."""
+    """The first preconditioned update; earlier ones are those of the grafted optimizer."""
 
     root_every: Updates = 1
     """Updates between computations of the inverse roots."""
@@ -99,34 +99,35 @@ class Shampoo(Section):
     """Statistics are raised to -1/root; null: twice the number of the block's dimensions."""
 
     matrix_eps: Positive = 1e-6
-    """Part of the largest eigenvalue that is added to all before a root is taken."""
+    """Share of the largest eigenvalue that is added to all eigenvalues before taking a root."""
 
 
 class ScheduleFree(Section):
     """Schedule-Free SGD (arXiv:2405.15682), by schedulefree's SGDScheduleFree.
 
-    Gradients are computed at y; what is evaluated is x, an average of the weights. Every evaluation
-    moves to x, measures its BatchNorm statistics and comes back to y. When the schedule ends, the
+    Gradients are computed at y; evaluations use x, an average of the weights. Every evaluation
+    moves to x, measures its BatchNorm statistics and returns to y. At the end of the schedule the
     model becomes x. The schedule's decay is constant, after its warm-up.
     """
 
     kind: Literal["schedule-free"]
 
     momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """How far y lies from the last iterate, 0, towards x, 1."""
+    """Place of y between the last iterate, 0, and x, 1."""
 
     weight_decay: NonNegative = 1e-4
     """Applied at y."""
 
     weight_power: NonNegative = 0.0
-    """An update counts in the average as its number to this power; the library's r."""
+    """Exponent r: an update's weight in the average is its number to this power."""
 
     weight_lr_power: NonNegative = 2.0
-    """It counts, too, as the highest rate so far to this power, so that the warm-up counts less."""
+    """The weight is also the highest learning rate so far to this power, so that the warm-up counts
+    less."""
 
     statistics_samples: Samples | None = None
-    """Clean training images that BatchNorm's statistics are measured on before every evaluation and
-    when the schedule ends; null for a model without BatchNorm."""
+    """Number of clean training images on which BatchNorm's statistics are measured, before every
+    evaluation and at the end of the schedule; null for a model without BatchNorm."""
 
 
 class LAMB(Section):
@@ -143,10 +144,10 @@ class LAMB(Section):
 
     weight_decay: NonNegative = 0.01
     """Added, times the weight, to the adaptive step before the trust ratio is taken. The affine
-    stage, which has no such ratio, decays nothing."""
+    stage has no such ratio and no decay."""
 
     bias_correction: bool = True
     """Divide the moments by 1 - beta**step. You et al.'s code for ResNet-50 does not."""
 
     max_grad_norm: Positive | None = None
-    """Scale gradients down where the norm of all together exceeds this; null: never."""
+    """Scale gradients down if their global norm exceeds this; null: never."""

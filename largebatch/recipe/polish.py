@@ -67,7 +67,7 @@ class Polish(Section):
 
     clean: Duration | None = None
     """The last part of the schedule trains on clean images, at the schedule's learning rate, and
-    all weights move; null: no part."""
+    all weights move; null: none."""
 
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of weights and running statistics: after every update

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a recipe, in the words of whoever wrote it."""
+"""pydantic's errors -> one message about a recipe, by the keys its author wrote."""
 
 import json
 import re
@@ -18,17 +18,6 @@ from largebatch.recipe.sections import (
     kinds_of,
     sections_of,
 )
-
-_MOVED = {
-    **{f"data.{key}": f"now execution.{key}" for key in ("decoder", "cache")},
-    "optimizer.lars.kernels": "now execution.kernels",
-    "optimizer.kernels": "now execution.kernels",
-    "reduction.groups": "now execution.groups",
-    "reduction.hierarchical": "gone: NCCL sums inside each machine first by itself; leave it out",
-    "data.eval_decoder": "gone: execution.decoder decodes all images; leave it out",
-    "data.antialias": "gone: images are always resized with antialiasing; leave it out",
-}
-"""Keys that recipes had, and what stands in their place."""
 
 SYNONYMS = {
     **dict.fromkeys(
@@ -63,13 +52,14 @@ SYNONYMS = {
     **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
     **dict.fromkeys(("logger", "tracker", "report_to"), "tracking"),
 }
-"""Words of other programs, and the keys of a recipe that they stand for."""
+"""Names in other programs, and the keys of a recipe that they stand for."""
 
 
 def meant_key(word: str, root: type[Section]) -> str | None:
-    """Return the key of `root` that a word with that meaning stands for; None if there is none.
+    """Return the key of `root` that a word stands for; None if there is none.
 
-    The word is a synonym, or it is how one key alone ends that is no deeper than all such keys.
+    The word is a synonym, or the last part of a key. Of several keys with this last part, the one
+    with the fewest parts is meant; None if two have as few.
 
     >>> from largebatch.recipe.recipe import Recipe
     >>> [meant_key(word, Recipe) for word in ("batch-size", "train.lr", "momentum", "optimizer")]
@@ -99,7 +89,7 @@ def _depth(key: str) -> int:
 
 
 def set_words(key: str, value: str) -> str:
-    """Return the option that sets a key, as it is typed in a shell."""
+    """Return the option that sets a key, quoted for a shell."""
     return f"--set {shlex.quote(f'{key}={value}')}"
 
 
@@ -124,27 +114,27 @@ def explain_problems(
     source: str,
     typed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return what pydantic found wrong with a section and those below it, each by its path.
+    """Return a message with every error in a section and those below it, each by its path.
 
     `typed` has the values of the keys that `--set` gave.
     """
-    found = error.errors(include_url=False)
-    problems = [one for one in found if not _is_explained(one, found)]
+    errors = error.errors(include_url=False)
+    problems = [each for each in errors if not _is_explained(each, errors)]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [_explain(problem, root, typed) for problem in problems[: SHOWN + 1]]
     return "\n  ".join([f"{source}: {count}", shorten(lines, between="\n  ")])
 
 
 def _is_explained(problem: ErrorDetails, every: Iterable[ErrorDetails]) -> bool:
-    """Return whether a list is short of nothing but those of its items that have problems."""
+    """Return True if a list is too short only because some of its items have problems."""
     where = problem["loc"]
     if problem["type"] != "too_short" or len(problem["input"]) < problem["ctx"]["min_length"]:
         return False
-    return any(one["loc"][: len(where)] == where != one["loc"] for one in every)
+    return any(each["loc"][: len(where)] == where != each["loc"] for each in every)
 
 
 def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str]) -> str:
-    """Say one of pydantic's findings the way the author of a section thinks of it."""
+    """Return one of pydantic's errors in the terms of the author of a section."""
     keys, known = _locate(problem["loc"], root)
     where = clip(".".join(keys), LONGEST_NAME)
     context = problem.get("ctx", {})
@@ -153,33 +143,32 @@ def _explain(problem: ErrorDetails, root: type[Section], typed: Mapping[str, str
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            hint = _hint(keys, known, root, typed)
-            return f"{where}: {_MOVED.get(where) or f'unknown key; {hint}'}"
+            return f"{where}: unknown key; {_hint(keys, known, root, typed)}"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "union_tag_not_found":
             return f"{chooser}: missing"
         case "union_tag_invalid":
-            found = clip(repr(context["tag"]), LONGEST_NAME)
-            wrong = f"{chooser}: expected one of {context['expected_tags']}, got {found}"
+            given = clip(repr(context["tag"]), LONGEST_NAME)
+            wrong = f"{chooser}: expected one of {context['expected_tags']}, got {given}"
             meant = _meant(context["tag"], context["expected_tags"])
             return "; ".join(filter(None, [wrong, meant]))
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             message = message.replace("False, True", "false, true")  # as YAML has them
-            if "le" in context:  # with all of its digits in pydantic's words
+            if "le" in context:  # pydantic prints all of its digits
                 message = f"input should be less than or equal to {context['le']:.10g}"
-            found = clip(json.dumps(problem["input"]), LONGEST_NAME)
+            given = clip(json.dumps(problem["input"]), LONGEST_NAME)
             meant = _meant(problem["input"], context.get("expected", ""))
             if problem["type"] in {"model_type", "dict_type"}:  # one word in place of a section
                 meant = _instead(where, root, typed) or f"see `largebatch explain {where}`"
-            return "; ".join(filter(None, [f"{where}: {message}, got {found}", meant]))
+            return "; ".join(filter(None, [f"{where}: {message}, got {given}", meant]))
 
 
 def _hint(
     keys: Sequence[str], known: Sequence[str], root: type[Section], typed: Mapping[str, str]
 ) -> str:
-    """Return what may have been meant by a key that its section, with `known` keys, has not."""
+    """Suggest what was meant by an unknown key of a section with these `known` keys."""
     where = ".".join(keys)
     instead = _instead(where, root, typed)
     if _plain(where) in SYNONYMS and instead:
@@ -189,7 +178,7 @@ def _hint(
 
 
 def _instead(where: str, root: type[Section], typed: Mapping[str, str]) -> str | None:
-    """Return what to write in place of a key of another program, None where that is not known."""
+    """Suggest what to write in place of a key of another program; None where that is unknown."""
     meant = meant_key(where, root)
     if meant is None or meant == where:
         return None
@@ -198,15 +187,15 @@ def _instead(where: str, root: type[Section], typed: Mapping[str, str]) -> str |
     return f"write {meant_words(meant, typed[where], root)}"
 
 
-def _meant(found: object, expected: str) -> str:
-    """Return a question after the word that may have been meant, of those in quotes."""
-    return nearest(str(found), re.findall("'([^']*)'", expected), otherwise="", most=1)
+def _meant(given: object, expected: str) -> str:
+    """Suggest the nearest of the words in quotes; empty if none is near."""
+    return nearest(str(given), re.findall("'([^']*)'", expected), otherwise="", most=1)
 
 
 def _locate(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], list[str]]:
     """Return the dotted path an author would write, and the keys known where it ends.
 
-    Pydantic's locations also name the member of a union; the author never writes that.
+    pydantic's locations also name the member of a union, which an author does not write.
     """
     path: list[str] = []
     sections: list[type[Section]] = [root]

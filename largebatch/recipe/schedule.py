@@ -1,8 +1,8 @@
-"""The learning rate of a recipe.
+"""The section `schedule`: the learning rate.
 
-The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, with some longer
-ones; half a cosine, restarts and the two-point spline stand beside them. LRBench's k0 is peak_lr
-and its k1 is low_lr; its t counts optimizer steps from the end of the warm-up.
+The kinds are the policies of LRBench (arXiv:1908.06477) under its short names, some also under a
+longer one, and half a cosine, restarts and the two-point spline. LRBench's k0 is peak_lr and its k1
+is low_lr; its t counts optimizer steps from the end of the warm-up.
 """
 
 from typing import Annotated, Literal, Self, TypeAlias
@@ -12,25 +12,25 @@ from pydantic import Field, model_validator
 from largebatch.recipe.sections import Duration, Fraction, NonNegative, Positive, Section
 
 Power = Annotated[float, Field(gt=0, le=1000)]
-"""Beyond the bound a policy is one step long, whatever its length."""
+"""Exponent of a policy; beyond the bound the fall takes one step, whatever its length."""
 
 
 class Constant(Section):
-    """Stay at the peak."""
+    """Stay at peak_lr."""
 
     kind: Literal["constant", "fix"]
 
 
 class StepDecay(Section):
-    """Multiply the rate by gamma again and again, after stretches of one length."""
+    """Multiply the rate by gamma at regular intervals."""
 
     kind: Literal["step"]
 
     every: Duration
-    """How long the rate stays the same."""
+    """Length of an interval."""
 
     gamma: Fraction = 0.1
-    """The rate is multiplied by this at each stair."""
+    """Factor of the rate after each interval."""
 
 
 class MultiStepDecay(Section):
@@ -43,7 +43,7 @@ class MultiStepDecay(Section):
     start."""
 
     gamma: Fraction = 0.1
-    """The rate is multiplied by this at each point."""
+    """Factor of the rate at each point."""
 
 
 class Exponential(Section):
@@ -52,11 +52,11 @@ class Exponential(Section):
     kind: Literal["exp"]
 
     gamma: Fraction
-    """The rate of a step over that of the step before: 0.99 leaves a third after 110 steps."""
+    """Factor of the rate at every step: 0.99 leaves a third after 110 steps."""
 
     begin: Literal["low", "peak"] = "peak"
-    """`low`: it rises, and reaches peak_lr in the last update of the run, or piece, as in a range
-    test (arXiv:1506.01186). The rates are those of `peak` in reverse."""
+    """`low`: the rate rises to peak_lr in the last update of the run, or piece, as in a range test
+    (arXiv:1506.01186). The rates are those of `peak` in reverse order."""
 
 
 class Inverse(Section):
@@ -65,10 +65,10 @@ class Inverse(Section):
     kind: Literal["inv"]
 
     gamma: Positive
-    """How fast it falls: 1 / gamma steps after the peak the rate has lost a factor 2**power."""
+    """How fast the rate falls: 1 / gamma steps after the peak it is peak_lr / 2**power."""
 
     power: Power
-    """How steep it is in the long run."""
+    """How steep the fall is in the long run."""
 
 
 class Sigmoid(Section):
@@ -81,17 +81,17 @@ class Sigmoid(Section):
     start."""
 
     gamma: Positive
-    """How steep it is: most of the fall takes 10 / gamma steps."""
+    """How steep the fall is: most of it takes 10 / gamma steps."""
 
 
 class Fall(Section):
     """Base of the decays that end at a rate."""
 
     end_lr: NonNegative = 0.0
-    """The rate that the fall reaches, and stays at; below peak_lr."""
+    """The rate at the end of the fall, and after it; below peak_lr."""
 
     over: Duration | None = None
-    """How long the fall takes, from the end of the warm-up; null: until the run, or piece, ends."""
+    """Length of the fall, from the end of the warm-up; null: until the run, or piece, ends."""
 
 
 class Polynomial(Fall):
@@ -118,7 +118,8 @@ class Spline(Fall):
     kind: Literal["spline"]
 
     points: tuple[tuple[Share, Share], tuple[Share, Share]]
-    """Each a share of the fall's length and a share of peak_lr: [[0.3, 0.8], [0.7, 0.2]]."""
+    """Two points, each a share of the fall's length and a share of peak_lr: [[0.3, 0.8], [0.7,
+    0.2]]."""
 
     @model_validator(mode="after")
     def _points_fall(self) -> Self:
@@ -139,23 +140,23 @@ class Cycle(Section):
 
 
 class HalfCycle(Cycle):
-    """Base of the cycles that rise first, unless `begin` has them fall."""
+    """Base of the cycles that rise first by default."""
 
     half_cycle: Duration
-    """How long the rate takes from low_lr to peak_lr; it falls back in the same time."""
+    """Length of the rise from low_lr to peak_lr; the fall takes as long."""
 
     begin: Literal["low", "peak"] = "low"
-    """The rate that the first cycle begins at. `peak`: LRBench's DTRI, DSIN and their like."""
+    """Rate at which the first cycle begins. `peak`: LRBench's DTRI, DSIN and the like."""
 
 
 class Triangle(HalfCycle):
-    """Rise from low_lr to peak_lr in a straight line and fall back, again and again."""
+    """Rise from low_lr to peak_lr in a straight line and fall back, repeatedly."""
 
     kind: Literal["tri"]
 
 
 class Triangle2(HalfCycle):
-    """As tri; every cycle rises half as far above low_lr as the one before."""
+    """As tri; each cycle rises half as far above low_lr as the one before."""
 
     kind: Literal["tri2"]
 
@@ -166,17 +167,17 @@ class TriangleExp(HalfCycle):
     kind: Literal["triexp"]
 
     gamma: Fraction
-    """The height above low_lr is multiplied by this at every step: 0.999 halves it in 693."""
+    """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
 
 
 class Sine(HalfCycle):
-    """Rise from low_lr to peak_lr and fall back along half a sine wave, again and again."""
+    """Rise from low_lr to peak_lr and fall back along half a sine wave, repeatedly."""
 
     kind: Literal["sin"]
 
 
 class Sine2(HalfCycle):
-    """As sin; every cycle rises half as far above low_lr as the one before."""
+    """As sin; each cycle rises half as far above low_lr as the one before."""
 
     kind: Literal["sin2"]
 
@@ -187,27 +188,27 @@ class SineExp(HalfCycle):
     kind: Literal["sinexp"]
 
     gamma: Fraction
-    """The height above low_lr is multiplied by this at every step: 0.999 halves it in 693."""
+    """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
 
 
 class WholeCycle(Cycle):
-    """Base of the cycles that fall first, unless `begin` has them rise."""
+    """Base of the cycles that fall first by default."""
 
     cycle: Duration
-    """How long it takes to fall and rise again: the paper's l, and twice that of its code."""
+    """Length of a fall and a rise: l in the paper, and twice the l of its code."""
 
     begin: Literal["low", "peak"] = "peak"
-    """The rate that the first cycle begins at. `low`: LRBench's UPCOS and its like."""
+    """Rate at which the first cycle begins. `low`: LRBench's UPCOS and the like."""
 
 
 class CosineCycles(WholeCycle):
-    """Fall from peak_lr to low_lr along half a cosine and rise again, again and again."""
+    """Fall from peak_lr to low_lr along half a cosine and rise back, repeatedly."""
 
     kind: Literal["cos"]
 
 
 class CosineCycles2(WholeCycle):
-    """As cos; after each time at low_lr it rises half as far above it."""
+    """As cos; after each low it rises half as far above low_lr."""
 
     kind: Literal["cos2"]
 
@@ -218,30 +219,28 @@ class CosineCyclesExp(WholeCycle):
     kind: Literal["cosexp"]
 
     gamma: Fraction
-    """The height above low_lr is multiplied by this at every step: 0.999 halves it in 693."""
+    """Factor of the height above low_lr at every step: 0.999 halves it in 693 steps."""
 
 
 class Restarts(Cycle):
-    """Fall from peak_lr to low_lr and begin again at the peak (SGDR, arXiv:1608.03983)."""
+    """Fall from peak_lr to low_lr and restart at the peak (SGDR, arXiv:1608.03983)."""
 
     kind: Literal["restarts"]
 
     every: Duration
-    """How long the first fall takes."""
+    """Length of the first fall."""
 
     fall: Literal["linear", "sine", "cosine"] = "cosine"
-    """Its shape: LRBench's RSW, SINRSW and COSRSW."""
+    """Shape of the fall: LRBench's RSW, SINRSW and COSRSW."""
 
     lengthen: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Each fall is this many times as long as the one before; SGDR's T_mult."""
+    """Length of a fall over that of the one before; SGDR's T_mult."""
 
     factor: Fraction = 1.0
-    """The height above low_lr is multiplied by this at every restart; 0.5: LRBench's RSW2 and its
-    like."""
+    """Factor of the height above low_lr at every restart; 0.5: LRBench's RSW2 and the like."""
 
     gamma: Fraction = 1.0
-    """The height above low_lr is multiplied by this at every step; LRBench's RSWEXP and its
-    like."""
+    """Factor of the height above low_lr at every step; LRBench's RSWEXP and the like."""
 
 
 Simple: TypeAlias = (
@@ -269,16 +268,16 @@ Simple: TypeAlias = (
 
 
 class Piece(Section):
-    """A part of the run with a policy of its own, which counts from the start of the piece."""
+    """A part of the run with its own policy, which counts from the start of the piece."""
 
     length: Duration | None
-    """How long it lasts; null for the last piece, and only there: until the run ends."""
+    """Length of the piece; null for the last one, and only there: until the run ends."""
 
     peak_lr: Positive
     """The highest rate of this piece."""
 
     decay: Annotated[Simple, Field(discriminator="kind")]
-    """What the rate does in this piece."""
+    """The policy of this piece."""
 
     @model_validator(mode="after")
     def _peak_is_the_highest(self) -> Self:
@@ -287,13 +286,13 @@ class Piece(Section):
 
 
 class Piecewise(Section):
-    """Follow one policy after the other, each with a peak of its own."""
+    """Follow several policies in turn, each with its own peak."""
 
     kind: Literal["piecewise"]
 
     pieces: tuple[Piece, ...]
-    """Two or more, from the end of the warm-up on; the highest of their peaks is the schedule's
-    peak_lr."""
+    """Two or more pieces, from the end of the warm-up on; the highest of their peaks is the
+    schedule's peak_lr."""
 
     @model_validator(mode="after")
     def _only_the_last_is_open(self) -> Self:
@@ -311,29 +310,29 @@ class Piecewise(Section):
 
 
 class Plateau(Section):
-    """Another level of the rate when an evaluation after the other brings no improvement."""
+    """Change the level of the rate after several evaluations without improvement."""
 
     metric: Literal["loss", "top1"] = "loss"
-    """What is read of the evaluations on the way, on the validation images."""
+    """Metric of the evaluations during the run, on the validation images."""
 
     levels: Annotated[tuple[Positive, ...], Field(min_length=2, max_length=100)] = (1.0, 0.1, 0.01)
-    """The policy's rate is multiplied by one of these, at the beginning by number `first`."""
+    """Factors of the policy's rate; one of them applies at a time."""
 
     patience: Annotated[int, Field(ge=0, le=1_000_000)] = 2
-    """Evaluations in a row without improvement that change nothing; the one after them does."""
+    """Evaluations in a row without improvement after which the next one changes the level."""
 
     threshold: NonNegative = 0.0
-    """An evaluation is an improvement if it is better than the best by more than this."""
+    """An evaluation is an improvement if it is better than the best one by more than this."""
 
     cooldown: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Evaluations after a change that are not counted as being without improvement."""
+    """Evaluations after a change that do not count as without improvement."""
 
     back_until: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Before this share of the run a plateau leads to the level before, later to the next;
-    0.8 in LRBench's ChangeLROnPlateau."""
+    """Share of the run before which a plateau changes to the previous level, and after which to the
+    next; 0.8 in LRBench's ChangeLROnPlateau."""
 
     first: Annotated[int, Field(ge=0)] = 0
-    """The level at the beginning, counted from 0."""
+    """Number of the level at the start, counted from 0."""
 
     @model_validator(mode="after")
     def _first_is_a_level(self) -> Self:
@@ -351,14 +350,14 @@ class Schedule(Section):
     """The highest rate of the run, unless a factor of batch.schedule raises it."""
 
     warmup: Duration | None
-    """How long the rate rises in a straight line to where the policy begins, which is peak_lr, but
-    low_lr for tri, sin and their like; null: no warm-up."""
+    """Length of the linear rise to the first rate of the policy, which is peak_lr, but low_lr for
+    tri, sin and the like; null: no warm-up."""
 
     start_lr: NonNegative = 0.0
-    """The rate at which the warm-up starts."""
+    """The first rate of the warm-up."""
 
     decay: Annotated[Simple | Piecewise, Field(discriminator="kind")]
-    """The policy: what the rate does after the warm-up."""
+    """The policy: the rate after the warm-up."""
 
     plateau: Plateau | None = None
     """Changes of the policy's rate when a metric stops improving; null: none."""
@@ -387,7 +386,7 @@ class Schedule(Section):
 
 
 def _require_below(decay: Simple, peak_lr: float) -> None:
-    """Refuse a lower rate that is not below the peak; a decay could only rise then."""
+    """Raise ValueError for a lower rate that is not below the peak."""
     match decay:
         case Fall(end_lr=lower):
             key = "end_lr"

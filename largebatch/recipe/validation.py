@@ -1,4 +1,4 @@
-"""What must hold between the sections of a recipe.
+"""Conflicts between the sections of a recipe.
 
 Each rule reads the keys and yields one sentence for each conflict, which names the keys and what to
 do; all conflicts of a recipe are reported together. A rule assumes nothing of the others, so it

@@ -11,9 +11,10 @@ from largebatch.distributed.agreement import checksum
 from largebatch.errors import CheckpointError, DivergedError, LargebatchError
 from largebatch.optim.schedule_free import is_averaging, store_average
 from largebatch.recipe.arithmetic.plan import Plan
-from largebatch.recipe.loading import dump_recipe, parse_recipe
+from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.polish import Affine, Polish, Statistics
 from largebatch.recipe.recipe import Recipe, anywhere
+from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import build_extra, open_trainer
 from largebatch.runs.folder import check_folder
 from largebatch.runs.options import Options

@@ -13,9 +13,9 @@ from largebatch.data.datasets.own import import_own
 from largebatch.errors import CheckpointError, RecipeError
 from largebatch.models import build, is_timms
 from largebatch.optional import require_onnx
-from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
 from largebatch.recipe.text import Text
+from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.checkpoints import find_checkpoint
 from largebatch.storage import write_whole
 from largebatch.tracking.environment import versions

@@ -15,8 +15,9 @@ from largebatch.distributed.backend import Backend
 from largebatch.distributed.connection import broadcast_bytes
 from largebatch.distributed.environment import command_started
 from largebatch.errors import CheckpointError, shorten
-from largebatch.recipe.loading import differences, dump_recipe
+from largebatch.recipe.loading import differences
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.runs.build import open_trackers
 from largebatch.runs.options import Resume
 from largebatch.storage import find_leftovers, remove_leftovers, write_whole

@@ -1,4 +1,4 @@
-"""Learning rates: `functions` and `cycles` from the step to a rate; `build` makes one of a recipe.
+"""Learning rates: `functions` and `cycles` map a step to a rate; `build` reads a recipe's section.
 
 Nothing here imports PyTorch.
 """

@@ -1,4 +1,4 @@
-"""What the arguments of a schedule may be, and rates between two bounds."""
+"""Checks of the arguments of a schedule, and rates between two bounds."""
 
 import itertools
 import math

@@ -1,7 +1,7 @@
-"""A recipe's learning-rate policy -> the rate of every step.
+"""The section `schedule` and a plan -> the learning rate of every step.
 
-Lengths become steps here. One that is too long for the rate it names to be reached is refused:
-the recipe would say one thing and the run do another.
+A length that is too long to reach its rate raises an error: the run would not do what the recipe
+states.
 """
 
 import math
@@ -19,7 +19,7 @@ from largebatch.schedules import cycles, functions
 from largebatch.schedules.functions import Policy, Schedule
 
 FEW = 8
-"""Up to this many stretches of equal learning rates are listed one by one."""
+"""Number of stretches of equal learning rates up to which they are listed."""
 
 
 def build_schedule(section: schedule.Schedule, plan: Plan) -> Schedule:
@@ -63,17 +63,17 @@ def _follow_samples(policy: Policy, pieces: Pieces) -> Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """The steps that a policy is in charge of, and where it stands in the recipe."""
+    """The steps of a policy, and its key in the recipe."""
 
     key: str
     before: int
-    """Steps between the point that the recipe counts from and the first of these."""
+    """Steps from the point where the recipe starts to count to the first of these."""
 
     steps: int
     steps_in: Callable[[Duration], int]
 
     def length(self, name: str, duration: Duration, *, limit: int) -> int:
-        """Return a length in steps; more than `limit` would be too long to take effect."""
+        """Return a length in steps; raise RecipeError if it is longer than `limit`."""
         length = self.steps_in(duration)
         if length > limit:
             raise RecipeError(
@@ -83,15 +83,15 @@ class _Stretch:
         return length
 
     def fall(self, fall: schedule.Fall) -> int:
-        """Return how many steps a fall takes."""
+        """Return the steps of a fall."""
         return self.length("over", fall.over, limit=self.steps) if fall.over else self.steps
 
     def rise(self, cycle: schedule.HalfCycle) -> int:
-        """Return how many steps half a cycle takes: it ends with the last step, or earlier."""
+        """Return the steps of half a cycle, which ends with the last step or earlier."""
         return self.length("half_cycle", cycle.half_cycle, limit=self.steps - 1)
 
     def points(self, durations: tuple[Duration, ...]) -> list[int]:
-        """Return the points of `steps`, counted from the start of the policy."""
+        """Return the points in steps from the start of the policy."""
         points = [self.steps_in(duration) for duration in durations]
         end = self.before + self.steps
         if points != sorted(set(points)) or points[0] <= self.before or points[-1] >= end:
@@ -186,7 +186,7 @@ def _join(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> Policy:
 
 
 def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[int]:
-    """Add the lengths up before they are rounded, so that epochs do not drift."""
+    """Return the first step of each later piece; lengths are added before they are rounded."""
     boundaries = []
     epochs, steps = 0.0, 0
     for piece in pieces[:-1]:
@@ -201,7 +201,7 @@ def _boundaries(pieces: tuple[schedule.Piece, ...], stretch: _Stretch) -> list[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Every rate of a run, and where its parts begin, in steps."""
+    """All learning rates of a run, and the first steps of its parts."""
 
     rates: tuple[float, ...]
     begin: int
@@ -225,7 +225,7 @@ class Course:
         return (self.begin, *changes) if len(changes) < FEW else ()
 
     def facts(self) -> dict[str, str]:
-        """Say in words what a person asks of a schedule first."""
+        """Return the most important facts about the schedule in words."""
         steps = len(self.rates)
         rows = {
             "run": f"{steps:,} steps, {self.epoch(steps):.2f} epochs",

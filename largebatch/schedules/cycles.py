@@ -1,8 +1,8 @@
 """Learning-rate schedules that rise again: cycles and restarts, pure functions as in `functions`.
 
-LRBench's (Wu et al. 2019, arXiv:1908.06477), those of the paper and the later ones of its code,
-with their short names in capitals. `peak` and `low` are the larger and the smaller of its k0 and
-k1. A cycle begins at `low` or at `peak` and takes `steps` to the other (its l), and as many back.
+These are LRBench's policies (Wu et al. 2019, arXiv:1908.06477), from the paper and its code, with
+their short names in capitals. `peak` and `low` are the larger and the smaller of its k0 and k1. A
+cycle begins at `low` or at `peak` and takes `steps` to the other one (its l), and as many back.
 """
 
 import math
@@ -25,8 +25,8 @@ Fall = Literal["linear", "sine", "cosine"]
 def triangular(*, peak: float, low: float, steps: int, begin: End = "low") -> Policy:
     """Rise from `low` to `peak` in `steps` steps and fall back in as many (TRI, DTRI).
 
-    The triangle is the paper's (2 / pi) |arcsin(sin(pi t / 2l))|, from the remainder of t by 2l:
-    so it is exact at every multiple of l, however late. DTRI begins at the peak.
+    The triangle is the paper's (2 / pi) |arcsin(sin(pi t / 2l))|, computed from the remainder of t
+    by 2l, so it is exact at every multiple of l. DTRI begins at the peak.
 
     >>> rate = triangular(peak=3.0, low=1.0, steps=4)
     >>> [rate(step) for step in (0, 1, 3, 4, 5, 7, 8, 9, 12)]
@@ -139,14 +139,14 @@ def restarts(  # noqa: PLR0913 -- the two rates, a fall, and what changes from o
     factor: float = 1.0,
     gamma: float = 1.0,
 ) -> Policy:
-    """Fall from `peak` to `low` in `steps` steps and begin again at the peak.
+    """Fall from `peak` to `low` in `steps` steps and restart at the peak.
 
     Each fall is `lengthen` times as long as the one before, and its height above `low` is
     multiplied by `factor` at every restart and by `gamma` at every step. With `cosine` and
     `lengthen` this is SGDR (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, T_mult). The
     falls `linear`, `sine` and `cosine` are LRBench's RSW, SINRSW and COSRSW; with a factor of 0.5
-    those that end in 2, with a gamma those that end in EXP. At a restart its code gives `low`, and
-    this the peak.
+    those that end in 2, with a gamma those that end in EXP. At a restart its code returns `low`,
+    and this function the peak.
 
     >>> rate = restarts(peak=5.0, low=1.0, steps=2, fall="linear", lengthen=2.0, factor=0.5)
     >>> [rate(step) for step in range(7)]
@@ -168,7 +168,7 @@ def restarts(  # noqa: PLR0913 -- the two rates, a fall, and what changes from o
 
 
 def _restart(time: float, lengthen: float) -> tuple[int, float]:
-    """Return how many falls are over, and how far the one under way is, from 0 to below 1.
+    """Return the number of completed falls, and the share of the current one, below 1.
 
     `time` counts first falls; fall n begins at 1 + m + ... + m^(n-1) = (m^n - 1) / (m - 1).
     """

@@ -1,17 +1,17 @@
 """Learning-rate schedules: pure functions from the step number to a rate.
 
-A schedule holds no state, so resuming a run means knowing the step and nothing else, and a
-schedule can be plotted, tested or composed without an optimizer. Steps count optimizer updates
+A schedule holds no state: a run resumes from its step alone, and a schedule can be plotted, tested
+and composed without an optimizer. Steps count optimizer updates
 from 0; `rate(step)` is the rate used *for* that update.
 
 >>> rate = warmup(polynomial(peak=8.0, steps=4, power=2.0), steps=2)
 >>> [rate(step) for step in range(7)]
 [0.0, 4.0, 8.0, 4.5, 2.0, 0.5, 0.0]
 
-The policies of LRBench (Wu et al. 2019, arXiv:1908.06477) that fall once are here, those that rise
-again in `cycles`, each with the short name of the paper or its code in capitals. `peak` and `low`
-are the larger and the smaller of its k0 and k1, `steps` is its l. `cosine`, a single fall,
-`spline`, `warmup`, `skip` and `piecewise` stand beside them.
+The policies of LRBench (Wu et al. 2019, arXiv:1908.06477) that fall once are here, and those that
+rise again in `cycles`, each with the short name of the paper or its code in capitals. `peak` and
+`low` are the larger and the smaller of its k0 and k1, `steps` is its l. `cosine`, a single fall,
+`spline`, `warmup`, `skip` and `piecewise` are not from LRBench.
 """
 
 import bisect
@@ -32,10 +32,10 @@ from largebatch.schedules.bounds import (
 )
 
 Schedule = Callable[[int], float]
-"""From the number of an update to its rate."""
+"""Function from the number of an update to its rate."""
 
 Policy = Callable[[float], float]
-"""The same, also between two updates: a batch schedule counts samples."""
+"""A Schedule that is also defined between two updates: a batch schedule counts samples."""
 
 
 def constant(*, peak: float) -> Policy:
@@ -168,8 +168,9 @@ def spline(
 ) -> Policy:
     """Fall from `peak` at step 0 through two points to `end` at `steps`, then stay there.
 
-    A point is a share of the steps and a share of `peak`; between points runs the monotone cubic
-    of Fritsch and Butland (SciPy's PchipInterpolator). The two-point spline of arXiv:2603.10301.
+    A point is a share of the steps and a share of `peak`; between points the rate is the monotone
+    cubic of Fritsch and Butland (SciPy's PchipInterpolator). This is the two-point spline of
+    arXiv:2603.10301.
 
     >>> rate = spline(peak=8.0, steps=8, points=[(0.25, 0.75), (0.5, 0.25)])
     >>> [rate(step) for step in (0, 2, 4, 8, 9)]
@@ -193,7 +194,7 @@ def spline(
 
 
 def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
-    """Follow the pieces one after the other; each begins at a boundary and counts from there.
+    """Follow the pieces in turn; each begins at a boundary and counts from there.
 
     >>> rate = piecewise([constant(peak=4.0), exponential(peak=2.0, gamma=0.5)], boundaries=[3])
     >>> [rate(step) for step in (0, 2, 3, 4)]
@@ -216,8 +217,8 @@ def piecewise(pieces: Sequence[Policy], *, boundaries: Sequence[int]) -> Policy:
 def warmup(after: Policy, *, steps: int, start: float = 0.0) -> Policy:
     """Rise linearly from `start` to `after(0)` over `steps` steps, then follow `after`.
 
-    The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). `after` sees its own
-    clock: its step 0 is the first step after the warm-up. With no steps there is no warm-up.
+    The gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). Step 0 of
+    `after` is the first step after the warm-up. With no steps there is no warm-up.
 
     >>> rate = warmup(constant(peak=4.0), steps=2, start=1.0)
     >>> [rate(step) for step in range(4)]

@@ -1,7 +1,7 @@
-"""The level of the learning rate that follows from the evaluations so far.
+"""The level of the learning rate, by the evaluations so far.
 
-A function of the record, which every worker has alike and a checkpoint holds: so all change the
-rate in the same step, and a resumed run has the rate that it had.
+It is a function of the evaluations, which are the same on every worker and are in a checkpoint. So
+all workers change the rate in the same step, and a resumed run continues with the same rate.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,22 +12,22 @@ from largebatch.schedules.functions import Schedule
 
 
 class Reading(NamedTuple):
-    """An evaluation on the way."""
+    """An evaluation during the run."""
 
     step: int
-    """Updates that lay behind it."""
+    """Number of updates before it."""
 
     loss: float
     top1: float
 
 
 def plateau_level(section: Plateau, readings: Sequence[Reading], *, steps: int) -> float:
-    """Return what the policy's rate is multiplied by after these evaluations of a run of `steps`.
+    """Return the factor of the policy's rate after these evaluations of a run of `steps`.
 
     With `back_until: 0` and levels 1, f, f^2 ... these are the rates of torch's ReduceLROnPlateau
     with factor f and an absolute threshold; with `back_until: 0.8` a plateau raises the rate during
     the first four fifths of a run, as in LRBench's ChangeLROnPlateau (arXiv:1908.06477's code). A
-    metric that is no number is no improvement.
+    metric that is NaN is no improvement.
     """
     level, best, stalled, cooling = section.first, float("-inf"), 0, 0
     for reading in readings:
@@ -48,5 +48,5 @@ def plateau_level(section: Plateau, readings: Sequence[Reading], *, steps: int) 
 def with_plateau(
     schedule: Schedule, section: Plateau, readings: Callable[[], Sequence[Reading]], steps: int
 ) -> Schedule:
-    """Return the rates of a schedule times the level that the `readings` so far lead to."""
+    """Return a schedule times the level after the `readings` so far."""
     return lambda step: schedule(step) * plateau_level(section, readings(), steps=steps)

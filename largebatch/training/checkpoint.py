@@ -27,8 +27,9 @@ from torch import Tensor
 
 from largebatch.errors import CheckpointError, RecipeError
 from largebatch.optim.schedule_free import is_averaging
-from largebatch.recipe.loading import dump_recipe, parse_recipe
+from largebatch.recipe.loading import parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.storage import CHECKSUM_BYTES, checksum, whole_file
 from largebatch.tracking.events import StageResult
 from largebatch.training.state import Progress

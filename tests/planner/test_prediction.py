@@ -29,7 +29,7 @@ from largebatch.planner.scan import batches, best_batches
 from largebatch.polish import polish
 from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.installed import installed
-from largebatch.recipe.loading import dump_yaml
+from largebatch.recipe.writing import dump_yaml
 
 FUJITSU = "resnet50_86016_fujitsu"
 FUJITSUS = load_recipe(FUJITSU)

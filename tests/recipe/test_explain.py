@@ -99,7 +99,7 @@ def test_the_sections_are_listed_each_with_a_description() -> None:
             "schedule.decay.pieces.decay.low_lr",
             "(kind: tri, tri2, triexp, sin, sin2, sinexp, cos, cos2, cosexp, restarts)",
         ),
-        ("schedule.warmup", "How long the rate rises"),
+        ("schedule.warmup", "Length of the linear rise"),
     ],
 )
 def test_an_explanation_says(key: str, shown: str) -> None:

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.optimizers import LARS
+from largebatch.recipe.writing import dump_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 DIGITS = Path(__file__).parents[2] / "recipes" / "quickstart" / "digits_96.yaml"

@@ -11,7 +11,8 @@ from fake_runs import FakeRun
 
 from largebatch.recipe.choices import OffTarget
 from largebatch.recipe.keys import Loss
-from largebatch.recipe.loading import dump_recipe, load_recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.report.page import make_page
 from largebatch.report.run import read_run
 from largebatch.report.verdict import Verdict, smoothing_floor, verdict

@@ -18,8 +18,8 @@ from largebatch import load_recipe, run
 from largebatch.cli.main import main
 from largebatch.errors import CheckpointError
 from largebatch.models import zoo
-from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 
 NET: dict[str, Any] = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 NO_STEP = "schedule={peak_lr: 1e-30, warmup: null, decay: {kind: constant}}"

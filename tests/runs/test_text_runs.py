@@ -13,7 +13,8 @@ from largebatch import run
 from largebatch.cli.main import main
 from largebatch.data.text.pipeline import VOCABULARY, read_corpus
 from largebatch.errors import CheckpointError
-from largebatch.recipe.loading import dump_recipe, parse_yaml
+from largebatch.recipe.loading import parse_yaml
+from largebatch.recipe.writing import dump_recipe
 from largebatch.report import write_comparison, write_report
 from largebatch.report.numbers import describe_waits
 from largebatch.report.run import Run, read_run

@@ -9,8 +9,9 @@ import pytest
 from schedules_of import course_of, schedule_of
 
 from largebatch.errors import RecipeError
-from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 DIGITS = (

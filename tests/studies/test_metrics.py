@@ -16,7 +16,7 @@ from short_runs import DIGITS
 
 from largebatch import load_recipe
 from largebatch.errors import CheckpointError
-from largebatch.recipe.loading import dump_recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.report.run import Run, read_run
 from largebatch.studies.metrics import (
     Cost,

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from largebatch.recipe.loading import dump_recipe, load_recipe
+from largebatch.recipe.loading import load_recipe
+from largebatch.recipe.writing import dump_recipe
 
 Metrics = dict[str, float]
 

@@ -28,8 +28,8 @@ from test_tracking import (
 
 from largebatch import load_recipe, run
 from largebatch.errors import CheckpointError, TrackerError
-from largebatch.recipe.loading import dump_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 from largebatch.tracking.console import Console
 from largebatch.tracking.events import (
     Decision,

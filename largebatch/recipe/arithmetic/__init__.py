@@ -1,1 +1,1 @@
-"""What follows from a recipe by arithmetic: the division of its batches, and its `Plan`."""
+"""The arithmetic of a recipe: the division of its batches, and its `Plan`."""

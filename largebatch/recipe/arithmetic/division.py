@@ -1,4 +1,4 @@
-"""How a global batch is divided over workers and micro-batches: the device batches that can be."""
+"""How a global batch is divided over workers and micro-batches: the possible device batches."""
 
 import math
 
@@ -6,26 +6,26 @@ from largebatch.errors import PlanError
 from largebatch.recipe.recipe import Recipe
 
 DEVICE_BATCH_LIMIT = 256
-"""The largest device batch that is chosen without being asked for."""
+"""The largest device batch that is chosen by default."""
 
 
 def divide_batch(recipe: Recipe, *, workers: int) -> int:
     """Return the device batch; raise PlanError where a global batch cannot be divided.
 
-    With a protocol it is a learner's mini-batch, on however many workers.
+    With a protocol it is a learner's mini-batch, on any number of workers.
     """
     if recipe.protocol is not None:
         return recipe.protocol.mini_batch(recipe.batch.global_batch)
     batch, span = recipe.batch, recipe.batch.bn_span or 1
-    together = math.gcd(*batch.by_key.values())  # what divides this divides the batch of each piece
+    common = math.gcd(*batch.by_key.values())  # its divisors divide the batch of every piece
     for key, size in batch.by_key.items():
         if workers < 1 or size % workers:
             which = "the global batch" if not batch.schedule else f"the global batch ({key})"
             raise PlanError(
                 f"{which} of {size} cannot be divided over {workers} workers; possible numbers of "
-                f"workers: {_some(_divisors(together))}"
+                f"workers: {_some(_divisors(common))}"
             )
-    per_worker = together // workers
+    per_worker = common // workers
     possible = device_batches(per_worker, workers=workers, span=span)
     if recipe.reduction.parts is not None:
         possible = _within_parts(possible, recipe, workers=workers)
@@ -42,7 +42,7 @@ def divide_batch(recipe: Recipe, *, workers: int) -> int:
 def _impossible(
     device_batch: int, possible: list[int], recipe: Recipe, *, workers: int
 ) -> PlanError:
-    """Return what to say of a device batch that is none of the possible ones."""
+    """Return the error for a device batch that is not one of the possible ones."""
     batch = recipe.batch
     span, per_worker = batch.bn_span, math.gcd(*batch.by_key.values()) // workers
     spans = f" into whole BatchNorm spans of {span}" if span else ""
@@ -61,8 +61,9 @@ def _impossible(
 def device_batches(per_worker: int, *, workers: int, span: int) -> list[int]:
     """Return the divisors of a worker's share that keep every span whole, smallest first.
 
-    Either a device batch holds whole spans, or a group of workers holds one. There always is one:
-    the greatest common divisor of share and span, because the global batch is a multiple of both.
+    Either a device batch holds whole spans, or a group of workers holds one span. At least one is
+    possible: the greatest common divisor of share and span, since the global batch is a multiple of
+    both.
 
     >>> device_batches(24, workers=4, span=48)  # groups of 4 or 2 workers
     [12, 24]
@@ -97,7 +98,7 @@ def _within_parts(possible: list[int], recipe: Recipe, *, workers: int) -> list[
 
 
 def _measurable(possible: list[int], recipe: Recipe, *, workers: int) -> list[int]:
-    """Return the device batches that have gradients of their own beside the global batch's.
+    """Return the device batches whose gradients differ from the global batch's.
 
     Raises PlanError if there are none.
     """
@@ -114,7 +115,7 @@ def _measurable(possible: list[int], recipe: Recipe, *, workers: int) -> list[in
 
 
 def _choose_device_batch(possible: list[int], *, span: int) -> int:
-    """Return the largest within the limit, if it can be one of whole spans."""
+    """Return the largest device batch within the limit, of whole spans if possible."""
     whole = [size for size in possible if size % span == 0]
     fitting = [size for size in whole or possible if size <= DEVICE_BATCH_LIMIT]
     return max(fitting, default=min(whole or possible))

@@ -1,7 +1,7 @@
-"""The pieces of a run in which the global batch is the same, and epochs as steps across them.
+"""The pieces of a run with the same global batch, and epochs as steps across them.
 
-Position p of a run is its p-th sample, whatever the batches are, so a run with a batch schedule
-trains on the same samples in the same order, and an epoch has other numbers of steps.
+Position p of a run is its p-th sample, whatever the batches are. So a run with a batch schedule
+trains on the same samples in the same order; only the number of steps in an epoch changes.
 """
 
 import bisect
@@ -21,28 +21,28 @@ Rounding = Callable[[float], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPiece:
-    """Updates one after the other with the same global batch."""
+    """Consecutive updates with the same global batch."""
 
     step: int = 0
-    """The first of them."""
+    """The first update."""
 
     position: int = 0
-    """Samples of the run before it."""
+    """Samples of the run before the first update."""
 
     global_batch: int
     lr_factor: float = 1.0
 
     def samples_before(self, step: int) -> int:
-        """Return how many samples of the run lie before an update of this piece."""
+        """Return the number of samples of the run before an update of this piece."""
         return self.position + (step - self.step) * self.global_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePiece:
-    """Updates one after the other on images of the same size."""
+    """Consecutive updates on images of the same size."""
 
     end: int
-    """The first step after them."""
+    """The first step after these updates."""
 
     image_size: int
 
@@ -51,7 +51,7 @@ Pieces = tuple[BatchPiece, ...]
 
 
 def find_pieces(recipe: Recipe) -> Pieces:
-    """Return the pieces of a run, in order; raise RecipeError where they are in another order."""
+    """Return the pieces of a run, in order; raise RecipeError if the recipe has another order."""
     pieces = [BatchPiece(global_batch=recipe.batch.global_batch)]
     for place, change in enumerate(recipe.batch.schedule):
         before = pieces[-1]
@@ -74,9 +74,9 @@ def find_pieces(recipe: Recipe) -> Pieces:
 
 
 def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, ...]:
-    """Return the image sizes of the updates before `end`; none if all have the same.
+    """Return the image sizes of the updates before `end`; none if all have the same size.
 
-    Raises RecipeError where one has no update.
+    Raises RecipeError where a size has no update.
     """
     sizes: list[SizePiece] = []
     if isinstance(recipe.data, Text):
@@ -97,18 +97,18 @@ def find_sizes(recipe: Recipe, pieces: Pieces, *, end: int) -> tuple[SizePiece, 
 
 
 def without_resolution(data: Data | Text) -> dict[str, Any]:
-    """Return the section of the data, of images of one size throughout."""
+    """Return the section of the data, without other image sizes on the way."""
     own = data.model_dump()
     return own if isinstance(data, Text) else own | {"resolution": ()}
 
 
 def piece_at(pieces: Pieces, step: int) -> BatchPiece:
-    """Return the piece of a step; the last one goes on beyond the schedule."""
+    """Return the piece of a step; the last piece has no end."""
     return pieces[bisect.bisect_right(pieces, step, key=attrgetter("step")) - 1]
 
 
 def position_at(pieces: Pieces, step: int) -> int:
-    """Return how many samples the updates before `step` take.
+    """Return the number of samples in the updates before `step`.
 
     >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
     >>> [position_at(pieces, step) for step in range(6)]
@@ -120,7 +120,7 @@ def position_at(pieces: Pieces, step: int) -> int:
 def steps_from_start(
     pieces: Pieces, recipe: Recipe, duration: Duration, rounding: Rounding = round
 ) -> int:
-    """Return after how many updates so much of the run is over."""
+    """Return the number of updates from the start of the run in a duration."""
     if duration.epochs is None:
         return _count(pieces[0], recipe, duration)
     positions = [piece.position / recipe.train_samples for piece in pieces]
@@ -129,7 +129,7 @@ def steps_from_start(
 
 
 def steps_for(pieces: Pieces, samples: int) -> int:
-    """Return the fewest updates from the start of the run that take so many samples.
+    """Return the fewest updates from the start of the run that take at least `samples`.
 
     >>> pieces = BatchPiece(global_batch=8), BatchPiece(step=3, position=24, global_batch=16)
     >>> [steps_for(pieces, samples) for samples in (0, 8, 9, 24, 25, 41)]
@@ -140,7 +140,7 @@ def steps_for(pieces: Pieces, samples: int) -> int:
 
 
 def steps_to_end(pieces: Pieces, recipe: Recipe, duration: Duration, *, end: int) -> int:
-    """Return how many updates before step `end` are so long together; epochs are rounded."""
+    """Return the number of updates in a duration that ends at step `end`; epochs are rounded."""
     if duration.steps is not None:
         return duration.steps
     assert duration.epochs is not None
@@ -154,7 +154,7 @@ def steps_to_end(pieces: Pieces, recipe: Recipe, duration: Duration, *, end: int
 
 
 def whole(steps: float, rounding: Rounding = round) -> int:
-    """Return a whole number of steps, at least one; sums of floats may lie beside it."""
+    """Return a whole number of steps, at least one; `steps` may have rounding errors."""
     return max(1, rounding(round(steps, 9)))
 
 
@@ -188,7 +188,7 @@ def within(pieces: Pieces, steps: range) -> list[tuple[BatchPiece, range]]:
 def _count(
     piece: BatchPiece, recipe: Recipe, duration: Duration, rounding: Rounding = round
 ) -> int:
-    """Return after how many updates of the run a length is over that ends in this piece."""
+    """Return the number of updates from the start in a duration that ends in this piece."""
     if duration.steps is not None:
         return duration.steps
     assert duration.epochs is not None

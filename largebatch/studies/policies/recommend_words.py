@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from largebatch.recipe.loading import dump_yaml
+from largebatch.recipe.writing import dump_yaml
 from largebatch.studies.metrics import CONFIDENCE, Interval, Ratio
 from largebatch.studies.policies.recommend import (
     Recommendation,

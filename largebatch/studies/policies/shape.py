@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from largebatch.planner.suggest import Suggestion
-from largebatch.recipe.loading import dump_yaml
 from largebatch.recipe.schedule import Schedule
 from largebatch.studies.metrics import Interval
 from largebatch.studies.policies.groups import Group
@@ -23,11 +22,6 @@ class Shape:
 
     schedule: Schedule | None
     words: str
-
-    @property
-    def yaml(self) -> str | None:
-        """The keys of the section; None without one."""
-        return None if self.schedule is None else dump_yaml(self.schedule)
 
 
 def shape_for(found: Suggestion, groups: Sequence[Group]) -> Shape | None:

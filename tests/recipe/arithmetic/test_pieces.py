@@ -16,8 +16,9 @@ from largebatch.cli.main import USER, main
 from largebatch.errors import PlanError, RecipeError
 from largebatch.recipe.arithmetic.describe import describe_spans
 from largebatch.recipe.arithmetic.plan import Plan, make_plan
-from largebatch.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from largebatch.recipe.loading import load_recipe, parse_recipe
 from largebatch.recipe.recipe import Recipe
+from largebatch.recipe.writing import dump_recipe
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 DIGITS = FOLDER / "quickstart" / "digits_96.yaml"

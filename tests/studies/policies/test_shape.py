@@ -73,8 +73,7 @@ def test_the_shape_that_was_measured_is_stretched_over_the_suggested_run(
     group, found = measured(tmp_path, shape, batch=of), suggested(batch)
     taken = shape_for(found, [of_batch(group, 96), group])
     assert taken is not None
-    assert taken.yaml is not None
-    recipe = parse_recipe(draft(found, schedule=taken.yaml), source="suggested")
+    recipe = parse_recipe(draft(found, schedule=taken.schedule), source="suggested")
     assert recipe.schedule.peak_lr == found.peak_lr
     own, here = rates(group.cells[0].recipe), rates(recipe)
     assert (len(own), len(here) > 50) == (12, True)
@@ -111,7 +110,7 @@ def test_no_shape_is_taken_where_too_little_is_known(tmp_path: Path) -> None:
     few = changed(group, lambda cell: replace(cell, seeds=cell.seeds[:2]))
     taken = shape_for(suggested(), [few])
     assert taken is not None
-    assert (taken.schedule, taken.yaml) == (None, None)
+    assert taken.schedule is None
     assert "knows too little: 2 seeds: the noise of seeds is hardly known" in taken.words
     beyond = shape_for(suggested(64), [group])
     assert beyond is not None
