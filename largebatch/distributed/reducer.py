@@ -111,7 +111,7 @@ class _Group:
     held: dict[str, Tensor] = field(default_factory=dict)
     """The gradients of this step."""
 
-    owed: set[str] = field(default_factory=set)
+    pending: set[str] = field(default_factory=set)
     """Who gets another gradient in the armed backward pass."""
 
     first: Tensor | None = None
@@ -210,7 +210,7 @@ class Reducer:
             for name, weight in group.parameters.items():
                 if weight.grad is not group.held.get(name):
                     raise _not_ours(name)
-            group.owed = set(group.parameters)
+            group.pending = set(group.parameters)
         assert not self._under_way
         self._armed = True
 
@@ -228,7 +228,7 @@ class Reducer:
         for group, work in zip(self._groups, under_way, strict=False):
             work.wait()
             group.receive(self._divisor)
-        missing = [name for group in self._groups for name in sorted(group.owed)]
+        missing = [name for group in self._groups for name in sorted(group.pending)]
         if missing:
             raise UnusedParametersError(
                 f"no gradient reached {', '.join(missing)}, on which the loss does not depend; "
@@ -287,7 +287,7 @@ class Reducer:
             elif gradient is not held:
                 raise _not_ours(name)
             if self._armed:
-                group.owed.discard(name)
+                group.pending.discard(name)
                 if not self._alone:
                     self._send_complete_groups()
 
@@ -301,14 +301,14 @@ class Reducer:
                 "over workers; take inner gradients by torch.autograd.grad(..., create_graph=True),"
                 " which leaves those of the parameters alone, and call backward without it"
             )
-        if self._armed and name not in group.owed:
+        if self._armed and name not in group.pending:
             raise ValueError(
                 f"{name} got a second gradient after arm, while the first is being summed; arm "
                 "announces the last backward pass of a step"
             )
 
     def _send_complete_groups(self) -> None:
-        while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].owed:
+        while (sent := len(self._under_way)) < len(self._groups) and not self._groups[sent].pending:
             self._under_way.append(self._groups[sent].send(self._workers, self._divisor))
 
 
