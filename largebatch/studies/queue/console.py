@@ -1,4 +1,4 @@
-"""What a study prints: a line after every run, and a table at the end."""
+"""Output of a study: a line after every run, and a table at the end."""
 
 import statistics
 import sys
@@ -19,7 +19,7 @@ from largebatch.studies.settings.settings import Findings, Measured, describe
 
 
 def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) -> None:
-    """Print what a run has reached, how many are done, and the time left."""
+    """Print the result of a run, how many are done, and the time left."""
     ended = f"top-1 {result['top1']:.2%}"
     if "diverged" in result:
         ended = "diverged"
@@ -37,7 +37,7 @@ def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) ->
 
 
 def describe_values(values: Values, ends: Mapping[str, str] | None = None) -> str:
-    """Return keys with their values, each key by its last word, and which are ends of those tried.
+    """Format values by the last word of their keys; mark those at an end of the tried range.
 
     >>> describe_values(
     ...     {"schedule.peak_lr": 0.5, "optimizer.weight_decay": 1e-4},
@@ -52,7 +52,7 @@ def describe_values(values: Values, ends: Mapping[str, str] | None = None) -> st
 
 
 def describe_study(study: Study, progress: Progress) -> str:
-    """Return the table of a study that is done: one line for each recipe with each policy."""
+    """Return the table of a finished study: one line for each recipe with each policy."""
     scales = [scale for scale in SCALES if scale != 1] if study.robustness_seeds else []
     rows = [
         [
@@ -102,11 +102,11 @@ _COLUMNS = {
     "memory MB": ("peak_memory_bytes", 1e-6, ",.0f"),
     "read MB": ("read_bytes", 1e-6, ",.1f"),
 }
-"""What is printed of every setting: a field of its runs or of their usage, its unit, its format."""
+"""Printed columns of a setting: a field of its runs or their usage, its unit, its format."""
 
 
 def describe_settings(findings: Findings) -> str:
-    """Return the table of a study of settings, and below it what it has found."""
+    """Return the table of a study of settings, with its findings below."""
     rows = [["recipe", "setting", "top-1", *_COLUMNS]]
     for one in findings.cells:
         diverged = f", {one.diverged} diverged" if one.diverged else ""
@@ -144,7 +144,7 @@ def _top1(results: Sequence[Result]) -> list[float]:
 
 
 def describe_mean(values: Sequence[float]) -> str:
-    """Return the mean of accuracies, with Student's interval where these are enough for one.
+    """Format the mean of accuracies, with Student's interval if there are enough.
 
     >>> describe_mean([0.90, 0.91, 0.92]), describe_mean([0.90, 0.92])
     ('91.00 % +- 2.48', '91.00 %')
@@ -156,13 +156,13 @@ def describe_mean(values: Sequence[float]) -> str:
 
 
 def _found(search: Phase, values: Values) -> str:
-    """Return the values that were found, with a mark where there is no trial below or above."""
+    """Format the best values; mark those at an end of the tried range."""
     tried = [one.values for one in search.results().values()]
     return describe_values(values, edges(values, tried))
 
 
 def _updates_to(done: Sequence[Result], target: float) -> str:
-    """Return the mean updates to an accuracy, and how many seeds reached it."""
+    """Format the mean updates to an accuracy, and the number of seeds that reached it."""
     found = costs([one.cost(target) for one in done])
     if found.updates is None:
         return f"none of {found.runs}"
@@ -170,10 +170,10 @@ def _updates_to(done: Sequence[Result], target: float) -> str:
 
 
 def describe_budget(bench: Bench, *, processes: int) -> str:
-    """Return how many runs a study has, their updates, and about how long they take here.
+    """Describe the number of runs of a study, their updates and an estimate of their time here.
 
-    The estimate is of forward, backward and update alone, from a few samples that are trained on
-    now; trials that are stopped early take less.
+    The estimate is of forward, backward and update alone, from a few samples trained on now;
+    trials that are stopped early take less.
     """
     lines, total = [], 0.0
     seeds = len(seed_slots(bench.study))
