@@ -30,7 +30,7 @@ from typing import Any
 from contrasts import BySeed, Noise, contrast, noise_of
 from measuring import in_points, run_largebatch, write
 from polishing_data import prepare
-from scipy.stats import beta
+from scipy.stats import binomtest
 from staleness_studies import IMAGES, rates_study, studies
 
 from largebatch.studies.metrics import CONFIDENCE, Interval, interval
@@ -159,10 +159,8 @@ def clopper_pearson(number: int, of: int) -> dict[str, float]:
     >>> clopper_pearson(0, 30_000)["high"] < 1.3e-4
     True
     """
-    rest = (1 - CONFIDENCE) / 2
-    low = float(beta.ppf(rest, number, of - number + 1)) if number else 0.0
-    high = float(beta.ppf(1 - rest, number + 1, of - number)) if number < of else 1.0
-    return {"low": low, "high": high}
+    ends = binomtest(number, of).proportion_ci(CONFIDENCE)
+    return {"low": float(ends.low), "high": float(ends.high)}
 
 
 def fails(row: Row) -> int:
