@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the copy of the state, and updates while it is written.
+"""Measure the cost of a checkpoint: the copy of the state, and updates while it is written.
 
     python benchmarks/checkpoint.py [--rounds 15] [--model resnet50] [--batch 8] [--pixels 128]
 

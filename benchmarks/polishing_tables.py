@@ -1,11 +1,11 @@
-"""The cells of the polishing study -> means and differences with their intervals, in points."""
+"""Means and differences of the cells of the polishing study with their intervals, in points."""
 
 from typing import Any, TypedDict
 
 from largebatch.studies.metrics import interval
 
 BASELINE = "sgd, small, area 0.35"
-"""What the large batch is to come up to, by group without the set."""
+"""Baseline of the large batch: its group without the data set."""
 
 RIVALS = {
     "small batch, SGD": (BASELINE, "control"),
@@ -16,7 +16,7 @@ RIVALS = {
     "large batch, LARS": ("lars, large, area 0.35", "control"),
     "large batch, SGD, linear rule": ("sgd, large, area 0.35", "control"),
 }
-"""Whose accuracy stands side by side: group without the set, and arm."""
+"""Compared accuracies: group without the data set, and arm."""
 
 Table = list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""How fast the simulator is: a million updates of ten thousand learners, each of one gradient.
+"""Measure the simulator: a million updates of ten thousand learners, each of one gradient.
 
     python benchmarks/simulator.py [--rounds 3] [--learners 10000] [--updates 1000000]
 

@@ -1,4 +1,4 @@
-"""The results of staleness.py -> the tables of docs/staleness.md, on standard output.
+"""Print the tables of docs/staleness.md from the results of staleness.py.
 
     python benchmarks/staleness_tables.py
 
