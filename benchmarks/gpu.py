@@ -136,7 +136,7 @@ def run(command: list[str], share: float, environment: dict[str, str]) -> str:
     """
     print(f"\n--- {' '.join(command[1:])} (at most {share:g} seconds)", flush=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    begun = time.monotonic()
+    start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env={**environment, "PYTHONPATH": path}, start_new_session=True
     )
@@ -148,7 +148,7 @@ def run(command: list[str], share: float, environment: dict[str, str]) -> str:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     return f"{f'failed with {code}' if code else 'done'} in {seconds:.0f} of {share:g} seconds"
 
 

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)  # what `starting` runs
     args = parser.parse_args()
     if args.start:
-        print(json.dumps(_start(Path(args.start[0]), args.start[1], began=float(args.start[2]))))
+        print(json.dumps(_start(Path(args.start[0]), args.start[1], start=float(args.start[2]))))
         return
     result: dict[str, Any] = {"rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
@@ -82,9 +82,9 @@ def making(folder: Path, rounds: int) -> dict[str, Any]:
     wall: dict[str, list[float]] = {name: [] for name in rivals}
     processor: dict[str, list[float]] = {name: [] for name in rivals}
     for name, call in [(name, call) for _ in range(1 + rounds) for name, call in rivals.items()]:
-        began, used = time.perf_counter(), time.process_time()
+        start, used = time.perf_counter(), time.process_time()
         number = call()
-        wall[name].append((time.perf_counter() - began) / number)
+        wall[name].append((time.perf_counter() - start) / number)
         processor[name].append((time.process_time() - used) / number)
     result: dict[str, Any] = {}
     for name in rivals:  # the first round warms up
@@ -138,12 +138,12 @@ def starting(folder: Path, rounds: int) -> dict[str, Any]:
     for split, number in (("train", SAMPLES), ("val", CLASSES)):
         link(images, root / split, number)
     make(root, "val")
-    began = time.perf_counter()
+    start = time.perf_counter()
     content = make(root, "train")
-    result: dict[str, Any] = {"started_make_seconds": time.perf_counter() - began}
-    began = time.perf_counter()
+    result: dict[str, Any] = {"started_make_seconds": time.perf_counter() - start}
+    start = time.perf_counter()
     assert difference(content, root, every_file=True) is None
-    result["started_check_of_every_file_seconds"] = time.perf_counter() - began
+    result["started_check_of_every_file_seconds"] = time.perf_counter() - start
     for what in ("index", "dali", "torchvision"):
         each = [_new_process(root, what) for _ in range(1 + rounds)][1:]  # the first warms up
         for figure in each[0]:
@@ -167,7 +167,7 @@ def _new_process(root: Path, what: str) -> dict[str, float]:
     return dict(json.loads(subprocess.check_output(command)))
 
 
-def _start(root: Path, what: str, *, began: float) -> dict[str, float]:
+def _start(root: Path, what: str, *, start: float) -> dict[str, float]:
     """Open the index, or the pipeline of a run with this decoder up to its first batch."""
     if what == "dali":
         importlib.import_module("nvidia.dali")
@@ -179,7 +179,7 @@ def _start(root: Path, what: str, *, began: float) -> dict[str, float]:
     else:
         _first_batch(root, what)
     return {
-        "import_seconds": imported - began,
+        "import_seconds": imported - start,
         "seconds": time.perf_counter() - imported,
         "most_mb": _resident("VmHWM"),
     }
@@ -244,15 +244,15 @@ def _together(barrier: Barrier) -> None:
 def _open(file: Path) -> dict[str, float]:
     """Open the index in this process, use it, then read all of it while all processes hold it."""
     before = _resident()
-    began = time.perf_counter()
+    start = time.perf_counter()
     content = load_file(file)
     index = index_of(content, Path("imagenet"))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     opened = _resident()
     samples = np.random.default_rng(SEED).integers(0, len(index), 256)
-    began = time.perf_counter()
+    start = time.perf_counter()
     assert len([index.locate(sample) for sample in samples.tolist()]) == 256
-    batch_seconds = time.perf_counter() - began
+    batch_seconds = time.perf_counter() - start
     for array in content.arrays.values():
         int(array.sum())
     read = _resident()

@@ -132,10 +132,10 @@ def main() -> None:
             for _ in range(WARM_UP):
                 next(batches)
             for _ in range(args.rounds):
-                begun = time.thread_time()
+                start = time.thread_time()
                 for _ in range(args.batches):
                     next(batches)
-                seconds.append((time.thread_time() - begun) / (args.batches * args.batch))
+                seconds.append((time.thread_time() - start) / (args.batches * args.batch))
     result: dict[str, Any] = {
         "settings": vars(args),
         "microseconds an image": spread([1e6 * each for each in seconds]),

@@ -138,10 +138,10 @@ def compete(rivals: dict[str, Rival], args: argparse.Namespace) -> dict[str, lis
             time.sleep(args.pause)
             for _ in range(args.uncounted):
                 next(batches)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(args.batches):
                 next(batches)
-            rates[name].append(args.batches * args.batch / (time.perf_counter() - begun))
+            rates[name].append(args.batches * args.batch / (time.perf_counter() - start))
     return {name: values[1:] for name, values in rates.items()}
 
 
@@ -192,9 +192,9 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
             number += 1
     index = load_or_read(folder, "train")
     batch, small = 256, view(32)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     kept = pixel_cache.open_cache(index, backend=Serial(CPU), threads=args.threads)
-    filling = time.perf_counter() - begun
+    filling = time.perf_counter() - start
 
     def decoding(opened: AbstractContextManager[Decode]) -> Rival:
         return batches(opened, requests(index, batch, (0.25, 1.0)))

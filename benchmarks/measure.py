@@ -323,15 +323,15 @@ class Measurement:
         self.earlier: dict[str, Any] = found.get("earlier", {})
         """Unused searches and runs, made with other settings than the arms have now."""
 
-        self.begun_with = circumstances(NAME, "python benchmarks/measure.py")
+        self.circumstances = circumstances(NAME, "python benchmarks/measure.py")
         if "sources" in found:  # those of the oldest run
-            self.begun_with["sources"] = found["sources"]
+            self.circumstances["sources"] = found["sources"]
         self.searches = {
             arm.key: Search(arm, work, self.known.get(arm.key))
             for arm in self.arms
             if arm.rate_of is None
         }
-        self.begun: set[str] = set()
+        self.started: set[str] = set()
 
     def next(self) -> tuple[optuna.Trial | None, Job] | None:
         """Return the next job: searches first, then seed by seed, data set by data set."""
@@ -343,7 +343,7 @@ class Measurement:
             for seed in range(1, SEEDS + 1):
                 for arm in self.arms:
                     if arm.data == data and (job := self._job(arm, seed)):
-                        self.begun.add(job.key)
+                        self.started.add(job.key)
                         return None, job
         return None
 
@@ -358,7 +358,7 @@ class Measurement:
                 f"{self.path}: {job.key} was trained at a rate of {there['rate']:g}, and the "
                 f"search has found {job.rate:g}: move what is there to `earlier`"
             )
-        return None if job.key in self.begun or there is not None else job
+        return None if job.key in self.started or there is not None else job
 
     def take(self, trial: optuna.Trial | None, job: Job, result: dict[str, Any]) -> None:
         """Record the result of a job."""
@@ -366,14 +366,14 @@ class Measurement:
             self.searches[job.arm.key].study.tell(trial, result["arms"]["control"]["top1"])
         else:
             about = {"data": job.arm.data, "arm": job.arm.name, "seed": job.seed, "rate": job.rate}
-            now = {"date": today(), "commit": self.begun_with["commit"]}
+            now = {"date": today(), "commit": self.circumstances["commit"]}
             self.results[job.key] = {**about, **now, **result}
         self.write()
 
     def write(self) -> None:
         """Replace the file of results."""
         content = {
-            **self.begun_with,
+            **self.circumstances,
             "search": self.known | {key: search.done for key, search in self.searches.items()},
             "runs": self.results,
             "earlier": self.earlier,
@@ -428,4 +428,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

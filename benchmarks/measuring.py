@@ -75,11 +75,11 @@ def take_turns(
             break
         for name in draw.sample(list(rivals), k=len(rivals)):
             _wait_for(backend)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(steps):
                 rivals[name]()
             accelerator.synchronize(backend.device)
-            times[name].append((time.perf_counter() - begun) / steps)
+            times[name].append((time.perf_counter() - start) / steps)
     slowest = backend.all_gather(torch.tensor(list(times.values()))).amax(0).tolist()
     return dict(zip(times, slowest, strict=True))
 

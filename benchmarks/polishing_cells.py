@@ -151,7 +151,7 @@ def carry_out(
 
     A cell that diverges has but a control, as good as chance.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     recipe = recipe_of(cell, size, val_samples=val_samples)
     work.mkdir(parents=True, exist_ok=True)
     with (
@@ -163,7 +163,7 @@ def carry_out(
             arms = train_arms(cell, recipe, Path(folder), data=data)
         except DivergedError:
             arms = {"control": {"top1": 1 / recipe.data.classes, "loss": None}}
-    return {"arms": arms, "seconds": time.perf_counter() - begun}
+    return {"arms": arms, "seconds": time.perf_counter() - start}
 
 
 def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -> Arms:

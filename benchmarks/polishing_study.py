@@ -242,7 +242,7 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
     sets = dict.fromkeys(cell.data for cell in missing)
     folders = {name: prepare(setting.work, name, train=size.images, val=val) for name in sets}
     left = sum(cell.passes(size.epochs) for cell in missing)
-    done, begun = 0.0, time.perf_counter()
+    done, start = 0.0, time.perf_counter()
     print(
         f"{section}: {len(missing)} to train, {len(study[section])} in {setting.path}", flush=True
     )
@@ -262,7 +262,7 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
             study[section][key] = {**about, **{k: now[k] for k in ("date", "commit")}, **result}
             write(study, setting.path)
             done += cell.passes(size.epochs)
-            minutes = (time.perf_counter() - begun) / done * (left - done) / 60
+            minutes = (time.perf_counter() - start) / done * (left - done) / 60
             print(f"{_describe(cell, result)}; {minutes:.0f} min left", flush=True)
 
 
@@ -279,4 +279,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

@@ -140,10 +140,10 @@ def soak(
     expected = {}
     for setting in dict.fromkeys(settings):
         own = folder / f"{setting.backend}-{setting.workers}"
-        begun = time.monotonic()
+        run_start = time.monotonic()
         code = start(own, setting, tracker=False).wait(HANG_SECONDS)
         assert code == 0, f"the undisturbed run on {setting} ended with {code}"
-        expected[setting] = (own, time.monotonic() - begun)
+        expected[setting] = (own, time.monotonic() - run_start)
     rounds: list[Round] = []
     done = 0
     while done < num_faults:
@@ -165,18 +165,18 @@ def disturb(
 ) -> Round:
     """Restart a run, with faults each time, until it has finished."""
     found = Round(setting)
-    begun = time.monotonic()
+    run_start = time.monotonic()
     left = list(kinds)
     while len(found.attempts) < 3 * len(kinds) + 3:
         started = time.monotonic()
-        process = disturb_once(out, found, left, draw_from, begun=begun, seconds=seconds)
+        process = disturb_once(out, found, left, draw_from, run_start=run_start, seconds=seconds)
         try:
             code = process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
             found.problem = f"hung after {found.faults[-1:]}"
             code = -signal.SIGKILL
         found.orphans += end_session(process.pid, hung=found.problem is not None)
-        found.attempts.append((started - begun, time.monotonic() - begun, code))
+        found.attempts.append((started - run_start, time.monotonic() - run_start, code))
         if code == 0 or found.problem:
             return found
     found.problem = "never finished"
@@ -189,22 +189,22 @@ def disturb_once(
     left: list[str],
     draw_from: random.Random,
     *,
-    begun: float,
+    run_start: float,
     seconds: float,
 ) -> "Process":
     """Apply faults that need a stopped run, start the run, and apply the others."""
     kind = take(left, BETWEEN)
     if kind and spoil(out, kind, draw_from):
-        found.faults.append((kind, time.monotonic() - begun))
+        found.faults.append((kind, time.monotonic() - run_start))
     tracker = take(left, ("tracker",))
     process = start(out, found.setting, tracker=tracker is not None)
     if tracker:  # it is there from the start
-        found.faults.append((tracker, time.monotonic() - begun))
+        found.faults.append((tracker, time.monotonic() - run_start))
     while kind := take(left, LATER):
         delay = draw_from.uniform(0.1, 0.7) * seconds
         if not inject_later(kind, process, draw_from, delay=delay):
             break
-        found.faults.append((kind, time.monotonic() - begun))
+        found.faults.append((kind, time.monotonic() - run_start))
     return process
 
 
@@ -421,7 +421,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
     )
     axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_xlabel("seconds since the run began; dark: the start that finished", fontsize=8)
+    axes.set_xlabel("seconds since the start of the run; dark: the start that finished", fontsize=8)
     axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=7, frameon=False)
     axes.set_title(
         f"{result['faults']} faults in {result['runs']} runs, {len(result['lost'])} lost; "

@@ -76,9 +76,9 @@ def _gradients(model: torch.nn.Module, mu: int) -> list[float]:
     images, labels = torch.randn(mu, 3, 32, 32), torch.randint(10, (mu,))
     found = []
     for _ in range(ROUNDS + 10):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         F.cross_entropy(model(images), labels).backward()
-        found.append(time.perf_counter() - begun)
+        found.append(time.perf_counter() - start)
         model.zero_grad()
     return found[10:]
 

@@ -40,7 +40,7 @@ class JsonLines:
             _lock(path.parent, folder, self._file.fileno())
             if not resume and os.fstat(self._file.fileno()).st_size:
                 raise CheckpointError(
-                    f"{path.parent}: another run began here; choose another --out"
+                    f"{path.parent}: another run has started here; choose another --out"
                 )
             drop_unfinished_line(path)
             self._opened = opened.pop_all()  # until `close`
@@ -60,7 +60,7 @@ class JsonLines:
         if not whole:
             os.ftruncate(self._file.fileno(), before.st_size)
             raise LogError(
-                f"{self._path}: cannot be written: {reason}; make room and go on with --resume"
+                f"{self._path}: cannot be written: {reason}; free space and continue with --resume"
             )
 
     def _require_in_place(self, own: os.stat_result) -> None:
@@ -73,7 +73,7 @@ class JsonLines:
             ) from None
         except OSError as error:
             raise LogError(
-                f"{self._path}: cannot be reached: {error.strerror}; go on with --resume"
+                f"{self._path}: cannot be reached: {error.strerror}; continue with --resume"
             ) from error
         if not os.path.samestat(there, own):
             raise LogError(

@@ -94,7 +94,7 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("compare a b", "no command 'compare'; to compare runs: largebatch report A B"),
         (
             "resume run",
-            "no command 'resume'; to go on with a run: largebatch train RECIPE --out RUN",
+            "no command 'resume'; to resume a run: largebatch train RECIPE --out RUN",
         ),
         ("train digits_96 --workers 0", "argument --workers: expected 1 or more, got 0"),
     ],

@@ -246,7 +246,7 @@ def test_a_log_without_its_beginning_or_with_a_damaged_line_is_not_gone_on_with(
     tmp_path: Path,
 ) -> None:
     of = recipe("32768_mlperf")
-    with pytest.raises(CheckpointError, match="has no run_start, and the run goes on at step 7"):
+    with pytest.raises(CheckpointError, match="has no run_start, and the run resumes at step 7"):
         write(tmp_path, of, [start(of, step=7)])
     path = write(tmp_path, of, [start(of), finish("paused")])
     path.write_text(path.read_text().replace('"key": "seed"', '"key": seed', 1))

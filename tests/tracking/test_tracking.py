@@ -149,7 +149,7 @@ sys.stdin.read()
             JsonLines(path, resume=resume)
     owner.kill()
     owner.communicate()
-    with pytest.raises(CheckpointError, match="another run began here"):
+    with pytest.raises(CheckpointError, match="another run has started here"):
         JsonLines(path, resume=False)
     JsonLines(path, resume=True).close()
     assert len(read(path)) == 1

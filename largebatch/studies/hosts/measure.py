@@ -66,13 +66,13 @@ def measure_on_hosts(job: Job, placement: Placement) -> list[dict[str, Any]]:
         )
         if any(codes):
             raise_cause(codes, folder)
-        found = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
-        return [_read(path) for path in found]
+        files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
+        return [_read(path) for path in files]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_bytes())
-    return found
+    result: dict[str, Any] = json.loads(path.read_bytes())
+    return result
 
 
 def raise_cause(codes: Sequence[int | None], folder: Path) -> None:

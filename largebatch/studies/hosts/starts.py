@@ -56,7 +56,7 @@ class Start:
     def settings(self) -> dict[str, Any]:
         """Definition of the measurement, as JSON."""
         job = self.job
-        found: dict[str, Any] = json.loads(
+        definition: dict[str, Any] = json.loads(
             json.dumps(
                 {
                     "recipe": job.recipe.model_dump(mode="json"),
@@ -68,7 +68,7 @@ class Start:
                 }
             )
         )
-        return found
+        return definition
 
     def read(self) -> Found | None:
         """Return the record; None if there is none.
@@ -77,7 +77,7 @@ class Start:
         """
         try:
             record = json.loads(self.path.read_bytes())
-            settings, found = record["settings"], Found(**record["found"])
+            settings, result = record["settings"], Found(**record["found"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError):
@@ -87,7 +87,7 @@ class Start:
                 f"{self.path}: was recorded with other settings than the study has now; give "
                 "another --out, or remove it"
             )
-        return found
+        return result
 
 
 class Cell(Protocol):
@@ -119,9 +119,9 @@ def read_by_cell(starts: Sequence[Start]) -> dict[str, dict[int, Found]]:
     """Return the existing records by cell and seed; raise StudyError as Start.read does."""
     by_cell: dict[str, dict[int, Found]] = {}
     for start in starts:
-        found = start.read()
-        if found is not None:
-            by_cell.setdefault(start.cell, {})[start.seed] = found
+        record = start.read()
+        if record is not None:
+            by_cell.setdefault(start.cell, {})[start.seed] = record
     return by_cell
 
 
@@ -133,11 +133,11 @@ def carry_out(starts: Sequence[Start], report: Callable[[Start, Found], None]) -
     for start in [start for start in starts if start.read() is None]:
         load = os.getloadavg()[0]
         workers = measure_on_hosts(start.job, start.placement)
-        found = put_together(workers, start.placement, updates=start.job.updates)
+        result = put_together(workers, start.placement, updates=start.job.updates)
         record = {
             "cell": start.cell,
             "seed": start.seed,
-            "found": asdict(found),
+            "found": asdict(result),
             "load_before": load,
             "machine": f"{platform.machine()}, {available_cores()} cores",
             "commit": source_commit(),
@@ -145,7 +145,7 @@ def carry_out(starts: Sequence[Start], report: Callable[[Start, Found], None]) -
             "settings": start.settings,
         }
         write_whole(start.path, json.dumps(record, indent=1).encode())
-        report(start, found)
+        report(start, result)
 
 
 def put_together(workers: Sequence[dict[str, Any]], placement: Placement, *, updates: int) -> Found:

@@ -57,8 +57,7 @@ class Job:
 
     @property
     def stretches(self) -> tuple[int, int, int]:
-        """Number of updates at the end of each stretch. The second and the third start alike,
-        with untimed updates."""
+        """Numbers of updates at the ends of the stretches; the last two start with untimed ones."""
         first = self.warm_up
         return first, first + self.untimed, first + 2 * self.untimed + self.updates
 
@@ -139,9 +138,9 @@ def _pace(trainer: Trainer, job: Job) -> tuple[Trainer, PacedCriterion | None]:
 def _read_counters(trainer: Trainer) -> Counters:
     """Read the counters while no worker sends anything."""
     trainer.backend.barrier()
-    found = read_counters(Path("/proc/net/dev").read_text())
+    counters = read_counters(Path("/proc/net/dev").read_text())
     trainer.backend.barrier()
-    return found
+    return counters
 
 
 def _shards(trainer: Trainer) -> list[int]:
@@ -158,15 +157,15 @@ def _shards(trainer: Trainer) -> list[int]:
 def main(job: str, folder: str) -> int:
     """Measure, and write the result to the folder; return the exit code."""
     try:
-        found = measure(JOB.validate_json(Path(job).read_bytes()))
+        result = measure(JOB.validate_json(Path(job).read_bytes()))
     except LargebatchError as error:
         sys.stdout.write(f"{error}\n")
         return USER
     except PeerLostError as error:
         sys.stdout.write(f"{error}\n")
         return LOST
-    path = Path(folder) / f"worker-{found['rank']}.json"
-    write_whole(path, json.dumps(found).encode())
+    path = Path(folder) / f"worker-{result['rank']}.json"
+    write_whole(path, json.dumps(result).encode())
     return 0
 
 

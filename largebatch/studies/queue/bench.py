@@ -61,7 +61,7 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
                         result = _carry_out(bench, *taken, owners)
                     except UpdateFinishedTrialError:
                         _LOG.warning(
-                            "%s: another process took this one for gone, and goes on with the run",
+                            "%s: another process assumed this one was gone, and continues the run",
                             taken[1].slot,
                         )
                     else:

@@ -127,8 +127,8 @@ def _shown(one: Measured, name: str, factor: float, form: str) -> str:
         if run.diverged is not None or run.usage is None:
             return None
         of = run if name == "images_per_second" else run.usage
-        found: float | None = getattr(of, name)
-        return found
+        value: float | None = getattr(of, name)
+        return value
 
     mean = one.mean(value)
     return "-" if mean is None else format(factor * mean.mean, form)
@@ -163,10 +163,10 @@ def _found(search: Phase, values: Values) -> str:
 
 def _updates_to(done: Sequence[Result], target: float) -> str:
     """Format the mean updates to an accuracy, and the number of seeds that reached it."""
-    found = costs([one.cost(target) for one in done])
-    if found.updates is None:
-        return f"none of {found.runs}"
-    return f"{found.updates.mean:,.0f} ({found.reached} of {found.runs})"
+    spent = costs([one.cost(target) for one in done])
+    if spent.updates is None:
+        return f"none of {spent.runs}"
+    return f"{spent.updates.mean:,.0f} ({spent.reached} of {spent.runs})"
 
 
 def describe_budget(bench: Bench, *, processes: int) -> str:

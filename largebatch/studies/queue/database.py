@@ -92,8 +92,8 @@ def open_existing(url: str) -> "Iterator[BaseStorage]":
 
     file: str | None = url if url.endswith(JOURNAL) else None
     with suppress(ArgumentError):  # of no URL: open_storage's message
-        found = make_url(url)
-        file = found.database if found.get_backend_name() == "sqlite" else file
+        parsed = make_url(url)
+        file = parsed.database if parsed.get_backend_name() == "sqlite" else file
     if file is not None and not Path(file).is_file():
         raise StudyError(f"{shown(url)}: no such file; {_MADE_BY}")
     with open_storage(url, only_read=True) as storage:
@@ -131,8 +131,8 @@ def _replay(journal: str) -> "BaseStorage":
     try:
         return JournalStorage(JournalFileBackend(journal))
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        found = ValueError(f"one of its lines is no record of Optuna ({type(error).__name__})")
-        raise _unusable(journal, found) from None
+        problem = ValueError(f"one of its lines is no record of Optuna ({type(error).__name__})")
+        raise _unusable(journal, problem) from None
 
 
 def _require_own_tables(url: str, arguments: dict[str, Any], *, only_read: bool) -> None:
@@ -146,11 +146,11 @@ def _require_own_tables(url: str, arguments: dict[str, Any], *, only_read: bool)
 
     engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
     with engine.connect() as connection:
-        found = inspect(connection)
-        tables = found.get_table_names()
+        inspector = inspect(connection)
+        tables = inspector.get_table_names()
         if "version_info" in tables and ("trials" in tables or not only_read):
             return
-        columns = found.get_columns("studies") if "studies" in tables else []
+        columns = inspector.get_columns("studies") if "studies" in tables else []
     if only_read:
         raise StudyError(f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}")
     if tables and "study_name" not in {column["name"] for column in columns}:
@@ -261,21 +261,21 @@ class Queue:
 
     def trials(self) -> "dict[str, FrozenTrial]":
         """Return the valid trial of every slot that has one."""
-        found: dict[str, FrozenTrial] = {}
+        trials: dict[str, FrozenTrial] = {}
         for trial in self.study.get_trials(deepcopy=False):
             slot = trial.user_attrs.get(SLOT)
             if isinstance(slot, str) and slot in self.slots and trial.state.name != "FAIL":
-                found.setdefault(slot, trial)
-        return found
+                trials.setdefault(slot, trial)
+        return trials
 
     def done(self) -> "dict[str, FrozenTrial]":
         """Return the trials with a result."""
         if self._all_done is not None:
             return self._all_done
-        found = {name: one for name, one in self.trials().items() if one.state.is_finished()}
-        if len(found) == len(self.slots):
-            self._all_done = found
-        return found
+        finished = {name: one for name, one in self.trials().items() if one.state.is_finished()}
+        if len(finished) == len(self.slots):
+            self._all_done = finished
+        return finished
 
     @property
     def is_done(self) -> bool:
@@ -389,8 +389,8 @@ def require_format(name: str, definition: object) -> None:
     """Raise StudyError if the study of this name has another format."""
     number = definition.get("format") if isinstance(definition, dict) else None
     if number != FORMAT:
-        found = "no format" if number is None else f"format {number}"
+        written = "no format" if number is None else f"format {number}"
         raise StudyError(
-            f"{name}: the database holds a study of this name with {found}, expected {FORMAT}: "
+            f"{name}: the database holds a study of this name with {written}, expected {FORMAT}: "
             "another program or version wrote it; give another --storage"
         )

@@ -99,7 +99,7 @@ def beating(trial: "optuna.Trial", owners: Owners) -> Iterator[None]:
                 return
             try:
                 trial.set_user_attr("owner", owners.own(beat=number))
-            except Exception as error:  # the run goes on; its result is what counts
+            except Exception as error:  # the run continues; its result matters more
                 _LOG.warning("the storage was not told that a trial is under way: %s", error)
 
     thread = threading.Thread(target=beat, daemon=True)

@@ -82,7 +82,7 @@ class Progress:
 
     def phases(self) -> list[Phase]:
         """Return the phases cell by cell; open new ones in the storage."""
-        found = []
+        phases = []
         for cell in self.bench.cells:
             if cell.search is not None and cell.name not in self._searches:
                 self._searches[cell.name] = self._open_search(cell)
@@ -90,15 +90,15 @@ class Progress:
             if cell.name not in self._seeds and (search is None or search.queue.is_done):
                 values = chosen_values(search) if search else {}
                 self._seeds[cell.name] = self._open_seeds(cell, values)
-            found += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
-        return found
+            phases += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
+        return phases
 
     @property
     def is_done(self) -> bool:
         """True if every run of the study has its result."""
-        phases = self.phases()  # which opens the seeds where they can begin
-        begun = len(self._seeds) == len(self.bench.cells)
-        return begun and all(one.queue.is_done for one in phases)
+        phases = self.phases()  # opens the seeds that can start
+        all_open = len(self._seeds) == len(self.bench.cells)
+        return all_open and all(one.queue.is_done for one in phases)
 
     @property
     def num_done(self) -> int:

@@ -177,11 +177,11 @@ class CellResults:
         return robustness({scale: [one[scale][0] for one in every] for scale in SCALES})
 
 
-def edges(found: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
+def edges(best: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
     """Return the keys whose best value is at an end of the tried range."""
     every = list(tried)
     ends = {}
-    for key, value in found.items():
+    for key, value in best.items():
         here = [one[key] for one in every]
         if len(set(here)) > 1 and value in {min(here), max(here)}:
             ends[key] = "lowest" if value == min(here) else "highest"

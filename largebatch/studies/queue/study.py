@@ -80,9 +80,9 @@ class Search(Section):
     metric: Literal["top1", "top5"] = "top1"
     """Metric to maximize on the held-out images."""
 
-    def value_of(self, found: object) -> float:
+    def value_of(self, outcome: object) -> float:
         """Return the metric of a run or an evaluation."""
-        return float(getattr(found, self.metric))
+        return float(getattr(outcome, self.metric))
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:

@@ -174,9 +174,9 @@ def _in_parts(
     for stop in stops:
         if stop not in _evaluations(folder):
             go_on(stop)
-        found = _evaluations(folder).get(stop)
-        if found is not None and hopeless(stop, found):
-            return {**_end(found), "pruned_after": stop}
+        evaluation = _evaluations(folder).get(stop)
+        if evaluation is not None and hopeless(stop, evaluation):
+            return {**_end(evaluation), "pruned_after": stop}
     go_on(None)
     return {}
 
@@ -212,7 +212,7 @@ def _hardware() -> str:
 def _measured(run: Run) -> Result:
     """Return the evaluations in training, and the metrics by class of the last one."""
     last = run.last_stage
-    gaps = {found.stage: found.gap for found in run.gaps}
+    gaps = {gap.stage: gap.gap for gap in run.gaps}
     return {
         "evaluations": measurements(run),
         "classes": _classes(last.mistakes) if last and last.mistakes else None,
@@ -223,14 +223,14 @@ def _measured(run: Run) -> Result:
     }
 
 
-def _classes(found: Mistakes) -> Result:
+def _classes(mistakes: Mistakes) -> Result:
     """Return columns by class: a record of at most 64 KB holds 1,000 classes."""
-    wrong = Counter(found.labels)
+    wrong = Counter(mistakes.labels)
     return {
-        "names": found.classes,
-        "samples": found.sizes,
-        "correct": [size - wrong[label] for label, size in enumerate(found.sizes)],
-        "average_confidence": [float(f"{one:.5g}") for one in found.confidences],
+        "names": mistakes.classes,
+        "samples": mistakes.sizes,
+        "correct": [size - wrong[label] for label, size in enumerate(mistakes.sizes)],
+        "average_confidence": [float(f"{one:.5g}") for one in mistakes.confidences],
     }
 
 
@@ -246,16 +246,16 @@ def _summed_up(summary: Summary | None) -> Result:
     }
 
 
-def _end(found: Evaluation) -> Result:
+def _end(evaluation: Evaluation) -> Result:
     """Return the final metrics of a run."""
     return {
-        "top1": found.top1,
-        "top5": found.top5,
-        "loss": found.loss,
-        "average_confidence": found.average_confidence,
-        "confidence_deviation": found.confidence_deviation,
-        "class_confidence_deviation": found.class_confidence_deviation,
-        "classes_never_correct": found.classes_never_correct,
+        "top1": evaluation.top1,
+        "top5": evaluation.top5,
+        "loss": evaluation.loss,
+        "average_confidence": evaluation.average_confidence,
+        "confidence_deviation": evaluation.confidence_deviation,
+        "class_confidence_deviation": evaluation.class_confidence_deviation,
+        "classes_never_correct": evaluation.classes_never_correct,
     }
 
 
