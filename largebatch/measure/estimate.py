@@ -104,8 +104,8 @@ def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tens
     if isinstance(value, Tensor):
         yield value.nbytes
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensor_bytes(each)
+        for tensor in value.values() if isinstance(value, dict) else value:
+            yield from tensor_bytes(tensor)
 
 
 def largest_side(recipe: Recipe, plan: Plan) -> int:

@@ -122,9 +122,9 @@ def _require_finished(path: Path, values: Mapping[str, Any]) -> None:
 
 def _evaluations_have_epochs(values: Mapping[str, Any]) -> bool:
     accuracies = [*values.get("eval_accuracy", []), *values.get("eval_error", [])]
-    metadata = [each["metadata"] for each in accuracies]
-    epochs = [each.get("epoch_num") for each in metadata if isinstance(each, dict)]
-    stops = [each["metadata"] for each in values["run_stop"]]
+    metadata = [entry["metadata"] for entry in accuracies]
+    epochs = [entry.get("epoch_num") for entry in metadata if isinstance(entry, dict)]
+    stops = [entry["metadata"] for entry in values["run_stop"]]
     return (
         bool(metadata)
         and len(epochs) == len(metadata)
@@ -143,10 +143,10 @@ def _epochs(path: Path) -> float | None:
 
 def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield remarks that a reviewer would make and no checker does."""
-    if not any(each["value"] for each in values.get("cache_clear", [])):
+    if not any(entry["value"] for entry in values.get("cache_clear", [])):
         yield "cache_clear is false: the rules ask for an empty page cache (MLPERF_CACHE_CLEARED=1)"
     for key in ("submission_org", "submission_platform"):
-        if any(str(each["value"]).startswith(UNNAMED) for each in values.get(key, [])):
+        if any(str(entry["value"]).startswith(UNNAMED) for entry in values.get(key, [])):
             yield f"{key} has no name: MLPERF_{key.upper()} gives it"
 
 

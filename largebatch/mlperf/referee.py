@@ -204,8 +204,12 @@ def _why_not_compared(logs: Sequence[Log]) -> str | None:
 
 def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
     """Return the reference that the RCP checker logged; None if it compared nothing."""
-    records = [each.args for each in captured if str(each.msg).startswith(" RCP Record")]
-    means = [each.args for each in captured if str(each.msg).startswith(" Submission mean epochs:")]
+    records = [message.args for message in captured if str(message.msg).startswith(" RCP Record")]
+    means = [
+        message.args
+        for message in captured
+        if str(message.msg).startswith(" Submission mean epochs:")
+    ]
     if not records or not means:
         return None
     record: Any = records[0]

@@ -89,7 +89,7 @@ def required_fields() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "system.json")
         empty.write_text("{}", encoding="utf-8")
-        return [each.removeprefix("Missing field ") for each in _reasons(empty)]
+        return [reason.removeprefix("Missing field ") for reason in _reasons(empty)]
 
 
 def problems(path: Path) -> list[str]:
@@ -145,10 +145,10 @@ def _software(summary: Summary | None) -> dict[str, str | None]:
     if summary is None:
         return {}
     versions = [f"{name} {number}" for name, number in summary.versions.items()]
-    own = [each for each in versions if each.startswith(("torch ", "largebatch "))]
+    own = [version for version in versions if version.startswith(("torch ", "largebatch "))]
     return {
         "framework": ", ".join(sorted(own, reverse=True)),
-        "other_software_stack": ", ".join(each for each in versions if each not in own),
+        "other_software_stack": ", ".join(version for version in versions if version not in own),
         "sw_notes": f"backend {summary.backend}, commit {summary.commit or 'unknown'}",
     }
 

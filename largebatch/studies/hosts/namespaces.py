@@ -203,7 +203,8 @@ def run_on_hosts(
         "megabits": megabits,
         "horovod": horovod,
         "commands": [
-            [one.host, list(one.words), dict(one.environment), str(one.output)] for one in commands
+            [command.host, list(command.words), dict(command.environment), str(command.output)]
+            for command in commands
         ],
     }
     program = subprocess.Popen(  # noqa: S603 -- the words are ours
@@ -251,13 +252,13 @@ def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
     """Return the codes when all have ended, or some time after one has failed."""
     until = float("inf")
     while time.monotonic() < until:
-        codes = [one.poll() for one in running]
+        codes = [process.poll() for process in running]
         if None not in codes:
             break
         if any(codes):
             until = min(until, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.05)
-    return [one.poll() for one in running]
+    return [process.poll() for process in running]
 
 
 def _server(places: Sequence[str], *, horovod: bool) -> AbstractContextManager[dict[str, str]]:

@@ -161,14 +161,14 @@ def put_together(workers: Sequence[dict[str, Any]], placement: Placement, *, upd
             (last - between) - (between - early)
             for early, between, last in zip(begin, middle, end, strict=True)
         ]
-        received[host], sent[host] = (each / updates for each in pairs)
-    gradients = sum(one["gradients"] for one in workers)
+        received[host], sent[host] = (total / updates for total in pairs)
+    gradients = sum(worker["gradients"] for worker in workers)
     return Found(
         seconds=workers[0]["seconds"],
         sent=sent,
         received=received,
         shards=workers[0]["shards"],
-        late=sum(one["late"] for one in workers) / gradients if gradients else 0.0,
-        rates=[one["rates"] for one in workers if one["rates"] or one["gradients"]],
+        late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
+        rates=[worker["rates"] for worker in workers if worker["rates"] or worker["gradients"]],
         device_batch=workers[0]["device_batch"],
     )

@@ -64,7 +64,7 @@ def describe_study(study: Study, progress: Progress) -> str:
     phases = progress.phases()
     for search, seeds in zip(phases[::2], phases[1::2], strict=True):
         done = _results(seeds, scale=1.0)
-        diverged = sum(one.diverged is not None for one in done)
+        diverged = sum(result.diverged is not None for result in done)
         rows.append(
             [
                 *(search.cell.configuration, search.cell.variant),
@@ -108,19 +108,19 @@ _COLUMNS = {
 def describe_settings(findings: Findings) -> str:
     """Return the table of a study of settings, with its findings below."""
     rows = [["recipe", "setting", "top-1", *_COLUMNS]]
-    for one in findings.cells:
-        diverged = f", {one.diverged} diverged" if one.diverged else ""
+    for cell in findings.cells:
+        diverged = f", {cell.diverged} diverged" if cell.diverged else ""
         rows.append(
             [
-                *(one.found.configuration, one.found.setting),
-                describe_mean(_top1(one.found.seeds)) + diverged,
-                *(_shown(one, *column) for column in _COLUMNS.values()),
+                *(cell.found.configuration, cell.found.setting),
+                describe_mean(_top1(cell.found.seeds)) + diverged,
+                *(_shown(cell, *column) for column in _COLUMNS.values()),
             ]
         )
     return "\n".join([_align(rows), *describe(findings)])
 
 
-def _shown(one: Measured, name: str, factor: float, form: str) -> str:
+def _shown(result: Measured, name: str, factor: float, form: str) -> str:
     """Return the mean of a field over the seeds that have it and did not diverge."""
 
     def value(run: Result) -> float | None:
@@ -130,17 +130,17 @@ def _shown(one: Measured, name: str, factor: float, form: str) -> str:
         value: float | None = getattr(of, name)
         return value
 
-    mean = one.mean(value)
+    mean = result.mean(value)
     return "-" if mean is None else format(factor * mean.mean, form)
 
 
 def _results(seeds: Phase, *, scale: float) -> list[Result]:
     """Return the results of the seeds at a multiple of the rate."""
-    return [one for one in seeds.results().values() if one.scale == scale]
+    return [result for result in seeds.results().values() if result.scale == scale]
 
 
 def _top1(results: Sequence[Result]) -> list[float]:
-    return [one.top1 for one in results]
+    return [result.top1 for result in results]
 
 
 def describe_mean(values: Sequence[float]) -> str:
@@ -157,13 +157,13 @@ def describe_mean(values: Sequence[float]) -> str:
 
 def _found(search: Phase, values: Values) -> str:
     """Format the best values; mark those at an end of the tried range."""
-    tried = [one.values for one in search.results().values()]
+    tried = [result.values for result in search.results().values()]
     return describe_values(values, edges(values, tried))
 
 
 def _updates_to(done: Sequence[Result], target: float) -> str:
     """Format the mean updates to an accuracy, and the number of seeds that reached it."""
-    spent = costs([one.cost(target) for one in done])
+    spent = costs([result.cost(target) for result in done])
     if spent.updates is None:
         return f"none of {spent.runs}"
     return f"{spent.updates.mean:,.0f} ({spent.reached} of {spent.runs})"

@@ -272,7 +272,9 @@ class Queue:
         """Return the trials with a result."""
         if self._all_done is not None:
             return self._all_done
-        finished = {name: one for name, one in self.trials().items() if one.state.is_finished()}
+        finished = {
+            name: trial for name, trial in self.trials().items() if trial.state.is_finished()
+        }
         if len(finished) == len(self.slots):
             self._all_done = finished
         return finished
@@ -287,7 +289,7 @@ class Queue:
         """Number of slots that have a result or are running."""
         if self.is_done:
             return len(self.slots)
-        return sum(one.state.name != "WAITING" for one in self.trials().values())
+        return sum(trial.state.name != "WAITING" for trial in self.trials().values())
 
     def claim(self, owners: Owners) -> Claim | None:
         """Claim a free slot; return None if there is none."""
@@ -344,7 +346,7 @@ class Queue:
         if not missing:
             return
         before = self.study.get_trials(deepcopy=False)
-        had = {one.user_attrs.get(SLOT): one.params for one in before if one.params}
+        had = {trial.user_attrs.get(SLOT): trial.params for trial in before if trial.params}
         for slot in missing:
             fixed = {**slot.fixed, **had.get(slot.name, {})}
             self.study.enqueue_trial(fixed, user_attrs={SLOT: slot.name, **slot.about})

@@ -90,7 +90,7 @@ class Progress:
             if cell.name not in self._seeds and (search is None or search.queue.is_done):
                 values = chosen_values(search) if search else {}
                 self._seeds[cell.name] = self._open_seeds(cell, values)
-            phases += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
+            phases += [phase for phase in (search, self._seeds.get(cell.name)) if phase is not None]
         return phases
 
     @property
@@ -98,7 +98,7 @@ class Progress:
         """True if every run of the study has its result."""
         phases = self.phases()  # opens the seeds that can start
         all_open = len(self._seeds) == len(self.bench.cells)
-        return all_open and all(one.queue.is_done for one in phases)
+        return all_open and all(phase.queue.is_done for phase in phases)
 
     @property
     def num_done(self) -> int:
@@ -242,12 +242,12 @@ def chosen_values(search: Phase) -> Values:
     """
     settings = search.cell.search
     assert settings is not None
-    whole = [one for one in search.results().values() if one.pruned_after is None]
-    best = max(settings.value_of(one) for one in whole)
+    whole = [result for result in search.results().values() if result.pruned_after is None]
+    best = max(settings.value_of(result) for result in whole)
     least = best - math.sqrt(best * (1 - best) / settings.held_out)
 
-    def merit(one: Result) -> tuple[float, float, float]:
-        loss = one.loss if math.isfinite(one.loss) else math.inf
-        return -one.values.get(RATE, 0.0), settings.value_of(one), -loss
+    def merit(result: Result) -> tuple[float, float, float]:
+        loss = result.loss if math.isfinite(result.loss) else math.inf
+        return -result.values.get(RATE, 0.0), settings.value_of(result), -loss
 
-    return max((one for one in whole if settings.value_of(one) >= least), key=merit).values
+    return max((result for result in whole if settings.value_of(result) >= least), key=merit).values

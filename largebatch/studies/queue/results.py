@@ -155,7 +155,7 @@ class CellResults:
     @property
     def edges(self) -> dict[str, str]:
         """Keys whose best value is the `lowest` or the `highest` tried."""
-        return edges(self.values, [one.values for one in self.search])
+        return edges(self.values, [trial.values for trial in self.search])
 
     @property
     def reads_validation(self) -> bool:
@@ -166,7 +166,7 @@ class CellResults:
     def by_scale(self) -> dict[int, dict[float, list[float]]]:
         """Top-1 by seed and multiple of the rate, as in metrics.at_every_scale."""
         runs = (*self.seeds, *self.scaled)
-        return at_every_scale((one.seed, one.scale, one.top1) for one in runs)
+        return at_every_scale((result.seed, result.scale, result.top1) for result in runs)
 
     @property
     def robustness(self) -> Robustness | None:
@@ -174,7 +174,7 @@ class CellResults:
         every = self.by_scale.values()
         if not every:
             return None
-        return robustness({scale: [one[scale][0] for one in every] for scale in SCALES})
+        return robustness({scale: [by_scale[scale][0] for by_scale in every] for scale in SCALES})
 
 
 def edges(best: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
@@ -182,7 +182,7 @@ def edges(best: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> di
     every = list(tried)
     ends = {}
     for key, value in best.items():
-        here = [one[key] for one in every]
+        here = [values[key] for values in every]
         if len(set(here)) > 1 and value in {min(here), max(here)}:
             ends[key] = "lowest" if value == min(here) else "highest"
     return ends
@@ -228,7 +228,7 @@ def read_settings(storage: "BaseStorage") -> list[SettingResults]:
     """Return the cells of all studies of settings in a storage, as read_results does."""
     searches, seeds = _queues(storage, "setting")
     names = dict.fromkeys((*searches, *seeds))
-    return [_setting(searches.get(one), seeds.get(one)) for one in names]
+    return [_setting(searches.get(name), seeds.get(name)) for name in names]
 
 
 _Queues = dict[tuple[str, ...], "_Queue"]
@@ -314,7 +314,7 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
         settings = validate_tree(Search, search.definition["search"], source=search.name)
     except (KeyError, TypeError, LargebatchError) as error:
         raise StudyError(f"{search.name}: its definition cannot be read: {error}") from None
-    done = sorted(seeds.results, key=lambda one: (one.seed, one.scale)) if seeds else []
+    done = sorted(seeds.results, key=lambda result: (result.seed, result.scale)) if seeds else []
     searched = search.is_done and len(search.results) >= settings.trials
     return CellResults(
         study=study,
@@ -324,8 +324,8 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
         settings=settings,
         values=_values(seeds),
         search=search.results,
-        seeds=tuple(one for one in done if one.scale == 1),
-        scaled=tuple(one for one in done if one.scale != 1),
+        seeds=tuple(result for result in done if result.scale == 1),
+        scaled=tuple(result for result in done if result.scale != 1),
         finished=searched and seeds is not None and seeds.is_done,
     )
 
@@ -361,6 +361,6 @@ def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
         threads=machine.threads,
         values=_values(seeds),
         search=search.results if search else (),
-        seeds=tuple(sorted(seeds.results, key=lambda one: one.seed)) if seeds else (),
+        seeds=tuple(sorted(seeds.results, key=lambda result: result.seed)) if seeds else (),
         finished=seeds is not None and seeds.is_done,
     )

@@ -216,7 +216,7 @@ class ConfigurationStudy(_Study):
 
     @model_validator(mode="after")
     def _no_metric_stands_twice(self) -> Self:
-        twice = [one for one in self.metrics if self.metrics.count(one) > 1]
+        twice = [metric for metric in self.metrics if self.metrics.count(metric) > 1]
         if twice:
             raise ValueError(f"metrics: {twice[0]} stands there twice")
         return self

@@ -184,7 +184,7 @@ def _in_parts(
 def _evaluations(folder: Path) -> dict[int, Evaluation]:
     """Return the evaluations of a run folder by updates, in training and after its stages."""
     with suppress(CheckpointError):  # nothing was logged yet
-        return {each.step: each for each in read_run(folder).evaluations}
+        return {evaluation.step: evaluation for evaluation in read_run(folder).evaluations}
     return {}
 
 
@@ -230,7 +230,7 @@ def _classes(mistakes: Mistakes) -> Result:
         "names": mistakes.classes,
         "samples": mistakes.sizes,
         "correct": [size - wrong[label] for label, size in enumerate(mistakes.sizes)],
-        "average_confidence": [float(f"{one:.5g}") for one in mistakes.confidences],
+        "average_confidence": [float(f"{value:.5g}") for value in mistakes.confidences],
     }
 
 
