@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the copy of the state, and updates while it is written.
+"""Measure the cost of a checkpoint: the copy of the state, and updates while it is written.
 
     python benchmarks/checkpoint.py [--rounds 15] [--model resnet50] [--batch 8] [--pixels 128]
 
@@ -47,12 +47,12 @@ def main() -> None:
         writer = Writer(Path(name) / "checkpoints", Retention(last=2, every=None))
         for step in range(args.rounds):
             alone.append(update(model, optimizer, images, labels))
-            begun = time.perf_counter()
+            start = time.perf_counter()
             writer.write(checkpoint(model, optimizer, step))
-            copies.append(time.perf_counter() - begun)
+            copies.append(time.perf_counter() - start)
             beside.append(update(model, optimizer, images, labels))
             writer.wait()
-            writes.append(time.perf_counter() - begun)
+            writes.append(time.perf_counter() - start)
         newest = max((Path(name) / "checkpoints").iterdir())
         megabytes = newest.stat().st_size / 1e6
     result = {
@@ -72,13 +72,13 @@ def main() -> None:
 
 def update(model: nn.Module, optimizer: LARS, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Make one update; return its seconds."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()
     optimizer.step()
     if images.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def checkpoint(model: nn.Module, optimizer: LARS, step: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Differences between cells that share seeds, by the noise of all of them.
+"""Differences between cells that share seeds, with intervals by the noise of all cells.
 
 A difference of two cells with three seeds has two degrees of freedom of its own, and an interval of
 more than four standard errors. What cells and seeds leave of the values of all cells has (cells -
@@ -16,11 +16,11 @@ from scipy.stats import t
 from largebatch.studies.metrics import CONFIDENCE, Interval
 
 BySeed = Mapping[int, float]
-"""A value of every seed of a cell."""
+"""Value of every seed of a cell."""
 
 
 class Noise(NamedTuple):
-    """What is left of values without the means of their cells and of their seeds."""
+    """Residuals of values without the means of their cells and of their seeds."""
 
     deviation: float
     freedom: int
@@ -46,7 +46,7 @@ def noise_of(cells: Sequence[BySeed]) -> Noise:
 
 
 def contrast(terms: Sequence[tuple[float, BySeed]], noise: Noise, *, together: int = 1) -> Interval:
-    """Return the sum of means times their weights, which sum up to zero, and its interval.
+    """Return a weighted sum of means, with weights that sum up to zero, and its interval.
 
     So many intervals `together` hold the true values with CONFIDENCE (Bonferroni).
     """

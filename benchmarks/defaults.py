@@ -1,4 +1,4 @@
-"""Whether the defaults of frameworks matter, and suit other data: the relations of GTDLBench.
+"""Test whether the defaults of frameworks matter, and transfer to other data (GTDLBench).
 
     python benchmarks/defaults.py [--processes N]
 
@@ -29,10 +29,10 @@ STUDY = Path(__file__).parent / "studies" / "defaults.yaml"
 IMAGES = 10_000
 MORE_SEEDS = 60
 FAMILIES = {"digits": "-mnist", "cifar10": "-cifar10"}
-"""How the names of the settings for a data set of this kind end."""
+"""Suffix of the names of settings for a data set of this kind."""
 
 Top1 = dict[str, dict[int, float]]
-"""By setting and seed."""
+"""Top-1 by setting and seed."""
 
 
 def more_seeds() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def more_seeds() -> dict[str, Any]:
 
 
 def apart(top1: Top1) -> dict[str, Any]:
-    """Return the best and the worst setting, and how far apart they are, in points.
+    """Return the best and the worst setting, and their difference in points.
 
     The interval holds together for all pairs of settings, for these two were chosen among them.
 
@@ -65,7 +65,7 @@ def apart(top1: Top1) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Carry out both studies and write what they found."""
+    """Run both studies and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--processes", type=int, default=2, metavar="N", help="runs at a time, of one thread each")
@@ -125,4 +125,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

@@ -1,4 +1,4 @@
-"""How often `lr recommend` says of policies that are the same that one of them is to be avoided.
+"""Measure how often `lr recommend` advises against one of several equal policies.
 
     python benchmarks/false_alarms.py
 
@@ -20,7 +20,7 @@ SEEDS = 5
 
 
 def main() -> None:
-    """Count the false alarms of both kinds of intervals and write their shares."""
+    """Count the false alarms of both kinds of intervals and write their rates."""
     draw = np.random.default_rng(1)
     studies = [
         [dict(enumerate(policy)) for policy in draw.normal(size=(POLICIES, SEEDS)).tolist()]
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _alarms(policies: list[dict[int, float]], *, together: int) -> int:
-    """Return how many are surely below the one with the highest mean."""
+    """Return the number of policies that are significantly below the best one."""
     first = max(policies, key=lambda seeds: fmean(seeds.values()))
     others = (one for one in policies if one is not first)
     return sum(difference(first, one, together=together).low > 0 for one in others)

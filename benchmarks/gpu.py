@@ -1,4 +1,4 @@
-"""Every measurement that needs a GPU, in at most 25 minutes: `make bench-gpu`.
+"""Run every measurement that needs a GPU, in at most 25 minutes: `make bench-gpu`.
 
     python benchmarks/gpu.py [PART ...] [--rehearse]
 
@@ -32,22 +32,22 @@ class Part:
 
     name: str
     share: float
-    """Seconds after which it is stopped."""
+    """Time limit in seconds."""
 
     words: str
     tiny: str
-    """The words at a rehearsal."""
+    """Arguments of a rehearsal."""
 
     packages: tuple[str, ...] = ()
-    """What it needs beside the package's own requirements."""
+    """Packages that it needs beyond the package's own requirements."""
 
     def command(self, *, rehearse: bool) -> list[str]:
-        """Return the command that runs it."""
+        """Return the command of this part."""
         script = ["-m", "pytest"] if self.name == "tests" else [f"benchmarks/{self.name}.py"]
         return [sys.executable, *script, *(self.tiny if rehearse else self.words).split()]
 
     def missing(self) -> str | None:
-        """Return what keeps it from running, if anything."""
+        """Return the reason why this part cannot run; None if it can."""
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"not run, not installed: {', '.join(absent)}" if absent else None
 
@@ -99,7 +99,7 @@ PARTS = (
 
 
 def main() -> None:
-    """Run the parts, print what became of each, and exit with 1 if one failed."""
+    """Run the parts, print their outcomes, and exit with 1 if one failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,13 +130,13 @@ def main() -> None:
 
 
 def run(command: list[str], share: float, environment: dict[str, str]) -> str:
-    """Run a command in the root of the repository; return what became of it.
+    """Run a command in the root of the repository; return its outcome.
 
     With it ends every process that it has started.
     """
     print(f"\n--- {' '.join(command[1:])} (at most {share:g} seconds)", flush=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    begun = time.monotonic()
+    start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env={**environment, "PYTHONPATH": path}, start_new_session=True
     )
@@ -148,7 +148,7 @@ def run(command: list[str], share: float, environment: dict[str, str]) -> str:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     return f"{f'failed with {code}' if code else 'done'} in {seconds:.0f} of {share:g} seconds"
 
 

@@ -1,4 +1,4 @@
-"""How fast an index is made, and what it costs to open one of ImageNet's size.
+"""Measure how fast an index is built, and how fast one of ImageNet's size opens.
 
     LARGEBATCH_DATA=DIR python benchmarks/index.py [--rounds N]
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)  # what `starting` runs
     args = parser.parse_args()
     if args.start:
-        print(json.dumps(_start(Path(args.start[0]), args.start[1], began=float(args.start[2]))))
+        print(json.dumps(_start(Path(args.start[0]), args.start[1], start=float(args.start[2]))))
         return
     result: dict[str, Any] = {"rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
@@ -82,9 +82,9 @@ def making(folder: Path, rounds: int) -> dict[str, Any]:
     wall: dict[str, list[float]] = {name: [] for name in rivals}
     processor: dict[str, list[float]] = {name: [] for name in rivals}
     for name, call in [(name, call) for _ in range(1 + rounds) for name, call in rivals.items()]:
-        began, used = time.perf_counter(), time.process_time()
+        start, used = time.perf_counter(), time.process_time()
         number = call()
-        wall[name].append((time.perf_counter() - began) / number)
+        wall[name].append((time.perf_counter() - start) / number)
         processor[name].append((time.process_time() - used) / number)
     result: dict[str, Any] = {}
     for name in rivals:  # the first round warms up
@@ -108,7 +108,7 @@ def _pillow(root: Path) -> int:
 
 
 def opening(folder: Path, rounds: int) -> dict[str, Any]:
-    """Time the opening of a large index in new processes, and weigh several that read all of it."""
+    """Time how new processes open a large index, and measure the memory of several that read it."""
     file = folder / "large.index"
     file.write_bytes(pack(*imagenet()[:2]))
     context = multiprocessing.get_context("spawn")
@@ -130,7 +130,7 @@ def opening(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def starting(folder: Path, rounds: int) -> dict[str, Any]:
-    """Time how a run over files in class folders begins, in new processes."""
+    """Time the start of a run over files in class folders, in new processes."""
     root = folder / "linked"
     with zipfile.ZipFile(Path(os.environ["LARGEBATCH_DATA"]) / "imagenet_samples/samples.zip") as z:
         z.extractall(folder / "images")
@@ -138,12 +138,12 @@ def starting(folder: Path, rounds: int) -> dict[str, Any]:
     for split, number in (("train", SAMPLES), ("val", CLASSES)):
         link(images, root / split, number)
     make(root, "val")
-    began = time.perf_counter()
+    start = time.perf_counter()
     content = make(root, "train")
-    result: dict[str, Any] = {"started_make_seconds": time.perf_counter() - began}
-    began = time.perf_counter()
+    result: dict[str, Any] = {"started_make_seconds": time.perf_counter() - start}
+    start = time.perf_counter()
     assert difference(content, root, every_file=True) is None
-    result["started_check_of_every_file_seconds"] = time.perf_counter() - began
+    result["started_check_of_every_file_seconds"] = time.perf_counter() - start
     for what in ("index", "dali", "torchvision"):
         each = [_new_process(root, what) for _ in range(1 + rounds)][1:]  # the first warms up
         for figure in each[0]:
@@ -152,7 +152,7 @@ def starting(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def link(images: list[Path], folder: Path, number: int) -> None:
-    """Make class folders that hold so many names in all, hard links to the same images."""
+    """Create class folders with many names, hard links to the same images."""
     for label in range(CLASSES):
         name = f"n{10_000_000 + 1234 * label}"
         (folder / name).mkdir(parents=True)
@@ -162,13 +162,13 @@ def link(images: list[Path], folder: Path, number: int) -> None:
 
 
 def _new_process(root: Path, what: str) -> dict[str, float]:
-    """Call `_start` in a new process; the clock is one for all processes of a machine."""
+    """Call `_start` in a new process; all processes of a machine share the clock."""
     command = [sys.executable, __file__, "--start", str(root), what, str(time.perf_counter())]
     return dict(json.loads(subprocess.check_output(command)))
 
 
-def _start(root: Path, what: str, *, began: float) -> dict[str, float]:
-    """Open the index, or the pipeline of a run with this decoder as far as its first batch."""
+def _start(root: Path, what: str, *, start: float) -> dict[str, float]:
+    """Open the index, or the pipeline of a run with this decoder up to its first batch."""
     if what == "dali":
         importlib.import_module("nvidia.dali")
     elif what == "torchvision":
@@ -179,7 +179,7 @@ def _start(root: Path, what: str, *, began: float) -> dict[str, float]:
     else:
         _first_batch(root, what)
     return {
-        "import_seconds": imported - began,
+        "import_seconds": imported - start,
         "seconds": time.perf_counter() - imported,
         "most_mb": _resident("VmHWM"),
     }
@@ -205,7 +205,7 @@ def _first_batch(root: Path, decoder: str) -> None:
 
 
 def imagenet() -> Content:
-    """Make up the index of a training set like ImageNet's."""
+    """Generate the index of a training set like ImageNet's."""
     random = np.random.default_rng(SEED)
     labels = np.sort(random.integers(0, CLASSES, SAMPLES))
     classes = [f"n{10_000_000 + 1234 * label}" for label in range(CLASSES)]
@@ -237,22 +237,22 @@ def imagenet() -> Content:
 
 
 def _together(barrier: Barrier) -> None:
-    """Tell a new process what it shares with the others."""
+    """Pass shared synchronization objects to a new process."""
     globals()["_barrier"] = barrier
 
 
 def _open(file: Path) -> dict[str, float]:
-    """Open the index in this process, use it, then read all of it; everyone holds it meanwhile."""
+    """Open the index in this process, use it, then read all of it while all processes hold it."""
     before = _resident()
-    began = time.perf_counter()
+    start = time.perf_counter()
     content = load_file(file)
     index = index_of(content, Path("imagenet"))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     opened = _resident()
     samples = np.random.default_rng(SEED).integers(0, len(index), 256)
-    began = time.perf_counter()
+    start = time.perf_counter()
     assert len([index.locate(sample) for sample in samples.tolist()]) == 256
-    batch_seconds = time.perf_counter() - began
+    batch_seconds = time.perf_counter() - start
     for array in content.arrays.values():
         int(array.sum())
     read = _resident()
@@ -269,7 +269,7 @@ def _open(file: Path) -> dict[str, float]:
 
 
 def _resident(kind: str = "VmRSS") -> float:
-    """Return how much memory this process holds, or held at the most (VmHWM), in MB."""
+    """Return the memory of this process in MB, now or at its peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -277,7 +277,7 @@ def _resident(kind: str = "VmRSS") -> float:
 
 
 def _share(file: Path) -> float:
-    """Return this process's share of a mapped file, in MB: a page of four processes counts 1/4."""
+    """Return this process's share of a mapped file in MB: a page of four processes counts 1/4."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

@@ -1,4 +1,4 @@
-"""Images a second where the GPU makes the images: a small set kept there, and JPEGs by DALI.
+"""Measure images per second on the GPU: a small cached data set, and JPEGs decoded by DALI.
 
     [LARGEBATCH_DATA=DIR] python benchmarks/input_gpu.py [--rounds 9] [--steps 20]
 
@@ -42,7 +42,7 @@ from largebatch.distributed.serial import Serial
 
 SMALL_AREA = (0.6, 1.0)
 TARGET = 200_000
-"""Images a second from `cache: device`."""
+"""Yield images from `cache: device`."""
 
 
 def step(batches: Iterator[object]) -> Step:
@@ -86,7 +86,7 @@ def small(folder: Path, batch: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def limits(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how long rivals take turns: twice for each batch of small images, once for JPEGs."""
+    """Return the times of rivals in turns: twice for each batch of small images, once for JPEGs."""
     seconds = args.seconds / (2 * len(args.batches) + 1)
     return {"rounds": args.rounds, "steps": args.steps, "seconds": seconds}
 
@@ -96,7 +96,7 @@ def rates(times: dict[str, list[float]], batch: int) -> dict[str, Any]:
 
 
 def jpegs(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure full-size JPEGs, each written into a class folder of its own."""
+    """Measure full-size JPEGs, each in its own class folder."""
     with zipfile.ZipFile(samples) as archive:
         for name in archive.namelist():
             place = folder / "train" / Path(name).stem

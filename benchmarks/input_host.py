@@ -1,4 +1,4 @@
-"""What the thread that trains spends on input, with a decoder that does nothing.
+"""Measure the input time of the training thread, with a decoder that does nothing.
 
     python benchmarks/input_host.py [--rounds 15] [--batches 40]
 
@@ -45,14 +45,14 @@ from largebatch.recipe.arithmetic.plan import make_plan
 from largebatch.recipe.loading import load_recipe
 
 TARGET = 3e-6
-"""Seconds an image."""
+"""Target in seconds per image."""
 
 WARM_UP = 5
-"""Batches that are not counted: the first waits for the order of an epoch."""
+"""Number of uncounted batches: the first waits for the order of an epoch."""
 
 
 def write_images(root: Path) -> Index:
-    """Return an index of ImageNet's size, whose names of a class are those of one small file."""
+    """Return an index of ImageNet's size; all names of a class refer to one small file."""
     header, arrays, _ = content = imagenet()
     name, changed = "0.JPEG", 10**18
     for folder in header["classes"]:
@@ -68,7 +68,7 @@ def write_images(root: Path) -> Index:
 
 @contextmanager
 def open_idle_decoder(index: Index, view: View, resources: Resources) -> Iterator[Decode]:
-    """Yield a decoder like torchvision's, whose threads do nothing with the images."""
+    """Yield a decoder like torchvision's, whose threads ignore the images."""
 
     def divide(reading: Reading) -> tuple[IntArray, list[Part]]:
         samples = reading.request.samples
@@ -132,10 +132,10 @@ def main() -> None:
             for _ in range(WARM_UP):
                 next(batches)
             for _ in range(args.rounds):
-                begun = time.thread_time()
+                start = time.thread_time()
                 for _ in range(args.batches):
                     next(batches)
-                seconds.append((time.thread_time() - begun) / (args.batches * args.batch))
+                seconds.append((time.thread_time() - start) / (args.batches * args.batch))
     result: dict[str, Any] = {
         "settings": vars(args),
         "microseconds an image": spread([1e6 * each for each in seconds]),

@@ -1,4 +1,4 @@
-"""Images a second of the input pipeline, against DALI's own reader and torchvision's DataLoader.
+"""Measure images per second of the input pipeline, against DALI's reader and a DataLoader.
 
     LARGEBATCH_DATA=DIR python benchmarks/input_pipeline.py [--rounds 9] [--batches 12]
 
@@ -42,7 +42,7 @@ AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 CPU = torch.device("cpu")
 
 Rival = Iterator[object]
-"""Gives batch after batch, for ever."""
+"""Yields batches indefinitely."""
 
 OpenDecoder = Callable[[Index, View, Resources], AbstractContextManager[Decode]]
 
@@ -126,7 +126,7 @@ def data_loader(folder: Path, args: argparse.Namespace) -> Rival:
 
 
 def compete(rivals: dict[str, Rival], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the images a second of each rival in every round, in an order drawn anew.
+    """Return the images per second of each rival in every round, in random order.
 
     Each begins when the one before has ended what it works on ahead, and what it has itself made
     ahead by then is not counted.
@@ -138,10 +138,10 @@ def compete(rivals: dict[str, Rival], args: argparse.Namespace) -> dict[str, lis
             time.sleep(args.pause)
             for _ in range(args.uncounted):
                 next(batches)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(args.batches):
                 next(batches)
-            rates[name].append(args.batches * args.batch / (time.perf_counter() - begun))
+            rates[name].append(args.batches * args.batch / (time.perf_counter() - start))
     return {name: values[1:] for name, values in rates.items()}
 
 
@@ -179,7 +179,7 @@ def full_size(samples: Path, folder: Path, args: argparse.Namespace) -> dict[str
 
 
 def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure 10,000 CIFAR-10 images kept decoded against PNG files decoded each time."""
+    """Measure 10,000 decoded CIFAR-10 images in memory against PNG files decoded each time."""
     labels = np.load(archive / "test_labels.npy")
     number = 0
     for mosaic in sorted(archive.glob("test-*.webp")):
@@ -192,9 +192,9 @@ def cifar(archive: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
             number += 1
     index = load_or_read(folder, "train")
     batch, small = 256, view(32)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     kept = pixel_cache.open_cache(index, backend=Serial(CPU), threads=args.threads)
-    filling = time.perf_counter() - begun
+    filling = time.perf_counter() - start
 
     def decoding(opened: AbstractContextManager[Decode]) -> Rival:
         return batches(opened, requests(index, batch, (0.25, 1.0)))

@@ -1,4 +1,4 @@
-"""What a language model reaches, and what windows cost that begin with a hidden state of zeros.
+"""Measure a language model, and the cost of windows that start with a zero hidden state.
 
     python benchmarks/language_model.py --data data/ptb [--workers 2] [--run FOLDER]
 
@@ -32,7 +32,7 @@ from largebatch.training.checkpoint import load_checkpoint
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "ptb" / "ptb_lstm_20.yaml"
 ROWS = 20
-"""Windows at a time."""
+"""Number of windows per batch."""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def in_windows(model: LSTM, text: IntArray, *, length: int) -> float:
 
 @torch.no_grad()
 def carried(model: LSTM, text: IntArray, *, length: int) -> float:
-    """Return the perplexity of a text in ROWS rows that are read at once, each from zeros on.
+    """Return the perplexity of a text in ROWS rows that are read in parallel from a zero state.
 
     So all but the first words of a row are predicted from all before them. The few words at the end
     that make no row longer are left out.
@@ -108,7 +108,7 @@ def carried(model: LSTM, text: IntArray, *, length: int) -> float:
 
 
 def pairs(text: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the words and the word before each; before the first one ends a sentence."""
+    """Return the words and the word before each; the first one follows the end of a sentence."""
     return torch.from_numpy(np.roll(text, 1)), torch.from_numpy(text.copy())
 
 

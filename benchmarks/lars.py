@@ -1,4 +1,4 @@
-"""One LARS update of ResNet-50's 161 tensors beside its rivals, which take turns in rounds.
+"""Compare one LARS update of ResNet-50's 161 tensors with its rivals, in turns.
 
     python benchmarks/lars.py [--rounds 100] [--threads 2] [--seconds 60]
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def make_rivals(device: torch.device) -> dict[str, Step]:
-    """Return each rival's step, on a model of its own."""
+    """Return each rival's step, on its own model."""
     require_torchvision()
     from timm.optim.lars import Lars
 
@@ -121,13 +121,13 @@ def trust_ratio(weight: Tensor, grad: Tensor) -> Tensor:
 def measure(
     rivals: dict[str, Step], *, rounds: int, seconds: float = math.inf
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of each rival's steps; in a round, each makes one."""
+    """Return the milliseconds of each rival's steps; each makes one in a round."""
     times = take_turns(rivals, rounds=rounds, steps=1, seconds=seconds)
     return {name: [1e3 * value for value in seconds] for name, seconds in times.items()}
 
 
 def launches(step: Step) -> int:
-    """Return how many kernels, copies and fills one step starts on the GPU."""
+    """Return the number of kernels, copies and fills that one step starts on the GPU."""
     with profile(activities=supported_activities()) as record:
         step()
         accelerator.synchronize(accelerator.current())  # the record must hold the whole step

@@ -1,4 +1,5 @@
-"""The policies of LRBench, each at a rate of its own: three sets, two batches, SGD and LARS.
+"""Compare the policies of LRBench, each at its own rate: three data sets, two batches, SGD and
+LARS.
 
     python benchmarks/learning_rates.py [--only WORDS ...] [--processes N]
 
@@ -44,7 +45,7 @@ NAME = "learning_rates"
 SEEDS = 5
 TRIALS = 6
 AROUND = (0.16, 6.25)
-"""Factors of the first rate between which rates are searched."""
+"""Range of the search, as multiples of the first rate."""
 
 SGD = {"kind": "sgd", "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
 LARS = {"kind": "lars", "convention": "reference", "momentum": 0.9, "weight_decay": 5e-4}
@@ -52,27 +53,27 @@ LARS = {"kind": "lars", "convention": "reference", "momentum": 0.9, "weight_deca
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """What is trained on, and for how long."""
+    """A data set, and the length of its runs."""
 
     recipe: str
-    """Whose images, model and all else that `changes` leaves."""
+    """Recipe whose images, model and other settings are used, apart from `changes`."""
 
     images: int
     held_out: int
     epochs: int
     evaluations: float
-    """In an epoch."""
+    """Updates in an epoch, by batch."""
 
     changes: dict[str, Any]
     batches: dict[str, int]
     rates: dict[str, float]
-    """Where the search begins, by batch and optimizer."""
+    """First rate of the search, by batch and optimizer."""
 
     policies: tuple[str, ...] | None = None
-    """With SGD; None: all."""
+    """Policies with SGD; None for all."""
 
     test: int | None = None
-    """Of the test images; None: all."""
+    """Number of test images; None for all."""
 
 
 FACTORIAL = ("fix", "poly2", "cosine", "warmup-fix", "warmup-poly2", "warmup-cosine")
@@ -117,29 +118,29 @@ ETA = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A set, a batch and an optimizer: the policies are compared within it."""
+    """A data set, a batch and an optimizer, within which policies are compared."""
 
     data: str
     batch: str
     optimizer: str
     arm: str = ""
-    """What differs from the study of the same name without it: its search."""
+    """Difference of its search from the study of the same name without an arm."""
 
     robustness_seeds: int = 0
-    """Those that are run at multiples of the rate."""
+    """Policies that run at multiples of the rate."""
 
     @property
     def key(self) -> str:
-        """Its name among the results."""
+        """Name in the results."""
         return ", ".join(filter(None, (self.data, self.batch, self.optimizer, self.arm)))
 
     @property
     def name(self) -> str:
-        """Of its study and its folder."""
+        """Name of its study and its folder."""
         return self.key.replace(", ", "-").replace("_", "-").replace(" ", "-")
 
     def study(self, peak: float | None = None) -> dict[str, Any]:
-        """Return the content of its study file, whose search begins at a rate."""
+        """Return the content of its study file, with a first rate for the search."""
         of = SETS[self.data]
         batch = of.batches[self.batch]
         peak = peak or of.rates[f"{self.batch}, {self.optimizer}"]
@@ -169,19 +170,19 @@ class Configuration:
 
     @property
     def main(self) -> "Configuration":
-        """The one without an arm."""
+        """The configuration without an arm."""
         return next(
             one for one in CONFIGURATIONS if one.key == self.key.removesuffix(f", {self.arm}")
         )
 
     @property
     def chosen(self) -> tuple[str, ...] | None:
-        """The names of its policies; None: all."""
+        """Names of its policies; None for all."""
         is_full = self.optimizer == "sgd" and self.arm != AGAIN
         return SETS[self.data].policies if is_full else SOME
 
     def images(self, work: Path) -> Path | None:
-        """Return the folder of images, None for the digits."""
+        """Return the folder of images; None for the digits."""
         if self.data == "digits":
             return None
         of = SETS[self.data]
@@ -207,7 +208,7 @@ CONFIGURATIONS = [
 
 
 def policies(*, peak: float, epochs: float, steps: float) -> dict[str, dict[str, Any]]:
-    """Return LRBench's shapes over a run of so many epochs and updates, and those beside them.
+    """Return LRBench's shapes over a run of some epochs and updates, and further policies.
 
     >>> list(policies(peak=0.1, epochs=10, steps=100))[:4]
     ['fix', 'nstep', 'step', 'exp']
@@ -261,7 +262,7 @@ def _triangle(peak: float, length: dict[str, float], half: dict[str, float]) -> 
 def carry_out(
     configuration: Configuration, study: dict[str, Any], work: Path, *, processes: int
 ) -> dict[str, Any]:
-    """Carry out the study of a configuration and return what its database has."""
+    """Run the study of a configuration and return the content of its database."""
     out, file = work / configuration.name, work / f"{configuration.name}.yaml"
     file.write_text(json.dumps(study, indent=1), encoding="utf-8")  # YAML as well
     command = ["lr", "bench", str(file), "--out", str(out), "--processes", str(processes)]
@@ -285,7 +286,7 @@ def _record(cell: CellResults) -> dict[str, Any]:
 
 
 def _result(one: Result) -> dict[str, Any]:
-    """Return how a run ended."""
+    """Return the final metrics of a run."""
     found = {
         "rate": one.values[RATE] * one.scale,
         "top1": one.top1,
@@ -316,7 +317,7 @@ def _rounded(value: float) -> float | None:
 
 
 def main() -> None:
-    """Carry out what the newest results do not have."""
+    """Run the configurations that the newest results do not have."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--only", nargs="+", default=[], metavar="WORDS", help="configurations with all of these")
@@ -345,4 +346,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

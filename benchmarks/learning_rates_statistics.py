@@ -1,4 +1,4 @@
-"""What learning_rates_tables.py computes of policies: costs, spreads, and whether orders agree.
+"""Statistics of policies for learning_rates_tables.py: costs, spreads, and agreement of orders.
 
 Policies are the records of one configuration by name, each with the runs of its seeds.
 """
@@ -62,12 +62,12 @@ def costs_of(cell: Mapping[str, Any], target: float) -> dict[int, Cost | None]:
 def sooner(
     cell: Mapping[str, Any], other: Mapping[str, Any], target: float, *, together: int = 1
 ) -> Ratio:
-    """Return how many times the updates of another policy are those of one."""
+    """Return the ratio of the updates of another policy to those of one."""
     return ratio_of_updates(costs_of(other, target), costs_of(cell, target), together=together)
 
 
 def whole(policies: Policies) -> Policies:
-    """Return the policies of which no run diverged: chance would be most of any spread."""
+    """Return the policies without a diverged run: chance accuracy would dominate any spread."""
     return {
         name: cell
         for name, cell in policies.items()
@@ -76,25 +76,25 @@ def whole(policies: Policies) -> Policies:
 
 
 def noise(policies: Policies) -> Noise:
-    """Return that of top-1, by the policies of which no run diverged."""
+    """Return the noise of top-1, from the policies without a diverged run."""
     return noise_of([top1_of(cell) for cell in whole(policies).values()])
 
 
 def points(policies: Policies, one: str, other: str, *, together: int = 1) -> Interval:
-    """Return how much higher the top-1 of one policy is than that of another, in points."""
+    """Return the difference in top-1 of one policy to another, in points."""
     terms = [(1.0, top1_of(policies[one])), (-1.0, top1_of(policies[other]))]
     return in_points(contrast(terms, noise(policies), together=together))
 
 
 def areas_of(cell: Mapping[str, Any]) -> BySeed:
-    """Return the mean top-1 over rates from a tenth to ten times that found, by seed."""
+    """Return the mean top-1 over rates from a tenth to ten times the best rate, by seed."""
     runs = (*cell["seeds"], *cell["scaled"])
     every = at_every_scale((one["seed"], one["scale"], one["top1"]) for one in runs)
     return {seed: robustness(scales).area for seed, scales in every.items()}
 
 
 def spread_of(policies: Policies) -> tuple[float, float]:
-    """Return how far policies' means lie apart, and what part of that is not the noise of seeds.
+    """Return the spread of policies' means, and the part of it that is not noise of seeds.
 
     The standard deviation of the means without that of their errors, and the reliability of the
     means (Spearman 1904), from the analysis of variance of policies and seeds; by the policies of
@@ -109,7 +109,7 @@ def spread_of(policies: Policies) -> tuple[float, float]:
 
 
 def rank_correlation(one: Policies, other: Policies) -> float:
-    """Return Spearman's rho of the mean top-1 of policies that both have, as the seeds have it.
+    """Return Spearman's rho of the mean top-1 of policies that both have.
 
     By those of which no run diverged. It has no interval: seeds drawn anew add their noise to the
     ranks, so that the ends of rho over them lie too low. What is sure of two rankings are `orders`.
@@ -121,7 +121,7 @@ def rank_correlation(one: Policies, other: Policies) -> float:
 
 
 def orders(one: Policies, other: Policies) -> tuple[int, int, int]:
-    """Return of how many pairs of policies the order is surely another one, surely the same.
+    """Return the numbers of pairs of policies with surely another order, and surely the same.
 
     And how many pairs there are. Surely: together for all pairs of both.
     """

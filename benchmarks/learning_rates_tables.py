@@ -1,4 +1,4 @@
-"""The results of learning_rates.py -> the tables of docs/studies/learning-rates.md, printed.
+"""Print the tables of docs/studies/learning-rates.md from the results of learning_rates.py.
 
     python benchmarks/learning_rates_tables.py
 
@@ -43,12 +43,12 @@ CYCLES = ("tri", "tri-tables", "tri2", "triexp", "sin", "sin2", "sinexp", "cos",
 """LRBench's cyclic policies, and the composite one."""
 
 DEFAULTS = {"digits": "inv", "fashion_mnist": "inv", "cifar10": "nstep"}
-"""What frameworks train such a network with: Caffe's LeNet, and the tenths of residual networks."""
+"""Policies that frameworks use for such a network: Caffe's LeNet, and the steps of ResNets."""
 
 LEVELS = (1.0, 0.95, 0.9)
 
 CLAIMED = 1.6
-"""How many times sooner LRBench's cyclic and composite policies are, at least."""
+"""Least speed-up that counts for LRBench's cyclic and composite policies."""
 
 Measured = dict[Configuration, Policies]
 
@@ -226,7 +226,7 @@ def _ranks(every: Measured) -> Iterator[str]:
 
 
 def _are_comparable(one: Configuration, other: Configuration) -> bool:
-    """Return whether they differ in one thing alone, or in the search."""
+    """Return True if two configurations differ in one thing alone, or only in the search."""
     keys = ("data", "batch", "optimizer")
     same = sum(getattr(one, key) == getattr(other, key) for key in keys)
     return (same, one.arm, other.arm) in [(2, "", ""), (3, "", AGAIN)]

@@ -1,4 +1,4 @@
-"""What train() adds to a training loop written out in plain PyTorch, on one worker.
+"""Measure the overhead of train() over a plain PyTorch training loop, on one worker.
 
     python benchmarks/loop.py [--rounds 40] [--steps 3] [--threads 2]
 
@@ -61,7 +61,7 @@ def main() -> None:
 def compare(
     name: str, batch: int, pixels: int, *, rounds: int, steps: int, seconds: float
 ) -> dict[str, Any]:
-    """Let train() and a bare loop take turns."""
+    """Time train() and a bare loop in turns."""
     backend = Serial()
     model = build(name, num_classes=10).to(backend.device)
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def compare(
 
 
 def bare_loop(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Step:
-    """The training step of any PyTorch tutorial."""
+    """Make the training step of a PyTorch tutorial."""
     optimizer = SGD(model.parameters(), lr=RATE)
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""The recipes that fit two cores, trained to their end: three seeds, small batch and large.
+"""Train the recipes that fit two cores to their end: three seeds, small batch and large.
 
     python benchmarks/measure.py [--only WORDS ...] [--draw]
 
@@ -60,43 +60,43 @@ NAME = "recipes"
 FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
 TRIALS = len(FACTORS)
 WIDEST = 100.0
-"""Factor of `start`, either way, that no rate lies beyond."""
+"""Limits of any rate, as factors of `start` in both directions."""
 
 SEARCH_PART = 0.3
 SEARCH_SEED = 100
 TUNING_IMAGES = 5_000
 SEEDS = 3
 REACH_EPOCHS = 1.3
-"""What the moving average looks back over."""
+"""Window of the moving average."""
 
 NESTEROV = "optimizer={kind: sgd, momentum: 0.9, weight_decay: 5e-4, nesterov: true}"
 NESTEROV_RATE = 0.5
-"""Where its search begins at the large batch: about the square root's rule from the small one."""
+"""First rate of the search at the large batch, by about the square-root rule from the small one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train a set."""
+    """One way to train on a data set."""
 
     data: str
     name: str
     recipe: str
     start: float
-    """The rate that its search begins at."""
+    """First rate of its search."""
 
     changes: tuple[str, ...] = ()
     longer: float = 1.0
     rate_of: str | None = None
-    """The arm whose rate it takes; None: it is searched."""
+    """Arm whose rate it uses; None if it is searched."""
 
     @property
     def key(self) -> str:
-        """Its name among all."""
+        """Unique name."""
         return f"{self.data}, {self.name}"
 
 
 def arms_of(data: str, small: str, large: str, *, lars: float) -> list[Arm]:
-    """Return the arms of a set; `lars` is the rate that the search of LARS begins at."""
+    """Return the arms of a data set; `lars` is the first rate of the search for LARS."""
     return [
         Arm(data, "small", small, 0.2),
         Arm(data, "large", large, lars),
@@ -122,7 +122,7 @@ IMAGES = {"fashion_mnist": 60_000, "cifar10": 50_000}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run of an arm, or all runs of one seed: what a process does at a time."""
+    """One job of a process: a run of an arm, or all runs of one seed."""
 
     arm: Arm
     seed: int
@@ -132,12 +132,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Its name among the results."""
+        """Name in the results."""
         return f"{self.arm.key}, {f'rate {self.rate:g}' if self.searching else f'seed {self.seed}'}"
 
     @property
     def folder(self) -> Path:
-        """Where its runs are."""
+        """Folder of its runs."""
         return self.work / self.key.replace(", ", "/").replace(" ", "-")
 
     @cached_property
@@ -168,7 +168,7 @@ class Job:
 
 
 def carry_out(job: Job) -> dict[str, Any]:
-    """Do a job and return what it found; one that diverges is as good as chance."""
+    """Run a job and return its result; a diverged one has the accuracy of chance."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with (
         (job.folder / "output.log").open("a", encoding="utf-8") as log,
@@ -184,7 +184,7 @@ def carry_out(job: Job) -> dict[str, Any]:
 
 
 def train_seed(job: Job) -> dict[str, Any]:
-    """Train a seed of an arm in all the ways that it can end."""
+    """Train one seed of an arm with every way of polishing."""
     recipe, data, trunk = job.recipe, job.data(), job.folder / "trunk"
     statistics = Statistics(samples=recipe.train_samples)
     if job.arm.longer != 1:
@@ -219,7 +219,7 @@ def train_seed(job: Job) -> dict[str, Any]:
 
 
 def _curve(folder: Path) -> list[tuple[float, float]]:
-    """Return epoch and top-1 of every evaluation on the way."""
+    """Return epoch and top-1 of every evaluation in training."""
     found = read_run(folder).evaluations
     return [(each.epoch, each.top1) for each in found if each.stage == "train"]
 
@@ -248,10 +248,10 @@ def _cost(summary: Summary) -> dict[str, Any]:
 
 
 class Search:
-    """The trials of one arm's peak rate, kept by Optuna."""
+    """Trials of one arm's peak rate, stored by Optuna."""
 
     def __init__(self, arm: Arm, work: Path, known: dict[str, float] | None = None) -> None:
-        """Go on with the search of a folder; one that has none begins with what is known."""
+        """Resume the search in a folder; a new one starts with the known results."""
         self.arm, self.work = arm, work
         self.start = arm.start
         backend = JournalFileBackend(str(work / "search.journal"))
@@ -279,18 +279,18 @@ class Search:
 
     @property
     def range(self) -> optuna.distributions.FloatDistribution:
-        """Where rates are looked for."""
+        """Range of the searched rates."""
         low, high = self.start / WIDEST, self.start * WIDEST
         return optuna.distributions.FloatDistribution(low, high, log=True)
 
     @property
     def done(self) -> dict[float, float]:
-        """What was reached, by rate."""
+        """Results by rate."""
         complete = self.study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
         return {trial.params["rate"]: trial.values[0] for trial in complete}
 
     def ask(self) -> tuple[optuna.Trial, Job] | None:
-        """Return the next trial to run, None if there is none now."""
+        """Return the next trial to run; None if there is none now."""
         states = optuna.trial.TrialState
         under_way = len(self.study.get_trials(states=[states.RUNNING]))
         if len(self.done) + under_way >= TRIALS:
@@ -305,14 +305,14 @@ class Search:
 
     @property
     def best(self) -> float | None:
-        """The best rate, None while the search is under way."""
+        """Best rate; None until the search is done."""
         if len(self.done) < TRIALS:
             return None
         return float(f"{max(self.done, key=lambda rate: self.done[rate]):.4g}")
 
 
 class Measurement:
-    """What is to be done, what is under way, and the results."""
+    """Remaining jobs, running jobs and results."""
 
     def __init__(self, path: Path, work: Path, only: list[str]) -> None:
         self.path, self.work = path, work
@@ -321,20 +321,20 @@ class Measurement:
         self.results: dict[str, Any] = found.get("runs", {})
         self.known: dict[str, dict[str, float]] = found.get("search", {})
         self.earlier: dict[str, Any] = found.get("earlier", {})
-        """Searches and runs with other settings than the arms have now; nothing is made of them."""
+        """Unused searches and runs, made with other settings than the arms have now."""
 
-        self.begun_with = circumstances(NAME, "python benchmarks/measure.py")
+        self.circumstances = circumstances(NAME, "python benchmarks/measure.py")
         if "sources" in found:  # those of the oldest run
-            self.begun_with["sources"] = found["sources"]
+            self.circumstances["sources"] = found["sources"]
         self.searches = {
             arm.key: Search(arm, work, self.known.get(arm.key))
             for arm in self.arms
             if arm.rate_of is None
         }
-        self.begun: set[str] = set()
+        self.started: set[str] = set()
 
     def next(self) -> tuple[optuna.Trial | None, Job] | None:
-        """Return what to begin now: searches first, then seed by seed, set by set."""
+        """Return the next job: searches first, then seed by seed, data set by data set."""
         for data in dict.fromkeys(arm.data for arm in self.arms):
             searches = [s for s in self.searches.values() if s.arm.data == data]
             for search in sorted(searches, key=lambda s: len(s.study.trials)):
@@ -343,7 +343,7 @@ class Measurement:
             for seed in range(1, SEEDS + 1):
                 for arm in self.arms:
                     if arm.data == data and (job := self._job(arm, seed)):
-                        self.begun.add(job.key)
+                        self.started.add(job.key)
                         return None, job
         return None
 
@@ -358,22 +358,22 @@ class Measurement:
                 f"{self.path}: {job.key} was trained at a rate of {there['rate']:g}, and the "
                 f"search has found {job.rate:g}: move what is there to `earlier`"
             )
-        return None if job.key in self.begun or there is not None else job
+        return None if job.key in self.started or there is not None else job
 
     def take(self, trial: optuna.Trial | None, job: Job, result: dict[str, Any]) -> None:
-        """Note what a job found."""
+        """Record the result of a job."""
         if trial is not None:
             self.searches[job.arm.key].study.tell(trial, result["arms"]["control"]["top1"])
         else:
             about = {"data": job.arm.data, "arm": job.arm.name, "seed": job.seed, "rate": job.rate}
-            now = {"date": today(), "commit": self.begun_with["commit"]}
+            now = {"date": today(), "commit": self.circumstances["commit"]}
             self.results[job.key] = {**about, **now, **result}
         self.write()
 
     def write(self) -> None:
         """Replace the file of results."""
         content = {
-            **self.begun_with,
+            **self.circumstances,
             "search": self.known | {key: search.done for key, search in self.searches.items()},
             "runs": self.results,
             "earlier": self.earlier,
@@ -384,7 +384,7 @@ class Measurement:
 
 
 def measure(measurement: Measurement, *, processes: int) -> None:
-    """Do what is left, some at once."""
+    """Run the remaining jobs, several at once."""
     with few_processes(processes) as pool:
         jobs: dict[Future[dict[str, Any]], tuple[optuna.Trial | None, Job]] = {}
         while True:
@@ -428,4 +428,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

@@ -1,4 +1,5 @@
-"""The results of measure.py -> one page for each recipe in docs/recipes, and the answers of all.
+"""Write one page per recipe in docs/recipes, and the answers over all, from the results of
+measure.py.
 
     python benchmarks/measure_pages.py
 
@@ -38,7 +39,7 @@ ENDS = {
 UNKNOWN = "not measured yet"
 
 Ended = tuple[str, str]
-"""An arm of a set, and how it ended."""
+"""An arm of a data set, and its last stage."""
 
 REACHED: dict[Ended, str] = {
     ("small", "control"): "Top-1, %: small batch, SGD",
@@ -92,7 +93,7 @@ QUESTIONS: dict[str, tuple[tuple[Ended, ...], ...]] = {
     "A quarter more epochs instead of polishing, LARS": _arms(LONGER, LARGE, CONTROL),
     "LARS polished, against a quarter more epochs": (((LARGE, POLISHED),), ((LONGER, CONTROL),)),
 }  # fmt: skip
-"""What the runs answer: top-1 of some ends minus that of others of the same seeds."""
+"""Questions: top-1 of some ends minus that of others with the same seeds."""
 
 CAVEATS = """\
 Top-1 at the end of one arm minus that of another, in points: means over the seeds with their
@@ -116,7 +117,7 @@ Groups = dict[str, dict[str, dict[int, float]]]
 
 
 def main() -> None:
-    """Write every page and figure that there are results for."""
+    """Write every page and figure that has results."""
     path = newest(NAME, RESULTS)
     if path is None:
         raise SystemExit("there are no results yet: make measure")
@@ -139,7 +140,7 @@ def main() -> None:
 
 
 def answers(groups: Groups, *, source: str) -> list[str]:
-    """Return the page that has every question, with the answer of each set."""
+    """Return the page with every question and the answer for each data set."""
     sets = [data for data in TITLES if f"{data}, small" in groups]
     lines = [
         *("# What the pairs of recipes answer", "", CAVEATS, ""),
@@ -220,7 +221,7 @@ def _answer(groups: Groups, data: str, plus: tuple[Ended, ...], minus: tuple[End
 def difference_of(
     groups: Groups, data: str, plus: Sequence[Ended], minus: Sequence[Ended]
 ) -> list[float]:
-    """Return the sum of some ends minus that of others, in points, of every seed that all have."""
+    """Return the sum of some ends minus that of others, in points, for every seed that all have."""
     ours, theirs = (
         [groups.get(f"{data}, {arm}", {}).get(end, {}) for arm, end in side]
         for side in (plus, minus)
@@ -232,7 +233,7 @@ def difference_of(
 
 
 def saved_epochs(groups: Groups, data: str) -> list[float]:
-    """Return by seed what part of the schedule more would gain as much as polishing, in per cent.
+    """Return by seed how much longer a schedule would gain as much as polishing, in per cent.
 
     Straight between the schedule and that of a quarter more epochs, and beyond it.
     """

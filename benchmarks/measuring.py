@@ -1,4 +1,4 @@
-"""What the benchmarks share: ratios of paired times, spread, and the record of a measurement.
+"""Shared parts of the benchmarks: ratios of paired times, spread, and result files.
 
 Times of rivals are compared round by round, as pairs measured one after the other, because a
 machine that slows down for a while then slows both.
@@ -43,7 +43,7 @@ DAY = 86400.0
 
 RESAMPLES = 2000
 WARM_UP = 3
-"""Steps of every rival before the first round."""
+"""Number of steps of every rival before the first round."""
 
 Step = Callable[[], object]
 
@@ -56,7 +56,7 @@ def take_turns(
     backend: Backend | None = None,
     seconds: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Return every rival's seconds a step, round by round; of several workers the slowest counts.
+    """Return every rival's seconds per step, round by round; the slowest worker counts.
 
     In a round each rival makes a few steps, in an order drawn anew, and the device is waited for.
     One worker starts no round after `seconds`, warm-up included, but makes at least one.
@@ -75,11 +75,11 @@ def take_turns(
             break
         for name in draw.sample(list(rivals), k=len(rivals)):
             _wait_for(backend)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(steps):
                 rivals[name]()
             accelerator.synchronize(backend.device)
-            times[name].append((time.perf_counter() - begun) / steps)
+            times[name].append((time.perf_counter() - start) / steps)
     slowest = backend.all_gather(torch.tensor(list(times.values()))).amax(0).tolist()
     return dict(zip(times, slowest, strict=True))
 
@@ -90,7 +90,7 @@ def _wait_for(backend: Backend) -> None:
 
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
-    """Give a benchmark the option of a time after which it starts no round."""
+    """Add --seconds, a time after which a benchmark starts no round."""
     parser.add_argument("--seconds", type=float, default=DAY, help="start no round after that many")
 
 
@@ -125,12 +125,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def in_points(found: Interval) -> Interval:
-    """Return an interval of parts of 1 in points."""
+    """Convert an interval of fractions to points."""
     return Interval(100 * found.mean, 100 * found.low, 100 * found.high, found.number)
 
 
 def with_ends(found: Interval, form: str) -> str:
-    """Return a mean with the ends of its interval, where it has any.
+    """Format a mean with the ends of its interval, if it has one.
 
     >>> with_ends(Interval(1.0, 0.5, 1.5, 5), "+.1f")
     '+1.0 (+0.5 to +1.5)'
@@ -141,7 +141,7 @@ def with_ends(found: Interval, form: str) -> str:
 
 
 def machine() -> str:
-    """Return what ran the benchmark, in words."""
+    """Describe the machine."""
     words = [platform.machine(), f"{available_cores()} cores"]
     if names := accelerator.names():
         words.append(f"{len(names)} x {names[0]}")
@@ -149,7 +149,7 @@ def machine() -> str:
 
 
 def write(name: str, command: str, result: dict[str, Any]) -> Path:
-    """Write results/<name>_<hardware>_<date>.json: where and how it was measured, and `result`."""
+    """Write results/<name>_<hardware>_<date>.json: the circumstances and `result`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}_{hardware()}_{today()}.json"
     content = {**circumstances(name, command), **result}
@@ -158,7 +158,7 @@ def write(name: str, command: str, result: dict[str, Any]) -> Path:
 
 
 def circumstances(name: str, command: str) -> dict[str, Any]:
-    """Return how, where, when and with what code a benchmark measures."""
+    """Return the command, machine, date, versions and measured sources of a benchmark."""
     return {
         "command": command,
         "machine": machine(),
@@ -170,19 +170,19 @@ def circumstances(name: str, command: str) -> dict[str, Any]:
 
 
 def today() -> str:
-    """Return the date, which is the same everywhere."""
+    """Return the date in UTC."""
     return datetime.now(UTC).date().isoformat()
 
 
 def hardware() -> str:
-    """Return what ran the benchmark, as a part of a file's name."""
+    """Return the name of the hardware for a file name."""
     if names := accelerator.names():
         return re.sub(r"[^a-z0-9]+", "-", names[0].lower())
     return f"cpu{available_cores()}"
 
 
 def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = None) -> Any:  # noqa: ANN401 -- JSON
-    """Start this script again as two workers with `--worker TASK FILE`; return what FILE holds."""
+    """Run this script as two workers with `--worker TASK FILE`; return the content of FILE."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
         command = [*sys.argv, "--worker", task, str(file)]
@@ -191,12 +191,12 @@ def on_two_workers(task: str, launch: Callable[[list[str]], object] | None = Non
 
 
 def newest(name: str, folder: Path) -> Path | None:
-    """Return the newest file of results of this name on a machine like this one."""
+    """Return the newest results of this name on a machine like this one; None without any."""
     return max(folder.glob(f"{name}_{hardware()}_*.json"), default=None)
 
 
 def run_largebatch(words: list[str]) -> None:
-    """Run a command of largebatch in processes of one thread each.
+    """Run a command of largebatch with one thread per process.
 
     Raises KeyboardInterrupt where it was asked to stop, SystemExit where it failed.
     """
@@ -211,7 +211,7 @@ def run_largebatch(words: list[str]) -> None:
 
 @contextmanager
 def few_processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes of one thread each, and end them at once if anything fails or asks to stop.
+    """Start processes of one thread each; kill them if anything fails or asks to stop.
 
     They import the package once, so that a change of its files does not reach into what runs.
     """

@@ -1,4 +1,4 @@
-"""What the gradient noise scale costs, and whether it predicts the critical batch.
+"""Measure the cost of the gradient noise scale, and test its prediction of the critical batch.
 
     python benchmarks/noise.py [--rounds 15] [--batch 8] [--pixels 128]
     python benchmarks/noise.py --critical DIR --data DIR
@@ -40,7 +40,7 @@ MICRO_BATCHES = 2
 
 
 def main() -> None:
-    """Measure one of the two, and write the result."""
+    """Run one of the two measurements, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=8, help="samples in a micro-batch")
@@ -77,7 +77,7 @@ def cost(*, rounds: int, batch: int, pixels: int) -> dict[str, object]:
 
 
 def twice_read(*, rounds: int) -> list[float]:
-    """Return how long it takes to read the gradients of ResNet-50 twice, each time."""
+    """Return the times of reading the gradients of ResNet-50 twice."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build("resnet50", num_classes=1000).to(device)
     gradients = [torch.randn_like(weight) for weight in model.parameters()]
@@ -89,7 +89,7 @@ def twice_read(*, rounds: int) -> list[float]:
 
 
 def updates(batch: int, pixels: int, *, measure: bool) -> Callable[[], object]:
-    """Return what makes an update."""
+    """Return a function that makes an update."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = build("resnet50", num_classes=1000).to(device)

@@ -1,4 +1,4 @@
-"""What BatchNorm spans cost: forward and backward of a network with ghost groups and without.
+"""Measure the cost of BatchNorm spans: forward and backward of a network with and without them.
 
     python benchmarks/norm.py [--model resnet50] [--batch 64] [--spans 64 32 16 8] [--size 224]
 
@@ -24,19 +24,19 @@ TARGET = 1.10
 
 
 class Joined(nn.Module):
-    """The obvious ghost BatchNorm: split, normalise, concatenate."""
+    """The simple ghost BatchNorm: split, normalise, concatenate."""
 
     def __init__(self, norm: nn.BatchNorm2d, span: int) -> None:
         super().__init__()
         self.norm, self.span = norm, span
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalise each group by itself."""
+        """Normalise each group separately."""
         return torch.cat([self.norm(part) for part in images.split(self.span)])
 
 
 def joined(model: nn.Module, span: int) -> nn.Module:
-    """Replace every nn.BatchNorm2d by the obvious ghost BatchNorm."""
+    """Replace every nn.BatchNorm2d by the simple ghost BatchNorm."""
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.BatchNorm2d:
             parent, _, attribute = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The planner against published runs that it was not fitted to, and against this machine.
+"""Compare the planner with published runs that it was not fitted to, and with this machine.
 
     python benchmarks/planner.py [--rows FILE.csv]
     python benchmarks/planner.py --here [--rounds 5] [--workers 2 4 8]
@@ -53,11 +53,11 @@ from largebatch.training.step_log import StepLog
 
 RECIPE = Path(__file__).parent / "recipes" / "planner_digits.yaml"
 STEPS, WARM_UP = 40, 10
-"""Updates of a run here, and how many of them do not count."""
+"""Number of updates of a run here, and how many of them do not count."""
 
 
 def main() -> None:
-    """Measure one of the two, print it and write the result."""
+    """Run one of the two comparisons, print it and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, help="more runs, in the columns of the installed CSV")
     parser.add_argument("--here", action="store_true", help="measure this machine")
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def published() -> dict[str, Any]:
-    """Leave out systems and generations, and print the table."""
+    """Leave out systems and generations, and print the errors."""
     left_out = installed_left_out()
     old = [one for one in left_out if one.run.generation != "hopper"]
     before = dict(zip(old, baseline_errors([one.run for one in old]), strict=True))
@@ -119,7 +119,7 @@ def published() -> dict[str, Any]:
 
 
 def more(file: Path) -> dict[str, Any]:
-    """Predict runs of a file, which were not fitted to."""
+    """Predict the runs of a file, which the planner was not fitted to."""
     factor, rows, errors = quantile(installed_left_out()), [], []
     known = installed_fit()
     for new in read_runs(file):
@@ -184,7 +184,7 @@ def here(rounds: int, numbers: list[int]) -> dict[str, Any]:
 
 
 def _step_seconds(workers: int, cores: int) -> dict[str, float]:
-    """Return the seconds of a step when the recipe really trains, in two ways.
+    """Return the seconds of a step in a real run, by two clocks.
 
     `waited` is what a step took, other programs included; `worked` what a core worked for it, as
     often as workers share a core: what it takes where nothing else runs and nobody waits.

@@ -1,4 +1,4 @@
-"""The model that the planner is compared with: five constants, without data sheets or network.
+"""Baseline of the planner: a model with five constants, without data sheets or network.
 
     step = b (1 + evaluation) / rate + launch + level log2(nodes)
 
@@ -20,7 +20,7 @@ SCALE = 0.05
 """Ratio up to which an error counts by its square."""
 
 EVALUATION = VALIDATION / 3 / 4 / IMAGES
-"""Forward passes of the validation images every four epochs, as a part of the training's time."""
+"""Validation forward passes every four epochs, as a fraction of the training time."""
 
 
 def baseline(runs: Sequence[Published]) -> NDArray[np.float64]:
@@ -43,7 +43,7 @@ def baseline_seconds(run: Published, logs: NDArray[np.float64]) -> float:
 
 
 def baseline_errors(runs: Sequence[Published]) -> list[float]:
-    """Return the error at each run from a fit without those of its generation, nodes and batch."""
+    """Return the error at each run from a fit without its generation, nodes and batch."""
     errors = []
     for left in runs:
         found = baseline([run for run in runs if _like(run) != _like(left)])

@@ -1,4 +1,4 @@
-"""The statistics pass of Final Polishing beside its peers: time for an image, and error.
+"""Compare the statistics pass of Final Polishing with its peers: time per image, and error.
 
     [LARGEBATCH_DATA=DIR] python benchmarks/polish.py [--rounds 15] [--images 144] [--batch 64]
 
@@ -47,7 +47,7 @@ TARGET = 1.03
 PIXELS = 96
 SPAN = 32
 SHARE = 3
-"""One of two workers gets one batch in so many."""
+"""Number of batches per batch of the second worker."""
 
 Pairs = list[tuple[Tensor, Tensor]]
 State = dict[str, Tensor]
@@ -175,7 +175,7 @@ def polish_share(number: int, batch: int, file: Path) -> None:
 
 
 def errors(batches: Pairs) -> dict[str, Any]:
-    """Measure everybody's error, on one worker and on two."""
+    """Measure the error of every rival, on one worker and on two."""
     right = exact(network(), batches)
 
     def after(rival: Pass, part: Pairs) -> State:
@@ -200,7 +200,7 @@ def _two_workers() -> State:
 def times(
     batches: Pairs, *, layout: torch.memory_format, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Let everybody take turns; a step is a pass over all batches."""
+    """Time all rivals in turns; a step is a pass over all batches."""
     device = Serial().device
     model = network().to(device)
     model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs

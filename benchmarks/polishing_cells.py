@@ -1,4 +1,5 @@
-"""One cell of the polishing study: one set, batch, optimizer, crop area and seed, and its arms.
+"""One cell of the polishing study: one data set, batch, optimizer, crop area and seed, and its
+arms.
 
 The arms of a cell share the updates that they have in common. A trunk trains on augmented images
 to the end; where an arm parts from it, the arm goes on in a folder of its own from the trunk's
@@ -24,42 +25,42 @@ from largebatch.tracking.events import CHECKPOINTS, RECIPE, StageResult
 from largebatch.training.checkpoint import load_checkpoint, newest_checkpoint, write_checkpoint
 
 Arms = dict[str, dict[str, float | None]]
-"""Top-1 and loss that each arm reached."""
+"""Top-1 and loss of each arm."""
 
 RECIPES = Path(__file__).parent / "recipes"
 RATIO = 32
-"""The large batch over the small one."""
+"""Ratio of the large batch to the small one."""
 
 STEPS_PER_EPOCH = 16
-"""Of the large batch; MLPerf's ResNet-50 at 81,920 makes 15.6."""
+"""Updates per epoch at the large batch; MLPerf's ResNet-50 at 81,920 makes 15.6."""
 
 WARMUP_EPOCHS = 2
 AFFINE_EPOCHS = 2
 SPANS_AT_ONCE = 4
-"""BatchNorm spans in a device batch of the large batch; a core is fastest with about 100 images
-of this network."""
+"""Number of BatchNorm spans in a device batch at the large batch; a core is fastest with about 100
+images of this network."""
 
 AFFINE_RATES = {"large": 0.1, "small": 0.01}
-"""Of the affine stage. Not tuned."""
+"""Learning rate of the affine stage, not tuned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much a cell computes; the same for all cells of a study."""
+    """Size of a cell; the same for all cells of a study."""
 
     images: int
-    """Training images, the same ones for every seed."""
+    """Number of training images, the same ones for every seed."""
 
     epochs: int
 
     @property
     def large_batch(self) -> int:
-        """Images in an update of the large batch."""
+        """Large global batch."""
         return self.images // STEPS_PER_EPOCH
 
     @property
     def small_batch(self) -> int:
-        """Images in an update of the small batch, and in a BatchNorm span of both."""
+        """Small global batch, which is also the BatchNorm span of both."""
         return self.large_batch // RATIO
 
     def __post_init__(self) -> None:
@@ -73,48 +74,48 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is trained, and by which stages it is followed."""
+    """A cell: its training, and the stages after it."""
 
     data: str
     batch: str
     """`large` or `small`."""
 
     area: float
-    """The least part of an image that a crop shows."""
+    """Smallest fraction of an image in a crop."""
 
     seed: int
     rate: float
-    """The peak."""
+    """Peak learning rate."""
 
     optimizer: str = "lars"
     end: float = 0.0
-    """The rate at the end of the schedule over the peak rate."""
+    """Ratio of the last learning rate to the peak."""
 
     clean: tuple[int, ...] = (2,)
-    """Arms whose last so many epochs are on clean images."""
+    """Arms, by the number of last epochs on clean images."""
 
     affine: bool = False
 
     @property
     def group(self) -> str:
-        """All of the cell but its seed, in words."""
+        """Name of the cell without its seed."""
         words = [self.data, self.optimizer, self.batch, f"area {self.area:g}"]
         words += [f"end {self.end:g}"] * (self.end > 0)
         return ", ".join(words)
 
     @property
     def key(self) -> str:
-        """The cell's name in the results."""
+        """Name of the cell in the results."""
         return f"{self.group}, seed {self.seed}"
 
     @property
     def arms(self) -> set[str]:
-        """The arms of a cell that does not diverge."""
+        """Arms of a cell that does not diverge."""
         stages = [f"clean {epochs}" for epochs in self.clean] + ["affine"] * self.affine
         return {"control", "statistics", *stages, *(f"{stage} + statistics" for stage in stages)}
 
     def passes(self, epochs: int) -> float:
-        """Return about how many training epochs the cell takes; a forward pass is a third."""
+        """Return the approximate cost of the cell in training epochs; a forward pass is a third."""
         return (
             epochs
             + 1 / 3
@@ -147,11 +148,11 @@ def recipe_of(cell: Cell, size: Size, *, val_samples: int) -> Recipe:
 def carry_out(
     cell: Cell, size: Size, *, data: Path, val_samples: int, work: Path
 ) -> dict[str, Any]:
-    """Train all arms of a cell; return top-1 and loss of each, and the seconds it took.
+    """Train all arms of a cell; return top-1 and loss of each, and the seconds.
 
     A cell that diverges has but a control, as good as chance.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     recipe = recipe_of(cell, size, val_samples=val_samples)
     work.mkdir(parents=True, exist_ok=True)
     with (
@@ -163,17 +164,17 @@ def carry_out(
             arms = train_arms(cell, recipe, Path(folder), data=data)
         except DivergedError:
             arms = {"control": {"top1": 1 / recipe.data.classes, "loss": None}}
-    return {"arms": arms, "seconds": time.perf_counter() - begun}
+    return {"arms": arms, "seconds": time.perf_counter() - start}
 
 
 def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -> Arms:
-    """Train a trunk in `folder` and an arm for each way to polish; return what each reaches."""
+    """Train a trunk in `folder` and an arm for each way to polish; return the results."""
     trunk, recipe = folder / "trunk", recipe.with_execution(device_batch=device_batch(recipe))
     statistics = Statistics(samples=recipe.train_samples)
     arms: Arms = {}
 
     def follow(name: str, polish: Polish) -> None:
-        """Part from the trunk where it is now."""
+        """Branch off the trunk at its current update."""
         out = folder / name
         own = part(trunk, recipe.model_copy(update={"polish": polish}), out)
         summary = run(own, out=out, data=data, resume=True)
@@ -184,7 +185,7 @@ def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -
                 arms[label if name != "statistics" else name] = _reached(stage)
 
     def train(until: int) -> tuple[StageResult, ...]:
-        """Let the trunk grow to so many updates."""
+        """Train the trunk up to some updates."""
         there = trunk.exists()
         summary = run(recipe, out=trunk, data=data, resume=there, max_steps=until)
         _require(summary.steps == until, recipe)
@@ -204,13 +205,13 @@ def train_arms(cell: Cell, recipe: Recipe, folder: Path, *, data: Path | None) -
 
 
 def device_batch(recipe: Recipe) -> int:
-    """Return how many images a process holds at a time."""
+    """Return the device batch."""
     assert recipe.batch.bn_span is not None
     return min(SPANS_AT_ONCE * recipe.batch.bn_span, recipe.batch.global_batch)
 
 
 def part(trunk: Path, recipe: Recipe, out: Path) -> Recipe:
-    """Put the trunk's newest checkpoint into `out`, as one of `recipe`; return that recipe."""
+    """Copy the trunk's newest checkpoint into `out`, as one of `recipe`; return that recipe."""
     found = newest_checkpoint(trunk / CHECKPOINTS)
     assert found is not None, "a run that ended or was stopped has saved"
     checkpoint = load_checkpoint(found.path)
@@ -220,7 +221,7 @@ def part(trunk: Path, recipe: Recipe, out: Path) -> Recipe:
 
 
 def _require(complete: bool, recipe: Recipe) -> None:  # noqa: FBT001 -- what is asked for
-    """Refuse half a result, which a run leaves that was asked to stop."""
+    """Raise an error for an incomplete result of a run that was asked to stop."""
     if not complete:
         raise RuntimeError(f"{recipe.name} was stopped before its end; its cell has no result")
 

@@ -1,4 +1,4 @@
-"""The images of the polishing study: a fixed part of each set, as shards of its own.
+"""Images of the polishing study: a fixed part of each data set, in its own shards.
 
 Two cores go through 3,000 images a second, so the study trains on a part of the training set,
 drawn once with the same number of every class and the same for every seed. Rates are tuned on
@@ -24,10 +24,10 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 from mosaics import import_cifar10
 
 SETS = ("fashion_mnist", "cifar10")
-"""Folders in LARGEBATCH_DATA."""
+"""Folders of the data sets in LARGEBATCH_DATA."""
 
 SUBSET_SEED = 20_000
-"""Draws the training images; no run has this seed."""
+"""Seed that draws the training images; no run has it."""
 
 SHARD_BYTES = 256 * 10**6
 
@@ -35,7 +35,7 @@ SHARD_BYTES = 256 * 10**6
 def prepare(
     work: Path, name: str, *, train: int, val: int | None = None, test: int | None = None
 ) -> Path:
-    """Return the folder with `train` training images of a set, made unless it is there.
+    """Return the folder with `train` training images of a data set; create it if needed.
 
     They are judged on the whole test set, on `test` images of it, or, if `val` is given, on so
     many other training images: that is for tuning.
@@ -60,7 +60,7 @@ def prepare(
 
 
 def draw(index: Index, sizes: list[int]) -> list[IntArray]:
-    """Draw disjoint parts of an index, each with the same number of every class.
+    """Draw disjoint parts of an index, each with equally many images of every class.
 
     The first part does not depend on how many others there are, so tuning and study train on the
     same images.

@@ -1,4 +1,4 @@
-"""The figures of the polishing study, drawn from its results alone and in the report's style."""
+"""Draw the figures of the polishing study from its results, in the report's style."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ ARMS = {
     "affine": ("affine *", COLOURS["affine"]),
     "affine + statistics": ("affine *, then statistics", COLOURS["affine"]),
 }
-"""What an arm is called and its colour; those that end with statistics have a diamond."""
+"""Name and colour of each arm; arms that end with statistics have a diamond."""
 
 COSTS = {
     "SGD": ("large batch, SGD, linear rule", MUTED),
@@ -39,7 +39,7 @@ Study = dict[str, Any]
 
 
 def draw_all(study: Study, folder: Path) -> None:
-    """Draw each figure that there are results for."""
+    """Draw each figure that has results."""
     groups = by_group(study["cells"])
     figures: dict[str, tuple[Callable[..., None], tuple[int, int], str]] = {
         "polishing_study": (_draw_polishing, (900, 640), "affine"),
@@ -66,7 +66,7 @@ def _title(figure: "Figure", title: str, note: str, *, study: Study, groups: Gro
 
 
 def _draw_polishing(figure: "Figure", *, study: Study, groups: Groups) -> None:
-    """Draw how far each way to polish is from the control of the same seeds."""
+    """Draw the difference of each way to polish to the control with the same seeds."""
     title = f"What polishing changes, against {study['epochs']} epochs on augmented images"
     note = "LARS. clean: the last 2 epochs. * 2 epochs more than the control."
     _title(figure, title, note, study=study, groups=groups)
@@ -89,7 +89,7 @@ def _draw_polishing(figure: "Figure", *, study: Study, groups: Groups) -> None:
 
 
 def _draw_batches(figure: "Figure", *, study: Study, groups: Groups) -> None:
-    """Draw how far large batches are from a small one of plain SGD."""
+    """Draw the difference of large batches to a small one of plain SGD."""
     ratio = study["large_batch"] // study["small_batch"]
     title = f"Batches {ratio} times as large, against SGD with batches of {study['small_batch']}"
     note = (
@@ -161,7 +161,7 @@ def _draw_bar(axes: "Axes", height: float, values: list[float], colour: str) -> 
 
 
 def _draw_rates(figure: "Figure", *, study: Study, groups: Groups) -> None:
-    """Draw top-1 by number of clean epochs, a line for each rate the schedule ends at."""
+    """Draw top-1 against the number of clean epochs, one line for each final rate."""
     title = f"How many of {study['epochs']} epochs to train on clean images, and at which rate"
     batch = _batch(study, "large").lower()
     note = f"CIFAR-10, LARS, {batch}, crops from 8 % of the area."
@@ -204,7 +204,7 @@ def _draw_line(
 
 
 def _head(axes: "Axes", height: float, text: str, arms: dict[str, dict[int, float]]) -> None:
-    """Write over a block of rows what it is, and what its control reaches."""
+    """Write the title of a block of rows, with the accuracy of its control."""
     control = arms.get("control", {})
     reached = f": control {student(list(control.values()))['mean']:.1f} %" if control else ""
     axes.annotate(text + reached, (0, height), xycoords=axes.get_yaxis_transform(), va="center",
@@ -215,7 +215,7 @@ def _head(axes: "Axes", height: float, text: str, arms: dict[str, dict[int, floa
 def _draw_row(
     axes: "Axes", height: float, values: list[float], colour: str, *, diamond: bool
 ) -> None:
-    """Draw the differences of all seeds, their mean with its interval, and the mean in figures."""
+    """Draw the differences of all seeds, their mean with its interval, and the mean as text."""
     if not values:
         return
     spread = student(values)

@@ -1,4 +1,5 @@
-"""What Final Polishing gains, mode by mode, at a large and a small batch, over several seeds.
+"""Measure the gains of Final Polishing, mode by mode, at a large and a small batch, over several
+seeds.
 
     python benchmarks/polishing_study.py --workers-at-once 2 [--only WORDS ...] [--tune | --draw]
 
@@ -52,30 +53,30 @@ from polishing_tables import tables
 
 TEST_IMAGES = 10_000
 TUNING_IMAGES, TUNING_SEED = 5000, 100
-"""Rates are judged on so many other training images, with a seed that no result has."""
+"""Number of training images that rates are tuned on, with a seed that no result has."""
 
 GRID = {
     ("lars", "large"): (2.0, 4.0, 8.0),
     ("lars", "small"): (0.1, 0.3, 1.0),
     ("sgd", "small"): (0.02, 0.05, 0.1, 0.15),
 }
-"""The peak rates that are tried first."""
+"""Peak rates that are tried first."""
 
 CLEAN = {
     ("cifar10", "large", 0.08): (1, 2, 5),
     ("cifar10", "large", 0.35): (2, 5),
     ("fashion_mnist", "large", 0.35): (2, 5),
 }
-"""Clean epochs that LARS is followed by, where they are not 2 alone."""
+"""Numbers of clean epochs after LARS, where they are not 2 alone."""
 
 NAME = "polishing_study"
 
 Rates: TypeAlias = dict[tuple[str, str, str], float]
-"""Peak rates by set, optimizer and batch."""
+"""Peak rates by data set, optimizer and batch."""
 
 
 class Setting(NamedTuple):
-    """What a study computes, and where it goes."""
+    """Size, files and processes of a study."""
 
     size: Size
     path: Path
@@ -116,7 +117,7 @@ def _parse() -> argparse.Namespace:
 
 
 def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
-    """Give all cells of the study that there are rates for, seed by seed; last rates come last."""
+    """Return all cells of the study with known rates, seed by seed; final rates come last."""
     for seed in range(1, seeds + 1):
         for area, batch, data in product((0.08, 0.35), ("large", "small"), SETS):
             clean = CLEAN.get((data, batch, area), (2,))
@@ -146,7 +147,7 @@ def cells(seeds: int, rates: Rates) -> Iterator[Cell]:
 
 
 def has(done: dict[str, Any], cell: Cell) -> bool:
-    """Say whether a cell is among the results, at its rate and with all of its arms."""
+    """Return True if a cell is in the results, at its rate and with all of its arms."""
     found = done.get(cell.key)
     if found is None or found["rate"] != cell.rate:
         return False
@@ -154,7 +155,7 @@ def has(done: dict[str, Any], cell: Cell) -> bool:
 
 
 def to_tune(tuning: dict[str, Any]) -> list[Cell]:
-    """Return the cells that finding the rates still needs, at crops from 35 %."""
+    """Return the cells that the tuning of rates still needs, at crops from 35 %."""
     return [
         Cell(
             data=data, batch=batch, area=0.35, seed=TUNING_SEED, rate=rate,
@@ -166,7 +167,7 @@ def to_tune(tuning: dict[str, Any]) -> list[Cell]:
 
 
 def best_rates(tuning: dict[str, Any]) -> Rates:
-    """Return the rate with the best control of each set, optimizer and batch that is tuned."""
+    """Return the rate with the best control of each tuned data set, optimizer and batch."""
     rates = {}
     for data, pair in product(SETS, GRID):
         tried = _tried(tuning, (data, *pair))
@@ -187,14 +188,14 @@ def _to_try(tried: dict[float, float], grid: tuple[float, ...]) -> list[float]:
 
 
 def _tried(tuning: dict[str, Any], key: tuple[str, str, str]) -> dict[float, float]:
-    """Return what the control reached by rate."""
+    """Return the accuracy of the control by rate."""
     group = Cell(data=key[0], optimizer=key[1], batch=key[2], area=0.35, seed=0, rate=1).group
     cells = [cell for cell in tuning.values() if cell["group"] == group]
     return {cell["rate"]: cell["arms"]["control"]["top1"] for cell in cells}
 
 
 def _selected(cells: list[Cell], words: list[str]) -> list[Cell]:
-    """Return those whose names have all of the words, and whole: seed 1 is not in seed 10."""
+    """Return the cells whose names contain all of the words, as whole words."""
     asked = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in words]
     return [cell for cell in cells if all(word.search(cell.key) for word in asked)]
 
@@ -218,7 +219,7 @@ def read(path: Path, size: Size) -> dict[str, Any]:
 
 
 def write(study: dict[str, Any], path: Path) -> None:
-    """Replace the file of results by one with the means, the command and the versions of now."""
+    """Replace the file of results, with new means, command and versions."""
     now = _now()
     content = {
         **study,
@@ -236,12 +237,12 @@ def write(study: dict[str, Any], path: Path) -> None:
 
 
 def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section: str) -> None:
-    """Train cells, some at once, and write the results after each."""
+    """Train cells, several at once, and write the results after each."""
     size, val = setting.size, TUNING_IMAGES if section == "tuning" else None
     sets = dict.fromkeys(cell.data for cell in missing)
     folders = {name: prepare(setting.work, name, train=size.images, val=val) for name in sets}
     left = sum(cell.passes(size.epochs) for cell in missing)
-    done, begun = 0.0, time.perf_counter()
+    done, start = 0.0, time.perf_counter()
     print(
         f"{section}: {len(missing)} to train, {len(study[section])} in {setting.path}", flush=True
     )
@@ -261,7 +262,7 @@ def train(missing: list[Cell], setting: Setting, study: dict[str, Any], section:
             study[section][key] = {**about, **{k: now[k] for k in ("date", "commit")}, **result}
             write(study, setting.path)
             done += cell.passes(size.epochs)
-            minutes = (time.perf_counter() - begun) / done * (left - done) / 60
+            minutes = (time.perf_counter() - start) / done * (left - done) / 60
             print(f"{_describe(cell, result)}; {minutes:.0f} min left", flush=True)
 
 
@@ -278,4 +279,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

@@ -1,13 +1,11 @@
-"""The cells of the polishing study -> means and differences with their intervals, in points."""
+"""Means and differences of the cells of the polishing study with their intervals, in points."""
 
-import math
-import statistics
 from typing import Any, TypedDict
 
-from scipy.stats import t
+from largebatch.studies.metrics import interval
 
 BASELINE = "sgd, small, area 0.35"
-"""What the large batch is to come up to, by group without the set."""
+"""Baseline of the large batch: its group without the data set."""
 
 RIVALS = {
     "small batch, SGD": (BASELINE, "control"),
@@ -18,7 +16,7 @@ RIVALS = {
     "large batch, LARS": ("lars, large, area 0.35", "control"),
     "large batch, SGD, linear rule": ("sgd, large, area 0.35", "control"),
 }
-"""Whose accuracy stands side by side: group without the set, and arm."""
+"""Compared accuracies: group without the data set, and arm."""
 
 Table = list[dict[str, Any]]
 
@@ -33,16 +31,15 @@ class Spread(TypedDict):
 
 
 def student(values: list[float]) -> Spread:
-    """Return the mean and its 95 % interval by Student's t, which for one value is no interval.
+    """Return the mean and its 95 % interval by Student's t; one value has none.
 
     >>> student([1.0, 2.0, 3.0])
     {'mean': 2.0, 'low': -0.48413771175..., 'high': 4.48413771175..., 'n': 3}
     """
-    mean, n = statistics.mean(values), len(values)
-    half = 0.0
-    if n > 1:
-        half = float(t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
-    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+    mean, low, high, n = interval(values)
+    if n == 1:
+        low = high = mean
+    return {"mean": mean, "low": low, "high": high, "n": n}
 
 
 def tables(cells: dict[str, dict[str, Any]]) -> dict[str, Table]:

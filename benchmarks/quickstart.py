@@ -1,4 +1,4 @@
-"""The quickstart over several seeds: accuracy after each stage, and what polishing gains.
+"""Run the quickstart with several seeds: accuracy after each stage, and the gain by polishing.
 
     python benchmarks/quickstart.py [--seeds 5] [--workers 2]
 

@@ -1,4 +1,4 @@
-"""Whether a recipe trains at the bound that its range test suggests, and how far beyond.
+"""Test whether a recipe trains at the bound of its range test, and how far beyond.
 
     python benchmarks/range_test.py [--processes N]
 
@@ -39,7 +39,7 @@ RECIPES = {
     "LeNet-5, SGD without momentum": (*LENET, "optimizer={kind: sgd, momentum: 0.0}"),
     "digits_96 with images of 16 pixels, LARS": ("data.image_size=16",),
 }
-"""The tests go from a thousandth to a hundred times peak_lr."""
+"""Range of the tests, as multiples of peak_lr."""
 
 Asked = tuple[str, float, float, int, int]
 """A run at a constant rate: recipe, factor, rate, updates, seed."""
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def found_by(work: Path, name: str) -> dict[str, Any]:
-    """Return what the range test of a recipe finds."""
+    """Return the result of a recipe's range test."""
     recipe = load_recipe("digits_96", [*SAME, *RECIPES[name]])
     rates = choose_range(recipe, low=None, high=None, steps=None, seeds=SEEDS)
     train_range(recipe, Options(out=work / name, report=False), rates)
@@ -81,7 +81,7 @@ def found_by(work: Path, name: str) -> dict[str, Any]:
 
 
 def constant_rates(name: str, found: dict[str, Any]) -> Iterator[Asked]:
-    """Yield the runs that are held against a test."""
+    """Yield the runs that are compared with a test."""
     for factor in FACTORS:
         for seed in range(1, SEEDS + 1):
             yield name, factor, factor * found["upper"]["value"], found["steps"], seed

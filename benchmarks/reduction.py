@@ -1,4 +1,4 @@
-"""The gradient reduction next to its peers: two workers on one machine, in the same processes.
+"""Compare the gradient reduction with its peers: two workers on one machine, in the same processes.
 
     python benchmarks/reduction.py [--rounds 40] [--pixels 64] [--batch 8] [--steps 3]
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def be_worker(args: argparse.Namespace, task: str, file: Path) -> None:
-    """Be one of two workers; worker 0 writes what was measured."""
+    """Run one of two workers; worker 0 writes the results."""
     if task == "horovod":
         places_of_torch()
     found = growth(args.rounds) if task == "growth" else meet(args, with_horovod=task == "horovod")
@@ -84,14 +84,14 @@ def under_horovod(command: list[str]) -> None:
 
 
 def places_of_torch() -> None:
-    """Tell torch what Horovod was told."""
+    """Set up torch.distributed from Horovod's ranks."""
     for name, theirs in {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK"}.items():
         os.environ[name] = os.environ[f"HOROVOD_{theirs}"]
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["HOROVOD_LOCAL_SIZE"]
 
 
 def meet(args: argparse.Namespace, *, with_horovod: bool) -> dict[str, list[float]]:
-    """Let all rivals take turns; return their times a step."""
+    """Time all rivals in turns; return their seconds per step."""
     backend = TorchDistributed()
     torch.manual_seed(backend.rank)
     images = torch.randn(args.batch, 3, args.pixels, args.pixels)
@@ -113,7 +113,7 @@ def meet(args: argparse.Namespace, *, with_horovod: bool) -> dict[str, list[floa
 
 
 def compare(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Set ours beside each rival; exposed communication is what a step alone does not take."""
+    """Compare ours with each rival; exposed communication is the time beyond a step alone."""
     alone = times["alone"]
     exposed = {
         name: spread([one - base for one, base in zip(values, alone, strict=True)])
@@ -154,7 +154,7 @@ def growth(rounds: int) -> dict[str, Any]:
 def synthetic(
     backend: Backend, *, tensors: int = 100, megabytes: int = 16, accumulation: int = 1
 ) -> Step:
-    """Zero, give every parameter a gradient, reduce."""
+    """Zero the gradients, set all of them, and reduce."""
     size = megabytes * 1_000_000 // 4 // tensors
     weights = [nn.Parameter(torch.zeros(size)) for _ in range(tensors)]
     gradient = torch.ones(size)

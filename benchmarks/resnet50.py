@@ -1,4 +1,4 @@
-"""ResNet-50 at 224 pixels in bf16: train() beside timm's training loop and a plain one.
+"""Compare train() on ResNet-50 at 224 pixels in bf16 with timm's training loop and a plain one.
 
     python benchmarks/resnet50.py [--rounds 20] [--steps 10] [--batch 256] [--seconds 300]
         [--modes default reduce-overhead]
@@ -49,10 +49,10 @@ from largebatch.training.loss import cross_entropy
 
 LR, MOMENTUM, DECAY, SMOOTHING = 0.1, 0.9, 5e-5, 0.1
 LOG_INTERVAL = 50
-"""Updates between two losses that timm's loop reads."""
+"""Number of updates between two readings of the loss in timm's loop."""
 
 IMAGE_BYTES = 2**28
-"""Memory of the device that a batch has for each image, over-allocated: it needs about 90 MB."""
+"""Device memory per image, over-allocated: about 90 MB are needed."""
 
 PRODUCT = "matrix product"
 
@@ -120,13 +120,13 @@ def arguments() -> argparse.Namespace:
 
 
 def default_batch() -> int:
-    """Return 256, or the largest power of two that the memory of the device is enough for."""
+    """Return 256, or the largest power of two that fits the device's memory."""
     memory = accelerator.memory_bytes() if accelerator.count() else 2**34
     return min(256, 1 << max(0, (memory // IMAGE_BYTES).bit_length() - 1))
 
 
 def pairs(modes: list[str]) -> list[tuple[str, str]]:
-    """Return which rivals are compared."""
+    """Return the names of the rivals."""
     found = [("ours", "timm"), ("ours", "plain"), ("timm", "plain")]
     for mode in modes:
         found += [(f"ours, compiled: {mode}", other) for other in ("ours", "timm")]
@@ -143,7 +143,7 @@ def synthetic(device: torch.device, args: argparse.Namespace) -> Data:
 
 
 def rivals(data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Step]]:
-    """Return what makes each rival's step, on a model of its own."""
+    """Return a builder of each rival's step, on its own model."""
     made: dict[str, Callable[[], Step]] = {
         "plain": functools.partial(plain, args.model, data),
         "timm": functools.partial(timms, args.model, data),
@@ -159,7 +159,7 @@ def rivals(data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Step]
 def prepare(
     made: dict[str, Callable[[], Step]], device: torch.device
 ) -> tuple[dict[str, Step], dict[str, float], dict[str, str]]:
-    """Return the steps that run, the memory that each took, and the errors of the others."""
+    """Return the working steps, their peak memory, and the errors of the others."""
     steps: dict[str, Step] = {}
     memory: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -181,7 +181,7 @@ def prepare(
 
 
 def allocated(device: torch.device) -> int:
-    """Return what tensors take of an accelerator at present, and begin to note the most."""
+    """Return the current memory of tensors on an accelerator, and reset its peak."""
     if not accelerator.is_remote(device):
         return 0
     module = torch.get_device_module(device)
@@ -190,7 +190,7 @@ def allocated(device: torch.device) -> int:
 
 
 def ours(name: str, data: Data, mode: str | None = None) -> Step:
-    """Return an update of train(), as a recipe makes it."""
+    """Return an update of train(), as in a recipe."""
     images, labels = data
     backend = Serial(images.device)
     model = with_span(network(name, images.device), len(images))
@@ -246,7 +246,7 @@ def timms(name: str, data: Data, mode: str | None = None) -> Step:
 
 
 def plain(name: str, data: Data) -> Step:
-    """Return the training step of any PyTorch tutorial."""
+    """Return the training step of a PyTorch tutorial."""
     images, labels = data
     model = network(name, images.device).train()
     optimizer = torch.optim.SGD(
@@ -271,7 +271,7 @@ def network(name: str, device: torch.device) -> nn.Module:
 
 
 def operations_per_image(data: Data, args: argparse.Namespace) -> float:
-    """Return additions and multiplications of convolutions and matrix products, both passes."""
+    """Return the floating-point operations of convolutions and matrix products, both passes."""
     images = data[0][:2]
     model = network(args.model, images.device).train()
     with FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""One step of ResNet-18 with SGD, for each way of reducing gradients that reduction.py compares."""
+"""One step of ResNet-18 with SGD, for each way of reducing gradients in reduction.py."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ def resnet18() -> nn.Module:
 
 
 def usual_step(model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor) -> Step:
-    """The training step of any PyTorch tutorial."""
+    """Make the training step of a PyTorch tutorial."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -31,7 +31,7 @@ def usual_step(model: nn.Module, optimizer: Optimizer, images: Tensor, labels: T
 
 
 def plain(images: Tensor, labels: Tensor) -> Step:
-    """No communication at all."""
+    """Train without communication."""
     model = resnet18()
     return usual_step(model, SGD(model.parameters(), lr=RATE), images, labels)
 

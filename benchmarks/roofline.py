@@ -1,4 +1,4 @@
-"""How near the updates of LARS and BatchNorm come to the memory bandwidth of this device.
+"""Compare the updates of LARS and BatchNorm with the memory bandwidth of this device.
 
     python benchmarks/roofline.py [--rounds 20] [--batch 256] [--seconds 30]
 

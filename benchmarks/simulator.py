@@ -1,4 +1,4 @@
-"""How fast the simulator is: a million updates of ten thousand learners, each of one gradient.
+"""Measure the simulator: a million updates of ten thousand learners, each of one gradient.
 
     python benchmarks/simulator.py [--rounds 3] [--learners 10000] [--updates 1000000]
 
@@ -42,9 +42,9 @@ def main() -> None:
     simulated = {}
     for seed in range(args.rounds):
         for name, cluster in clusters.items():
-            begun, used = time.perf_counter(), time.process_time()
+            start, used = time.perf_counter(), time.process_time()
             found = simulate(rule, cluster, servers=1, updates=args.updates, seed=seed)
-            wall[name].append(time.perf_counter() - begun)
+            wall[name].append(time.perf_counter() - start)
             processor[name].append(time.process_time() - used)
             simulated[name] = found.seconds_per_update
     result = {

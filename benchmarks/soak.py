@@ -1,4 +1,4 @@
-"""Runs that are disturbed at random until they end: what is lost, and what it costs.
+"""Disturb runs at random until they end, and measure what is lost.
 
     python benchmarks/soak.py [--faults 200] [--seed 0] [--only serial torch horovod]
 
@@ -57,10 +57,10 @@ CHANGES = (
     "polish={clean: {steps: 5}, ema: 0.5, statistics: {samples: 480}}",
 )
 LATER = ("kill", "suspend", "signal", "no room")
-"""These come while a run is under way."""
+"""Faults that occur during a run."""
 
 BETWEEN = ("damage", "vanished")
-"""These come while no process runs."""
+"""Faults that occur while no process runs."""
 
 KINDS = (*LATER, "tracker", *BETWEEN)
 
@@ -68,11 +68,11 @@ CHECKPOINT = "step-*.safetensors"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HANG_SECONDS = 300
 LEAVE_SECONDS = 20
-"""How long processes have to leave after the first one has ended."""
+"""Seconds that processes have to exit after the first one has."""
 
 
 class Setting(NamedTuple):
-    """How a run is started."""
+    """Command that starts a run."""
 
     backend: str
     workers: int
@@ -91,10 +91,10 @@ class Round:
 
     setting: Setting
     faults: list[tuple[str, float]] = field(default_factory=list)
-    """Each with the seconds since the run began."""
+    """Faults, each with the seconds since the run started."""
 
     attempts: list[tuple[float, float, int]] = field(default_factory=list)
-    """Begin, end and exit code of each start."""
+    """Start, end and exit code of each process."""
 
     recomputed: int = 0
     productive_seconds: float = 0.0
@@ -103,7 +103,7 @@ class Round:
 
 
 def main() -> None:
-    """Disturb runs until so many faults have happened; write the result and its figure."""
+    """Disturb runs until enough faults have happened; write the result and its figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -140,10 +140,10 @@ def soak(
     expected = {}
     for setting in dict.fromkeys(settings):
         own = folder / f"{setting.backend}-{setting.workers}"
-        begun = time.monotonic()
+        run_start = time.monotonic()
         code = start(own, setting, tracker=False).wait(HANG_SECONDS)
         assert code == 0, f"the undisturbed run on {setting} ended with {code}"
-        expected[setting] = (own, time.monotonic() - begun)
+        expected[setting] = (own, time.monotonic() - run_start)
     rounds: list[Round] = []
     done = 0
     while done < num_faults:
@@ -163,20 +163,20 @@ def soak(
 def disturb(
     out: Path, setting: Setting, kinds: list[str], draw_from: random.Random, *, seconds: float
 ) -> Round:
-    """Start a run again and again, with faults each time, until it has finished."""
+    """Restart a run, with faults each time, until it has finished."""
     found = Round(setting)
-    begun = time.monotonic()
+    run_start = time.monotonic()
     left = list(kinds)
     while len(found.attempts) < 3 * len(kinds) + 3:
         started = time.monotonic()
-        process = disturb_once(out, found, left, draw_from, begun=begun, seconds=seconds)
+        process = disturb_once(out, found, left, draw_from, run_start=run_start, seconds=seconds)
         try:
             code = process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
             found.problem = f"hung after {found.faults[-1:]}"
             code = -signal.SIGKILL
         found.orphans += end_session(process.pid, hung=found.problem is not None)
-        found.attempts.append((started - begun, time.monotonic() - begun, code))
+        found.attempts.append((started - run_start, time.monotonic() - run_start, code))
         if code == 0 or found.problem:
             return found
     found.problem = "never finished"
@@ -189,27 +189,27 @@ def disturb_once(
     left: list[str],
     draw_from: random.Random,
     *,
-    begun: float,
+    run_start: float,
     seconds: float,
 ) -> "Process":
-    """Start a run, after what comes while none runs, and do to it the faults that come then."""
+    """Apply faults that need a stopped run, start the run, and apply the others."""
     kind = take(left, BETWEEN)
     if kind and spoil(out, kind, draw_from):
-        found.faults.append((kind, time.monotonic() - begun))
+        found.faults.append((kind, time.monotonic() - run_start))
     tracker = take(left, ("tracker",))
     process = start(out, found.setting, tracker=tracker is not None)
     if tracker:  # it is there from the start
-        found.faults.append((tracker, time.monotonic() - begun))
+        found.faults.append((tracker, time.monotonic() - run_start))
     while kind := take(left, LATER):
         delay = draw_from.uniform(0.1, 0.7) * seconds
         if not inject_later(kind, process, draw_from, delay=delay):
             break
-        found.faults.append((kind, time.monotonic() - begun))
+        found.faults.append((kind, time.monotonic() - run_start))
     return process
 
 
 def take(left: list[str], kinds: Sequence[str]) -> str | None:
-    """Remove the first of these kinds from what is left and return it; None where there is none."""
+    """Remove the first of these kinds from what is left and return it; None if there is none."""
     kind = next((each for each in left if each in kinds), None)
     if kind is not None:
         left.remove(kind)
@@ -217,7 +217,7 @@ def take(left: list[str], kinds: Sequence[str]) -> str | None:
 
 
 class Forked:
-    """A run in a fork of this process, which has loaded everything: that starts in no time."""
+    """A run in a fork of this process, which starts at once because everything is loaded."""
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         self._code: int | None = None
@@ -255,7 +255,7 @@ Process = Forked | subprocess.Popen[bytes]
 
 
 def start(out: Path, setting: Setting, *, tracker: bool) -> Process:
-    """Start the one command of a run in a session of its own."""
+    """Start the command of a run in its own session."""
     words = [*("--workers", str(setting.workers)), *("--timeout", "60")]
     if setting.workers > 1:
         words += ["--backend", setting.backend]
@@ -281,7 +281,7 @@ def start(out: Path, setting: Setting, *, tracker: bool) -> Process:
 
 
 def members(session: int) -> list[int]:
-    """Return the processes of a session that have not ended."""
+    """Return the processes of a session that are still running."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -292,14 +292,14 @@ def members(session: int) -> list[int]:
 
 
 def inject_later(kind: str, process: Process, draw_from: random.Random, *, delay: float) -> bool:
-    """Do a fault to a run after a while, unless it has ended; return whether it was done."""
+    """Apply a fault to a run after some time, unless it has ended; return True if applied."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(delay)
     return process.poll() is None and inject(kind, process.pid, draw_from)
 
 
 def inject(kind: str, session: int, draw_from: random.Random) -> bool:
-    """Do a fault to a run; return whether there was anything to do it to."""
+    """Apply a fault to a run; return False if it has no target."""
     processes = members(session)
     if not processes:
         return False
@@ -324,7 +324,7 @@ def inject(kind: str, session: int, draw_from: random.Random) -> bool:
 
 
 def spoil(out: Path, kind: str, draw_from: random.Random) -> bool:
-    """Damage or remove the newest checkpoint; return whether there was one."""
+    """Damage or remove the newest checkpoint; return False if there is none."""
     newest = max((out / "checkpoints").glob(CHECKPOINT), default=None)
     if newest is None:
         return False
@@ -341,7 +341,7 @@ def spoil(out: Path, kind: str, draw_from: random.Random) -> bool:
 
 
 def end_session(session: int, *, hung: bool) -> int:
-    """Wait until all processes of a run have left; kill and count those that have not."""
+    """Wait until all processes of a run have exited; kill and count the others."""
     deadline = time.monotonic() + (0 if hung else LEAVE_SECONDS)
     while members(session) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -353,7 +353,7 @@ def end_session(session: int, *, hung: bool) -> int:
 
 
 def difference(ours: Path, expected: Path) -> str | None:
-    """Return what differs from the undisturbed run, None if nothing does."""
+    """Describe the difference from the undisturbed run; None if there is none."""
     states = [
         load_checkpoint(max((f / "checkpoints").glob(CHECKPOINT))).state for f in (ours, expected)
     ]
@@ -377,14 +377,14 @@ def updates(out: Path) -> tuple[dict[int, float], list[dict[str, Any]]]:
 
 
 def cost(out: Path) -> tuple[int, float]:
-    """Return how many updates were computed again, and the seconds of those that counted."""
+    """Return the number of repeated updates, and the seconds of those that counted."""
     losses, steps = updates(out)
     seconds = {record["step"]: record["step_seconds"] for record in steps}
     return len(steps) - len(losses), sum(seconds.values())
 
 
 def summarize(rounds: list[Round]) -> dict[str, Any]:
-    """Return the result in numbers."""
+    """Return the result as numbers."""
     total = sum(each.attempts[-1][1] for each in rounds)
     return {
         "date": today(),
@@ -421,7 +421,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:  # noqa: ANN401 -- matplo
     )
     axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_xlabel("seconds since the run began; dark: the start that finished", fontsize=8)
+    axes.set_xlabel("seconds since the start of the run; dark: the start that finished", fontsize=8)
     axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=7, frameon=False)
     axes.set_title(
         f"{result['faults']} faults in {result['runs']} runs, {len(result['lost'])} lost; "

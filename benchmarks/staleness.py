@@ -1,4 +1,4 @@
-"""What staleness costs on CIFAR-10: the studies of staleness_studies.py as one file of results.
+"""Measure the cost of stale gradients on CIFAR-10: the studies of staleness_studies.py in one file.
 
     python benchmarks/staleness.py --rates
     python benchmarks/staleness.py [--only STUDY ...] [--processes N]
@@ -30,7 +30,7 @@ from typing import Any
 from contrasts import BySeed, Noise, contrast, noise_of
 from measuring import in_points, run_largebatch, write
 from polishing_data import prepare
-from scipy.stats import beta
+from scipy.stats import binomtest
 from staleness_studies import IMAGES, rates_study, studies
 
 from largebatch.studies.metrics import CONFIDENCE, Interval, interval
@@ -51,11 +51,11 @@ STRAGGLING = "sgd-stragglers-sigma30-mu4-lambda30-staleness"
 
 Rows = Mapping[str, Row]
 Term = tuple[float, BySeed]
-"""A weight, and the values that it is the weight of."""
+"""A weight, and the values that it multiplies."""
 
 
 def main() -> None:
-    """Search, or carry out the studies and write their result."""
+    """Search rates, or run the studies and write their result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--rates", action="store_true", help="search the rates of the recipes")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _write(work: Path) -> Path:
-    """Write what is recorded of all studies."""
+    """Write the recorded results of all studies."""
     rows: dict[str, dict[str, Row]] = {}
     for name in studies():
         file = work / f"{name}.yaml"
@@ -110,7 +110,7 @@ def _write(work: Path) -> Path:
 
 
 def _rates(database: Path) -> dict[str, dict[str, Any]]:
-    """Return what was tried for every recipe, and what was found."""
+    """Return the tried and the best rates of every recipe."""
     with open_existing(f"sqlite:///{database}") as storage:
         cells = read_results(storage)
     return {
@@ -123,7 +123,7 @@ def _rates(database: Path) -> dict[str, dict[str, Any]]:
 
 
 def _is_whole(rows: Rows) -> bool:
-    """Return whether a study has several seeds, the same of every cell."""
+    """Return True if a study has several seeds, the same in every cell."""
     seeds = {frozenset(_top1(row)) for row in rows.values()}
     return len(seeds) == 1 and len(next(iter(seeds))) > 1
 
@@ -159,24 +159,22 @@ def clopper_pearson(number: int, of: int) -> dict[str, float]:
     >>> clopper_pearson(0, 30_000)["high"] < 1.3e-4
     True
     """
-    rest = (1 - CONFIDENCE) / 2
-    low = float(beta.ppf(rest, number, of - number + 1)) if number else 0.0
-    high = float(beta.ppf(1 - rest, number + 1, of - number)) if number < of else 1.0
-    return {"low": low, "high": high}
+    ends = binomtest(number, of).proportion_ci(CONFIDENCE)
+    return {"low": float(ends.low), "high": float(ends.high)}
 
 
 def fails(row: Row) -> int:
-    """Return how many runs of a cell do."""
+    """Return the number of runs of a cell that fail."""
     return sum(one["diverged"] is not None or one["top1"] < FAILS for one in row.found)
 
 
 def noise(rows: Rows) -> Noise:
-    """Return that of top-1 in a study, by the cells of which no run fails."""
+    """Return the noise of top-1 in a study, from the cells without a failed run."""
     return noise_of([_top1(row) for row in rows.values() if not fails(row)])
 
 
 def differences(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield by question the differences of top-1 that answer it, in points."""
+    """Yield by question the differences in top-1 that answer it, in points."""
     own = noise(rows)
     for question, pairs in questions(rows).items():
         yield (
@@ -186,7 +184,7 @@ def differences(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _answer(terms: Sequence[Term], own: Noise, *, together: int) -> dict[str, Any]:
-    """Return a difference in points, one of so many, and whether it is level, taken alone."""
+    """Return a difference in points, one of several, and whether it is level on its own."""
     each, alone = (contrast(terms, own, together=number) for number in (together, 1))
     return {**in_points(each)._asdict(), "level": _is_level(alone)}
 
@@ -196,7 +194,7 @@ def _is_level(found: Interval) -> bool:
 
 
 def questions(rows: Rows) -> dict[str, dict[str, list[Term]]]:
-    """Return by question and answer the cells that are added, and taken off, with their weights."""
+    """Return by question and answer the added and subtracted cells, with their weights."""
     late = "{}-usual-sigma{}-mu4-lambda30-{}".format
 
     def of(cell: str, stage: str | None = None) -> BySeed:
@@ -336,7 +334,7 @@ def _one(name: str) -> str:
 
 
 def _top1(row: Row, stage: str | None = None) -> BySeed:
-    """Return top-1 by seed, at the end or after a stage; chance where the run diverged."""
+    """Return top-1 by seed, at the end or after a stage; chance if the run diverged."""
     found: dict[int, float] = {}
     for one in row.found:
         stages = {each["name"]: float(each["top1"]) for each in one["stages"]}
@@ -349,4 +347,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        sys.exit("stopped; the same command continues from here")

@@ -1,4 +1,4 @@
-"""The studies of staleness.py: a fifth of CIFAR-10's images, 12 epochs of them, three grids.
+"""The studies of staleness.py: a fifth of CIFAR-10's images, 12 epochs, three grids.
 
 `sensitivity` has the rate found without staleness, a third and a tenth of it, with one seed: at
 which rates do learners that wait, learners that do not, and one learner train? By it FACTOR is
@@ -26,19 +26,21 @@ from largebatch.training.protocols.compute_times import Lognormal, Stragglers
 IMAGES = 10_000
 EPOCHS = 12
 BATCH = 120
-"""For which the rates were found; 30 mini-batches of 4."""
+"""Batch for which the rates were searched: 30 mini-batches of 4."""
 
 RATES = {"sgd": 0.03, "lars": 0.362, "norm": 0.0048}
-"""As --rates finds them."""
+"""Best rates, from --rates."""
 
 FACTOR = {"sgd": 1 / 3, "lars": 1.0, "norm": 1.0}
-"""Of them in `main` and `products`: that of FACTORS with which, in `sensitivity`, a recipe's cells
-whose learners wait or divide the rate by tau have the highest mean top-1."""
+"""Multiples of these rates in `main` and `products`: the one of FACTORS with which, in
+`sensitivity`, a recipe's cells whose learners wait or divide the rate by tau have the highest mean
+top-1."""
 
 FACTORS = {"whole": 1.0, "third": 1 / 3, "tenth": 1 / 10}
 
 ALONE = 0.0376
-"""The mean of 1 / tau at sigma 30 under the usual times: of the rate, that of a late gradient."""
+"""Mean of 1 / tau at sigma 30 under the usual times: the mean factor on the rate of a late
+gradient."""
 
 LARS = {
     "kind": "lars", "convention": "reference", "momentum": 0.9, "weight_decay": 0.004, "eta": 0.02,
@@ -65,7 +67,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "norm": ("norm", NORM | {"polish": STATISTICS}),
     "polished": ("norm", NORM | {"polish": {"clean": {"epochs": 2}, **STATISTICS}}),
 }
-"""Whose rate each takes, and what it changes of cifar10_quick_128."""
+"""Recipe whose rate each uses, and its changes to cifar10_quick_128."""
 
 MACHINES: dict[str, Any] = {  # a gradient's seconds as fitted by staleness_times.py
     "overhead": 0.0011,
@@ -78,14 +80,14 @@ STRAGGLERS = Stragglers(kind="stragglers", usual=USUAL, probability=0.02, factor
 
 
 def recipe(name: str, *, factor: float = 1.0) -> dict[str, Any]:
-    """Return a recipe of a study at a multiple of the rate found for it."""
+    """Return a recipe of a study at a multiple of its best rate."""
     rate, changes = RECIPES[name]
     peak = float(f"{RATES[rate] * factor:.4g}")
     return {"recipe": "cifar10_quick_128", "set": changes | {"schedule.peak_lr": peak}}
 
 
 def rates_study() -> dict[str, Any]:
-    """Return the study of policies that finds the rates, without staleness."""
+    """Return the study of policies that searches the rates, without staleness."""
     return {
         "name": "staleness-rates",
         "recipes": {name: recipe(name) for name in RATES},
@@ -96,7 +98,7 @@ def rates_study() -> dict[str, Any]:
 
 
 def studies() -> dict[str, dict[str, Any]]:
-    """Return the studies by name, in the order in which they are carried out."""
+    """Return the studies by name, in the order of their runs."""
     each = {
         f"{name}-{word}": recipe(name, factor=factor)
         for name in RATES

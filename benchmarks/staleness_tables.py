@@ -1,4 +1,4 @@
-"""The results of staleness.py -> the tables of docs/studies/staleness.md, printed.
+"""Print the tables of docs/studies/staleness.md from the results of staleness.py.
 
     python benchmarks/staleness_tables.py
 

@@ -1,4 +1,4 @@
-"""How long learners wait, and how late gradients are, without computing any: 30 simulated learners.
+"""Measure waits and staleness of 30 simulated learners, without computing gradients.
 
     python benchmarks/staleness_times.py
 
@@ -72,19 +72,19 @@ def main() -> None:
 
 
 def _gradients(model: torch.nn.Module, mu: int) -> list[float]:
-    """Return how many seconds each of ROUNDS gradients took."""
+    """Return the seconds of each of ROUNDS gradients."""
     images, labels = torch.randn(mu, 3, 32, 32), torch.randint(10, (mu,))
     found = []
     for _ in range(ROUNDS + 10):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         F.cross_entropy(model(images), labels).backward()
-        found.append(time.perf_counter() - begun)
+        found.append(time.perf_counter() - start)
         model.zero_grad()
     return found[10:]
 
 
 def distributions(recorded: list[float]) -> dict[str, Distribution]:
-    """Return what seconds are multiplied by, mild first."""
+    """Return the factors on the seconds, mild first."""
 
     def stragglers(probability: float, factor: float) -> Stragglers:
         return STRAGGLERS.model_copy(update={"probability": probability, "factor": factor})
@@ -107,7 +107,7 @@ def distributions(recorded: list[float]) -> dict[str, Distribution]:
 def simulated(
     factor: Distribution, *, model_bytes: float, gradients: int = GRADIENTS
 ) -> dict[str, Any]:
-    """Return what hardsync and softsync take, and how late gradients of softsync are."""
+    """Return the times of hardsync and softsync, and the staleness of softsync."""
     cluster = _cluster(factor, model_bytes)
     hardsync = Rule.hardsync(LEARNERS)
     waits = {
@@ -136,7 +136,7 @@ def simulated(
 
 
 def mean_tau(updates: int, *, model_bytes: float, gradients: int = GRADIENTS) -> float:
-    """Return how late gradients of sigma 30 are where all learners rest after so many updates."""
+    """Return the staleness at sigma 30 if all learners rest after some updates."""
     cluster = _cluster(USUAL, model_bytes)
     rule = Rule(learners=LEARNERS, gradients=1, waits=False)
     return statistics.fmean(

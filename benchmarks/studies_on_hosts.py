@@ -1,4 +1,4 @@
-"""The records of a study on hosts as one file of results.
+"""Write the records of a study on hosts as one file of results.
 
     largebatch study servers jaeger --data ... --out runs/jaeger
     python benchmarks/studies_on_hosts.py servers jaeger runs/jaeger
@@ -89,7 +89,7 @@ def _scaling(name: str, out: Path) -> tuple[Sequence[Start], list[dict[str, Any]
 
 
 def _interval(found: Interval | None) -> dict[str, float | None] | None:
-    """Return a mean with its ends, which one value has not."""
+    """Return a mean and its ends for JSON; one value has no ends."""
     if found is None:
         return None
     ends = (None, None) if found.number < 2 else (found.low, found.high)

@@ -175,9 +175,9 @@ def _show_policies(bench: "Bench", storage: "BaseStorage") -> None:
     assert isinstance(bench.study, Study)
     print(printable(describe_study(bench.study, Progress(bench, storage))))
     names = {(cell.configuration, cell.variant) for cell in bench.cells}
-    found = [one for one in read_results(storage) if one.study == bench.study.name]
-    found = [one for one in found if (one.configuration, one.policy) in names]
-    page = write_page(found, bench.out / PAGE, targets=bench.study.targets)
+    results = [result for result in read_results(storage) if result.study == bench.study.name]
+    results = [result for result in results if (result.configuration, result.policy) in names]
+    page = write_page(results, bench.out / PAGE, targets=bench.study.targets)
     print(printable(f"page: {page}"))
 
 
@@ -190,8 +190,8 @@ def _show_settings(bench: "Bench", storage: "BaseStorage") -> None:
     from largebatch.studies.settings.settings import find
 
     assert isinstance(bench.study, ConfigurationStudy)
-    every = {(one.configuration, one.setting): one for one in read_settings(storage)
-             if one.study == bench.study.name}  # fmt: skip
+    every = {(result.configuration, result.setting): result for result in read_settings(storage)
+             if result.study == bench.study.name}  # fmt: skip
     names = [(cell.configuration, cell.variant) for cell in bench.cells]  # in the study's order
     findings = find([every[name] for name in names if name in every], bench.study.metrics)
     print(printable(describe_settings(findings)))

@@ -152,16 +152,16 @@ def _measure(args: argparse.Namespace) -> int:
     from largebatch.runs.interrupts import InterruptedStudyError
 
     options = options_of(args, out=args.out or default_folder(recipe))
-    found = measure_critical(
+    results = measure_critical(
         recipe, options, args.measure, epochs=args.epochs, workers=args.workers
     )
     try:
-        for each in found:
-            if isinstance(each, Critical):
-                _show_critical(each)
+        for result in results:
+            if isinstance(result, Critical):
+                _show_critical(result)
                 print(printable(f"runs: {options.out}"))
             else:
-                _show_trial(each)
+                _show_trial(result)
     except InterruptedStudyError:
         return interrupted(options.out)
     return 0

@@ -26,7 +26,7 @@ _FIRST = ("train digits_96", "plan digits_96", "explain", "recipes", "init DIR")
 
 _ELSEWHERE = {
     "compare": "to compare runs: largebatch report A B",
-    "resume": "to go on with a run: largebatch train RECIPE --out RUN --resume",
+    "resume": "to resume a run: largebatch train RECIPE --out RUN --resume",
 }
 """Commands of other tools, and the command that does the same here."""
 

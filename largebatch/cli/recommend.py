@@ -63,17 +63,19 @@ def _recommend(args: argparse.Namespace) -> int:
     chosen = choose(
         groups, dataset=args.dataset, model=args.model, optimizer=args.optimizer, batch=args.batch
     )
-    answers = [recommend(each, by=args.by, target=args.target, batch=args.batch) for each in chosen]
+    answers = [
+        recommend(group, by=args.by, target=args.target, batch=args.batch) for group in chosen
+    ]
     if args.json:
-        print(json.dumps([as_json(each) for each in answers], indent=2))
+        print(json.dumps([as_json(answer) for answer in answers], indent=2))
         return 0
-    for place, each in enumerate(answers):
+    for place, answer in enumerate(answers):
         print("\n" * (place > 0), end="")
-        for sentence in sentences(each):
+        for sentence in sentences(answer):
             print(wrapped(sentence))
-        if each.first is not None:
-            print(printable(schedule_yaml(each.first.cell)), end="")
-        for line in runs_behind(each):
+        if answer.first is not None:
+            print(printable(schedule_yaml(answer.first.cell)), end="")
+        for line in runs_behind(answer):
             print(printable(line))
     return 0
 

@@ -51,7 +51,7 @@ def add_commands(command: Command) -> None:
         "--min-workers",
         type=count,
         metavar="M",
-        help="fewest workers to go on with, where a restart fails",
+        help="fewest workers to continue with, if a restart fails",
     )
     train.add_argument("--max-steps", type=count, metavar="N", help="stop after N updates in total")
     train.add_argument(

@@ -64,11 +64,11 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
     if not out.parent.is_dir():
         raise LargebatchError(f"--out {out}: there is no folder {out.parent}; make it first")
     _require_writable(out)
-    found = measure(recipe, data=data)
+    measured = measure(recipe, data=data)
     cluster = Cluster(
         name=out.stem,
-        measured=found,
-        gpus_per_node=_places(found.device),
+        measured=measured,
+        gpus_per_node=_places(measured.device),
         nodes=1,
         cpu_cores=available_cores(),
         software="launched",
@@ -79,7 +79,7 @@ def calibrate(recipe: Recipe, out: Path, *, data: Path | None = None) -> list[st
             file.write(text)
     except OSError as error:
         raise LargebatchError(f"{out}: cannot write the cluster file: {error.strerror}") from None
-    return [*describe(found), f"cluster file: {out}"]
+    return [*describe(measured), f"cluster file: {out}"]
 
 
 def _require_writable(out: Path) -> None:
@@ -95,19 +95,19 @@ def _require_writable(out: Path) -> None:
         raise LargebatchError(f"--out {out}: cannot be written: {error.strerror}") from None
 
 
-def describe(found: Measured) -> list[str]:
+def describe(measured: Measured) -> list[str]:
     """Describe the measurements."""
-    passes, images = 1000 * found.seconds_per_pass, 1000 * found.seconds_per_image
-    update, latency = 1000 * found.seconds_per_update, 1e6 * found.exchange_seconds
-    rate, number = found.exchange_gigabytes_per_second, found.messages
+    passes, images = 1000 * measured.seconds_per_pass, 1000 * measured.seconds_per_image
+    update, latency = 1000 * measured.seconds_per_update, 1e6 * measured.exchange_seconds
+    rate, number = measured.exchange_gigabytes_per_second, measured.messages
     exchange = "one device: all-reduces were not measured"
     if rate is not None:
         exchange = f"an all-reduce takes {latency:.0f} us and moves {rate:.2f} GB/s"
-    turns = f"; more workers than cores take {found.oversubscription:.2f} times their turns"
+    turns = f"; more workers than cores take {measured.oversubscription:.2f} times their turns"
     return [
         f"a pass takes {passes:.2f} ms and {images:.3f} ms an image, an update {update:.2f} ms",
-        f"{exchange}; an update has {number}{turns if found.device == 'cpu' else ''}",
-        f"a worker reads {found.images_per_second_read:,.0f} images/s",
+        f"{exchange}; an update has {number}{turns if measured.device == 'cpu' else ''}",
+        f"a worker reads {measured.images_per_second_read:,.0f} images/s",
     ]
 
 
@@ -129,7 +129,7 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
     latency = 0.0
     if backend.device.type == "cpu" or _places(backend.device.type) > 1:
         per_byte, latency = fit_line(_exchanging())
-    found = Measured(
+    measured = Measured(
         model=recipe.model.name,
         arguments=recipe.model.arguments,
         classes=recipe.data.classes,
@@ -150,8 +150,8 @@ def measure(recipe: Recipe, *, data: Path | None = None) -> Measured:
         images_per_second_read=read,
     )
     if backend.device.type != "cpu":
-        return found
-    return found.model_copy(update={"oversubscription": oversubscription(recipe, found)})
+        return measured
+    return measured.model_copy(update={"oversubscription": oversubscription(recipe, measured)})
 
 
 def fit_line(times: dict[int, float]) -> tuple[float, float]:
@@ -240,10 +240,10 @@ def _take_turns(
     for _ in range(ROUNDS + 1):
         for name, rival in rivals.items():
             backend.barrier()
-            begun = clock()
+            start = clock()
             rival()
             accelerator.synchronize(backend.device)  # sync: this is a measurement
-            times[name].append(clock() - begun)
+            times[name].append(clock() - start)
     return {name: each[1:] for name, each in times.items()}
 
 
@@ -271,12 +271,12 @@ def _reading(recipe: Recipe, plan: Plan, backend: Backend, data: Path | None) ->
     with closing(pipeline.training(range(plan.train_steps), clean=False)) as batches:
         for _ in islice(batches, 2):
             pass
-        begun = clock()
+        start = clock()
         for images, _ in batches:
             seen += len(images)
-            if clock() - begun > READ_SECONDS:
+            if clock() - start > READ_SECONDS:
                 break
-        seconds = clock() - begun
+        seconds = clock() - start
     if not seen or seconds <= 0:
         raise LargebatchError(
             f"--calibrate: {plan.train_steps:,} updates are read too soon to be timed; give a "

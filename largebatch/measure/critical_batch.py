@@ -156,8 +156,8 @@ class _Study:
         rate = self.rate(batch, factor)
         folder = self.options.out / f"batch-{batch}-rate-{rate:g}"
         steps = self.updates(batch, epochs)
-        found = folder / LOG
-        record = read_run(folder) if found.exists() else None
+        log = folder / LOG
+        record = read_run(folder) if log.exists() else None
         recipe = self.at(batch, rate)
         if record is not None:
             _require_same(record, recipe)
@@ -173,7 +173,7 @@ class _Study:
                 imports=self.options.imports,
                 backend=self.options.backend,
                 timeout=self.options.timeout,
-                resume="auto" if found.exists() else False,
+                resume="auto" if log.exists() else False,
                 max_steps=steps,
             )
             if summary.status == "interrupted":
@@ -222,12 +222,12 @@ class _Study:
         for factor in factors:
             yield self.reach(batch, factor, target)
         for _ in range(MOST_FACTORS):
-            found = self.best(batch)
-            if found is None or found.rate not in {
+            best = self.best(batch)
+            if best is None or best.rate not in {
                 self.rate(batch, factors[0]), self.rate(batch, factors[-1])
             }:  # fmt: skip
                 return
-            low = found.rate == self.rate(batch, factors[0])
+            low = best.rate == self.rate(batch, factors[0])
             factors = [factors[0] / 2, *factors] if low else [*factors, factors[-1] * 2]
             yield self.reach(batch, factors[0] if low else factors[-1], target)
 
@@ -298,8 +298,8 @@ def _fit(study: _Study, target: float, noise: NoiseScale) -> Critical:
     from scipy.optimize import curve_fit
     from scipy.stats import t
 
-    found = [study.best(batch) for batch in study.sizes]
-    best = [trial for trial in found if trial is not None]
+    candidates = [study.best(batch) for batch in study.sizes]
+    best = [trial for trial in candidates if trial is not None]
     if len(best) < LEAST_BATCHES:
         raise LargebatchError(
             f"{len(best)} of {len(study.sizes)} batches reached a loss of {target:.4g}, and a fit "
@@ -345,5 +345,5 @@ def _undetermined(best: Sequence[Trial], *, is_above: bool) -> str:
     )
     return (
         f"the steps of these batches ({counts}) {how}: the critical batch lies far {where} them; "
-        f"give {give} ones besides"
+        f"give {give} ones too"
     )

@@ -61,17 +61,17 @@ def estimate(recipe: Recipe, plan: Plan) -> Estimate:
     num, seconds, kept, side = 2, 0.0, 0, largest_side(recipe, plan)
     for attempt in count():
         images, labels = random_batch(recipe, num, side, backend.device)
-        with saved_bytes(model) as found:
-            begun = time.perf_counter()
+        with saved_bytes(model) as activations:
+            start = time.perf_counter()
             criterion(model(images), labels).backward()
-            before, seconds = seconds, _elapsed(begun, backend.device)
-        kept = sum(found.values())
+            before, seconds = seconds, _elapsed(start, backend.device)
+        kept = sum(activations.values())
         if attempt and (num >= most or before + seconds > _ENOUGH_SECONDS):
             break
         num = _whole_spans(min(2 * num, most), span) if attempt else num  # the first is slower
-    begun = time.perf_counter()
+    start = time.perf_counter()
     optimizer.step()
-    update = _elapsed(begun, backend.device)
+    update = _elapsed(start, backend.device)
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     kept_by_optimizer = sum(tensor_bytes(optimizer.state_dict()["state"]))
     polish = recipe.polish or Polish.model_construct()
@@ -104,8 +104,8 @@ def tensor_bytes(value: Any) -> Iterator[int]:  # noqa: ANN401 -- a tree of tens
     if isinstance(value, Tensor):
         yield value.nbytes
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensor_bytes(each)
+        for tensor in value.values() if isinstance(value, dict) else value:
+            yield from tensor_bytes(tensor)
 
 
 def largest_side(recipe: Recipe, plan: Plan) -> int:
@@ -144,22 +144,22 @@ def random_batch(
     return torch.randn(num, 3, side, side, device=device), labels
 
 
-def _elapsed(begun: float, device: torch.device) -> float:
+def _elapsed(start: float, device: torch.device) -> float:
     accelerator.synchronize(device)  # sync: this is a measurement
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
     """Yield the bytes of activations that forward keeps for backward, each storage once."""
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
     weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()  # fake tensors have one too, and no address
         if storage._cdata not in weights:
-            found[storage._cdata] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield found
+        yield storages

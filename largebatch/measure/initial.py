@@ -74,7 +74,7 @@ def survey(train: Index, val: Index) -> Survey:
     parts = [samples[start : start + 64] for start in range(0, len(samples), 64)]
     requests = (clean_request(train, part, image_size=image_size, resize=resize) for part in parts)
     view = View(image_size=image_size, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
-    begun = time.perf_counter()
+    start = time.perf_counter()
     sums, squares, number = torch.zeros(3), torch.zeros(3), 0
     resources = Resources(torch.device("cpu"), threads=available_cores(), batch_size=64)
     with torchvision.open_decoder(train, view, resources) as decode:
@@ -92,7 +92,7 @@ def survey(train: Index, val: Index) -> Survey:
         eval_resize=resize,
         mean=_triple(mean),
         std=_triple(std),
-        decoded_per_second=len(samples) / (time.perf_counter() - begun),
+        decoded_per_second=len(samples) / (time.perf_counter() - start),
     )
 
 

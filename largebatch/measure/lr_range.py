@@ -126,8 +126,8 @@ def train_range(recipe: Recipe, options: Options, rates: Range, *, workers: int 
         make_plan(recipes[0], workers=workers)
     except PlanError as error:
         raise LargebatchError(f"{recipe.name}: no range test of it: {error}") from None
-    for each in recipes:
-        _train(each, _folder(options.out, each), options, workers)
+    for run_recipe in recipes:
+        _train(run_recipe, _folder(options.out, run_recipe), options, workers)
 
 
 def read_range(recipe: Recipe, out: Path, rates: Range) -> RangeTest:

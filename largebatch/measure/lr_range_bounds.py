@@ -166,8 +166,8 @@ def _tricube(reach: int) -> FloatArray:
 
 def momentum_of(recipe: Recipe) -> float:
     """Return the momentum of a recipe's optimizer; for LAMB, beta1."""
-    found = recipe.optimizer
-    return found.beta1 if isinstance(found, LAMB) else found.momentum
+    optimizer = recipe.optimizer
+    return optimizer.beta1 if isinstance(optimizer, LAMB) else optimizer.momentum
 
 
 def overshoot(momentum: float, *, nesterov: bool = False) -> float:
@@ -231,8 +231,8 @@ class RangeTest:
     @cached_property
     def overshoot(self) -> float:
         """Largest ratio of the rate where the loss turns to the limit, by the momentum."""
-        found = self.recipe.optimizer
-        nesterov = isinstance(found, SGD) and found.nesterov
+        optimizer = self.recipe.optimizer
+        nesterov = isinstance(optimizer, SGD) and optimizer.nesterov
         return overshoot(momentum_of(self.recipe), nesterov=nesterov)
 
     @property

@@ -78,10 +78,10 @@ def _open(test: RangeTest) -> Iterator[str]:
             f"{rate(test.high)}, so that there is no upper bound: give a higher --high."
         )
     bounds = {"lower": test.lower, "upper": test.upper}
-    for name, found in bounds.items():
-        if found is not None and not found.certain:
+    for name, limit in bounds.items():
+        if limit is not None and not limit.certain:
             yield (
-                f"The seeds differ by a factor of {found.high / found.low:.1f} about the {name} "
+                f"The seeds differ by a factor of {limit.high / limit.low:.1f} about the {name} "
                 "bound: more --steps determine it better."
             )
     if len(test.curves) == 1:
@@ -106,22 +106,22 @@ def _peak(test: RangeTest) -> Iterator[str]:
 
 def _optimizer(test: RangeTest) -> Iterator[str]:
     """Yield what a rate means for an optimizer whose steps follow the weights."""
-    found = test.recipe.optimizer
-    if isinstance(found, LARS):
+    optimizer = test.recipe.optimizer
+    if isinstance(optimizer, LARS):
         text = (
             "With LARS a rate is multiplied by eta |weights| / |gradient| of every layer: rate x "
             "eta is the length of a step relative to the weights, so that the range lies elsewhere "
             "than that of SGD"
         )
         if test.upper is not None:
-            text += f"; at the upper bound it is {test.upper.value * found.eta:.2g}"
+            text += f"; at the upper bound it is {test.upper.value * optimizer.eta:.2g}"
         yield text + ", before momentum."
-        if found.convention == "fujitsu":
+        if optimizer.convention == "fujitsu":
             yield (
                 f"Convention fujitsu scales weight decay by the peak rate, which is {test.high:g} "
                 "here: with another --high the losses differ a little."
             )
-    if isinstance(found, LAMB):
+    if isinstance(optimizer, LAMB):
         yield (
             "With LAMB a rate is the length of a step relative to the weights of a layer, so that "
             "the range lies elsewhere than that of SGD."
@@ -137,10 +137,10 @@ def _beginning(test: RangeTest) -> str:
     )
 
 
-def _interval(found: Bound) -> str:
+def _interval(limit: Bound) -> str:
     """Format a rate with the lowest and highest of the seeds."""
-    low, high = rate(found.low), rate(found.high)
-    return rate(found.value) + (f" ({low} to {high})" if low != high else "")
+    low, high = rate(limit.low), rate(limit.high)
+    return rate(limit.value) + (f" ({low} to {high})" if low != high else "")
 
 
 def rate(value: float) -> str:
@@ -161,7 +161,7 @@ def content(test: RangeTest) -> dict[str, Any]:
         "low": test.low,
         "high": test.high,
         "steps": len(test.curves[0].rates),
-        **{name: found and asdict(found) for name, found in bounds.items()},
+        **{name: limit and asdict(limit) for name, limit in bounds.items()},
         "overshoot": test.overshoot,
         "peak_lr": test.recipe.schedule.peak_lr,
         "peak_is": test.peak_is,

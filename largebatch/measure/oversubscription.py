@@ -40,16 +40,16 @@ MOST_TURNS = 4
 """Largest number of workers per core."""
 
 
-def oversubscription(recipe: Recipe, found: Measured) -> float:
+def oversubscription(recipe: Recipe, measured: Measured) -> float:
     """Return the measured seconds of an update over the predicted ones, at least 1.
 
-    1 also if the batch cannot be divided over so many workers: then no such run is planned.
+    1 also if the batch cannot be divided over these workers: then no such run is planned.
     """
     cores = available_cores()
     workers = _workers(recipe, cores)
     if workers is None:
         return 1.0
-    cluster = Cluster(measured=found, gpus_per_node=cores, nodes=1, cpu_cores=cores)
+    cluster = Cluster(measured=measured, gpus_per_node=cores, nodes=1, cpu_cores=cores)
     step = predict(recipe, cluster, workers=workers).step
     return max(1.0, _seconds(recipe, workers) / (sum(step.values()) - step["input"]))
 

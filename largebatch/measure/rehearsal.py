@@ -238,12 +238,12 @@ def _make_update(
     """
     unmonitored = tuple(name for name in recipe.monitor if name == "noise_scale")
     recipe = recipe.model_copy(update={"monitor": unmonitored})
-    side, begun = largest_side(recipe, plan), list[int]()
+    side, firsts = largest_side(recipe, plan), list[int]()
     samples = min(plan.device_batch, plan.bn_span or 1)
 
     def batches() -> Iterator[Batch]:
         while True:
-            begun.append(len(backend.messages))
+            firsts.append(len(backend.messages))
             yield Batch(*random_batch(recipe, samples, side, _CPU))
 
     log = StepLog(recipe, plan, backend, state, emit=lambda _: None, wants_stop=lambda: False)
@@ -265,7 +265,7 @@ def _make_update(
         seed=step_seeds(recipe.seed, backend.rank),
     )
     backend.all_reduce(log.values_to_sum(next(updates)))
-    of_first = backend.messages[: begun[1]] if len(begun) > 1 else []
+    of_first = backend.messages[: firsts[1]] if len(firsts) > 1 else []
     backend.messages += of_first * (passes - plan.accumulation)
 
 

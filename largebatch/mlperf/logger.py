@@ -91,7 +91,7 @@ class MLPerf(Clock):
         keys = [record["key"] for record in before]
         if start.resume_step and "run_start" not in keys:
             raise CheckpointError(
-                f"{self._path}: has no run_start, and the run goes on at step {start.resume_step}"
+                f"{self._path}: has no run_start, and the run resumes at step {start.resume_step}"
             )
         self._plan, self._log = start.plan, self._open()
         self._over = "run_stop" in keys
@@ -178,7 +178,7 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
     section, schedule, decay = recipe.optimizer, recipe.schedule, recipe.schedule.decay
     opt = f"{section.kind}_opt" if isinstance(section, (LARS, SGD)) else "opt"
     warmup = "lars_opt" if isinstance(section, LARS) else "opt"
-    found: dict[str, object] = {
+    parameters: dict[str, object] = {
         "global_batch_size": plan.global_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "model_bn_span": plan.bn_span,
@@ -189,14 +189,14 @@ def hyperparameters(recipe: Recipe, plan: Plan) -> dict[str, object]:
         f"{warmup}_learning_rate_warmup_epochs": rules.warmup_epochs(recipe),
     }
     if not isinstance(section, LAMB):
-        found[f"{opt}_momentum"] = section.momentum
+        parameters[f"{opt}_momentum"] = section.momentum
     if isinstance(section, LARS):
-        found["lars_epsilon"] = section.eps
+        parameters["lars_epsilon"] = section.eps
     if isinstance(decay, Polynomial):
-        found[f"{opt}_end_learning_rate"] = decay.end_lr
-        found[f"{opt}_learning_rate_decay_poly_power"] = decay.power
-        found[f"{opt}_learning_rate_decay_steps"] = plan.steps
-    return found
+        parameters[f"{opt}_end_learning_rate"] = decay.end_lr
+        parameters[f"{opt}_learning_rate_decay_poly_power"] = decay.power
+        parameters[f"{opt}_learning_rate_decay_steps"] = plan.steps
+    return parameters
 
 
 def _submission(recipe: Recipe) -> dict[str, str]:
@@ -211,17 +211,17 @@ def _submission(recipe: Recipe) -> dict[str, str]:
         "platform": f"{UNNAMED}: MLPERF_SUBMISSION_PLATFORM",
         "status": "research",
     }
-    found = {
+    submission = {
         key: (key != "benchmark" and os.environ.get(f"MLPERF_SUBMISSION_{key.upper()}")) or value
         for key, value in defaults.items()
     }
     for key, allowed in _SUBMISSION.items():
-        if found[key] not in allowed:
+        if submission[key] not in allowed:
             raise LargebatchError(
                 f"MLPERF_SUBMISSION_{key.upper()}: expected {' or '.join(allowed)}, got "
-                f"{found[key]!r}"
+                f"{submission[key]!r}"
             )
-    return found
+    return submission
 
 
 def _records(path: Path) -> list[Mapping[str, Any]]:

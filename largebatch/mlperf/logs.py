@@ -45,13 +45,13 @@ def find_logs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise LogError(f"{folder}: expected a run folder or one of result_*.txt")
     own = folder / MLPERF_LOG
-    found = [own] if own.exists() else sorted(folder.glob("result_*.txt"))
-    if not found:
+    paths = [own] if own.exists() else sorted(folder.glob("result_*.txt"))
+    if not paths:
         raise LogError(
             f"{folder}: holds neither {MLPERF_LOG} nor result_*.txt; a run writes its log with "
             "--set tracking=[mlperf]"
         )
-    return found
+    return paths
 
 
 def read_log(path: Path) -> Log:
@@ -99,12 +99,12 @@ def read_submission(path: Path) -> dict[str, str]:
     The run need not be finished. Raises LogError for a damaged log.
     """
     values = _values(path)
-    found = {
+    submission = {
         key: str(values[f"submission_{key}"][0]["value"])
         for key in ("org", "platform", "division", "status")
         if f"submission_{key}" in values
     }
-    return {key: text for key, text in found.items() if not text.startswith(UNNAMED)}
+    return {key: text for key, text in submission.items() if not text.startswith(UNNAMED)}
 
 
 def _require_finished(path: Path, values: Mapping[str, Any]) -> None:
@@ -113,18 +113,18 @@ def _require_finished(path: Path, values: Mapping[str, Any]) -> None:
     if "run_stop" not in values:
         raise LogError(
             f"{path}: the run is not finished: its log has no run_stop; `largebatch train` with "
-            "--resume goes on with it"
+            "--resume continues it"
         )
-    found = values.get("submission_benchmark", [{"value": None}])[0]["value"]
-    if found != BENCHMARK:
-        raise LogError(f"{path}: submission_benchmark is {found!r}, expected {BENCHMARK!r}")
+    benchmark = values.get("submission_benchmark", [{"value": None}])[0]["value"]
+    if benchmark != BENCHMARK:
+        raise LogError(f"{path}: submission_benchmark is {benchmark!r}, expected {BENCHMARK!r}")
 
 
 def _evaluations_have_epochs(values: Mapping[str, Any]) -> bool:
     accuracies = [*values.get("eval_accuracy", []), *values.get("eval_error", [])]
-    metadata = [each["metadata"] for each in accuracies]
-    epochs = [each.get("epoch_num") for each in metadata if isinstance(each, dict)]
-    stops = [each["metadata"] for each in values["run_stop"]]
+    metadata = [entry["metadata"] for entry in accuracies]
+    epochs = [entry.get("epoch_num") for entry in metadata if isinstance(entry, dict)]
+    stops = [entry["metadata"] for entry in values["run_stop"]]
     return (
         bool(metadata)
         and len(epochs) == len(metadata)
@@ -143,10 +143,10 @@ def _epochs(path: Path) -> float | None:
 
 def _remarks(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield remarks that a reviewer would make and no checker does."""
-    if not any(each["value"] for each in values.get("cache_clear", [])):
+    if not any(entry["value"] for entry in values.get("cache_clear", [])):
         yield "cache_clear is false: the rules ask for an empty page cache (MLPERF_CACHE_CLEARED=1)"
     for key in ("submission_org", "submission_platform"):
-        if any(str(each["value"]).startswith(UNNAMED) for each in values.get(key, [])):
+        if any(str(entry["value"]).startswith(UNNAMED) for entry in values.get(key, [])):
             yield f"{key} has no name: MLPERF_{key.upper()} gives it"
 
 

@@ -76,8 +76,8 @@ def check(folders: Sequence[Path], *, system: Path | None = None) -> Findings:
     """
     logs = tuple(read_log(path) for folder in folders for path in find_logs(folder))
     if len({log.division for log in logs}) > 1:
-        found = [f"{log.path}: {log.division}" for log in logs]
-        raise LogError(f"logs of one submission are of one division, found {shorten(found)}")
+        divisions = [f"{log.path}: {log.division}" for log in logs]
+        raise LogError(f"logs of one submission are of one division, found {shorten(divisions)}")
     convergence, reference = _check_convergence(logs)
     verdicts = (_check_compliance(logs), _check_seeds(logs), convergence, _check_system(system))
     return Findings(logs, verdicts, reference, _points())
@@ -195,8 +195,8 @@ def _why_not_compared(logs: Sequence[Log]) -> str | None:
     if not all(log.complete for log in logs):
         return "a log lacks what the test reads, as under compliance"
     if len({log.batch for log in logs}) > 1:
-        found = [f"{log.path}: {log.batch:,}" for log in logs]
-        raise LogError(f"logs of one submission are of one global batch, found {shorten(found)}")
+        batches = [f"{log.path}: {log.batch:,}" for log in logs]
+        raise LogError(f"logs of one submission are of one global batch, found {shorten(batches)}")
     if len(logs) != RUNS:
         return f"the test takes {RUNS} runs, {len(logs)} given"
     return None
@@ -204,17 +204,21 @@ def _why_not_compared(logs: Sequence[Log]) -> str | None:
 
 def _reference(captured: Sequence[logging.LogRecord], logs: Sequence[Log]) -> Reference | None:
     """Return the reference that the RCP checker logged; None if it compared nothing."""
-    records = [each.args for each in captured if str(each.msg).startswith(" RCP Record")]
-    means = [each.args for each in captured if str(each.msg).startswith(" Submission mean epochs:")]
+    records = [message.args for message in captured if str(message.msg).startswith(" RCP Record")]
+    means = [
+        message.args
+        for message in captured
+        if str(message.msg).startswith(" Submission mean epochs:")
+    ]
     if not records or not means:
         return None
-    found: Any = records[0]
+    record: Any = records[0]
     ours: Any = means[0]
     return Reference(
-        batch=found["BS"],
-        mean=float(found["RCP Mean"]),
-        std=float(found["RCP Stdev"]),
-        least=float(found["RCP Mean"] / found["Max Speedup"]),
+        batch=record["BS"],
+        mean=float(record["RCP Mean"]),
+        std=float(record["RCP Stdev"]),
+        least=float(record["RCP Mean"] / record["Max Speedup"]),
         ours=float(ours[0]),
         interval=_interval([log.epochs for log in logs]),
     )
@@ -231,10 +235,10 @@ def _interval(epochs: Sequence[float | None]) -> tuple[float, float] | None:
     def olympic(drawn: Any, axis: int) -> Any:  # noqa: ANN401 -- arrays of any shape
         return np.sort(drawn, axis=axis).take(range(1, len(known) - 1), axis).mean(axis)
 
-    found = bootstrap(
+    result = bootstrap(
         (known,), olympic, n_resamples=_DRAWS, method="percentile", rng=np.random.default_rng(1)
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(result.low), float(result.high)
 
 
 def _describe(reference: Reference, logs: Sequence[Log], *, passed: bool, factor: float) -> str:
@@ -277,14 +281,14 @@ def _check_system(path: Path | None) -> Verdict:
         text = "no description of the system is given (--describe drafts one)"
         return Verdict("system", None, text)
     try:
-        found = problems(path)
+        faults = problems(path)
     except TypeError as error:  # the checker joins some of the values
-        found, sentence = [str(error)], _NO_TEXT
+        faults, sentence = [str(error)], _NO_TEXT
     else:
         sentence = f"{path} is not as MLPerf asks for it"
-    if not found:
+    if not faults:
         return Verdict("system", passed=True, sentence=f"{path} has every field asked for")
-    reasons = tuple(f"{path}: {reason}" for reason in found)
+    reasons = tuple(f"{path}: {reason}" for reason in faults)
     return Verdict("system", passed=False, sentence=sentence, reasons=reasons)
 
 

@@ -89,7 +89,7 @@ def required_fields() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "system.json")
         empty.write_text("{}", encoding="utf-8")
-        return [each.removeprefix("Missing field ") for each in _reasons(empty)]
+        return [reason.removeprefix("Missing field ") for reason in _reasons(empty)]
 
 
 def problems(path: Path) -> list[str]:
@@ -102,11 +102,11 @@ def problems(path: Path) -> list[str]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"expected an object, found {clip(json.dumps(content), 80)}")  # noqa: TRY004 -- of a file
-        found = _reasons(path)
+        reasons = _reasons(path)
     except (OSError, ValueError) as error:
         raise LogError(f"{path}: is no system description in JSON: {error}") from None
     left = [field for field, text in content.items() if str(text).startswith(MARK)]
-    return [*found, *([f"to be filled in: {', '.join(left)}"] if left else [])]
+    return [*reasons, *([f"to be filled in: {', '.join(left)}"] if left else [])]
 
 
 def _reasons(path: Path) -> list[str]:
@@ -145,10 +145,10 @@ def _software(summary: Summary | None) -> dict[str, str | None]:
     if summary is None:
         return {}
     versions = [f"{name} {number}" for name, number in summary.versions.items()]
-    own = [each for each in versions if each.startswith(("torch ", "largebatch "))]
+    own = [version for version in versions if version.startswith(("torch ", "largebatch "))]
     return {
         "framework": ", ".join(sorted(own, reverse=True)),
-        "other_software_stack": ", ".join(each for each in versions if each not in own),
+        "other_software_stack": ", ".join(version for version in versions if version not in own),
         "sw_notes": f"backend {summary.backend}, commit {summary.commit or 'unknown'}",
     }
 
@@ -167,12 +167,12 @@ def _lscpu() -> dict[str, str]:
 
 def _flat(entries: list[Any]) -> dict[str, str]:
     """Yield fields and values of lscpu's JSON, which newer versions nest."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for entry in entries:
         if entry.get("data") not in {None, "", "-"}:  # a virtual machine may hide its sockets
-            found[entry["field"].rstrip(":")] = entry["data"]
-        found |= _flat(entry.get("children", []))
-    return found
+            fields[entry["field"].rstrip(":")] = entry["data"]
+        fields |= _flat(entry.get("children", []))
+    return fields
 
 
 def _processors(cpu: Mapping[str, str]) -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""Progress for a person: a live bar on a terminal, plain lines elsewhere."""
+"""Progress on a terminal: a live bar, or plain lines without a terminal."""
 
 import os
 import sys
@@ -22,12 +22,12 @@ from largebatch.tracking.events import (
 )
 
 LINE_SECONDS = 5.0
-"""Where there is no terminal, a line about training appears at most this often."""
+"""Seconds between lines on training, without a terminal."""
 
 
 class _Screen(RichConsole):
     def on_broken_pipe(self) -> None:
-        """Show nothing more where nobody reads on, as after `| head`; the run itself goes on."""
+        """Stop showing output if nobody reads it, as after `| head`; the run continues."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
@@ -35,9 +35,9 @@ class _Screen(RichConsole):
 
 
 class Console:
-    """A Tracker that shows samples/s, loss, rate and time left, and every evaluation.
+    """A Tracker that shows samples/s, loss, learning rate, time left, and every evaluation.
 
-    `started` is when the command was started, in seconds since 1970.
+    `started` is the start of the command, in seconds since 1970.
     """
 
     def __init__(self, stream: TextIO | None = None, *, started: float | None = None) -> None:
@@ -80,7 +80,7 @@ class Console:
                 self._finish(event.summary)
 
     def _start(self, event: Start) -> None:
-        """Say what is about to run."""
+        """Print what is about to run."""
         plan, step = event.plan, event.resume_step
         affine, unusable = plan.affine_steps, event.unusable_images
         self._steps = plan.updates

@@ -1,4 +1,4 @@
-"""What a run ran on, for its summary: versions, the commit of the source tree, memory."""
+"""The environment of a run, for its summary: versions, the commit of the source tree, memory."""
 
 import importlib.metadata
 import platform
@@ -44,7 +44,7 @@ def _version(package: str) -> str | None:
 
 
 def source_commit() -> str | None:
-    """Return the git commit this package runs from, `+` behind it if files are changed."""
+    """Return the git commit of this package's source, with `+` after it if files are changed."""
     folder = Path(__file__).parents[1]  # the package
 
     def git(*words: str) -> str:
@@ -63,17 +63,17 @@ def source_commit() -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this worker has held so far."""
+    """Return the peak memory of this worker in bytes."""
     if accelerator.is_remote(device):
         return accelerator.peak_memory_bytes(device)
     return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has had, since its program was started.
+    """Return the peak resident memory of this process since its program started, in bytes.
 
-    Linux's getrusage counts what the process that started this one had, before this program took
-    its place: that of a large parent would be its child's.
+    Linux's getrusage also counts the process before it became this program, and so the memory of
+    a large parent.
     """
     with suppress(OSError, StopIteration):  # macOS has no /proc; in a container it may be hidden
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()

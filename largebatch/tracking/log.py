@@ -1,4 +1,4 @@
-"""log.jsonl, and how an event reaches every tracker."""
+"""log.jsonl, and the delivery of events to every tracker."""
 
 import fcntl
 import logging
@@ -12,24 +12,23 @@ from largebatch.tracking.events import EVENTS, Event, Finish, Note, Start, Track
 _LOG = logging.getLogger(__name__)
 
 _PIECE = 2**16
-"""Bytes that are searched at a time for the last end of a line."""
+"""Bytes read at a time when searching for the last end of a line."""
 
 
 class Clock:
-    """A base of Trackers that measure a run: no other tracker's work is in their times.
+    """Base of Trackers that time a run, so that other trackers' work is not in their times.
 
     They receive a start after all other trackers, and everything else before them.
     """
 
 
 class JsonLines:
-    """A Tracker that appends each record at once, so that a killed run leaves all it did.
+    """A Tracker that appends each record at once, so that a killed run leaves everything.
 
-    The file and its folder are locked while it is open: a run folder has one owner. The folder's
-    lock holds where another file takes the place of the log, and the file's between hosts: NFS
-    keeps that one on the server. The system takes both from a process that ends, however it ends.
-
-    Raises CheckpointError where another process has the file, or where a new run finds records.
+    The file and its folder are locked while open: a run folder has one owner. The folder's lock
+    holds even if another file replaces the log, and the file's lock works between hosts, because
+    NFS keeps it on the server. The system releases both when the process ends. Raises
+    CheckpointError if another process holds the file, or if a new run finds records.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -41,13 +40,16 @@ class JsonLines:
             _lock(path.parent, folder, self._file.fileno())
             if not resume and os.fstat(self._file.fileno()).st_size:
                 raise CheckpointError(
-                    f"{path.parent}: another run began here; choose another --out"
+                    f"{path.parent}: another run has started here; choose another --out"
                 )
             drop_unfinished_line(path)
             self._opened = opened.pop_all()  # until `close`
 
     def record(self, event: Event) -> None:
-        """Write one line. Raises LogError where it cannot be written whole."""
+        """Append one line.
+
+        Raises LogError if it cannot be written whole.
+        """
         line = EVENTS.dump_json(event) + b"\n"
         before = os.fstat(self._file.fileno())
         self._require_in_place(before)
@@ -58,7 +60,7 @@ class JsonLines:
         if not whole:
             os.ftruncate(self._file.fileno(), before.st_size)
             raise LogError(
-                f"{self._path}: cannot be written: {reason}; make room and go on with --resume"
+                f"{self._path}: cannot be written: {reason}; free space and continue with --resume"
             )
 
     def _require_in_place(self, own: os.stat_result) -> None:
@@ -71,7 +73,7 @@ class JsonLines:
             ) from None
         except OSError as error:
             raise LogError(
-                f"{self._path}: cannot be reached: {error.strerror}; go on with --resume"
+                f"{self._path}: cannot be reached: {error.strerror}; continue with --resume"
             ) from error
         if not os.path.samestat(there, own):
             raise LogError(
@@ -80,15 +82,16 @@ class JsonLines:
             )
 
     def close(self) -> None:
-        """Close the file and unlock the folder: another process may own it."""
+        """Close the file and unlock the folder for other processes."""
         self._opened.close()
 
 
 def record(trackers: list[Tracker], event: Event) -> None:
-    """Send an event to every tracker; one that fails is taken out of the list, with a note.
+    """Send an event to every tracker; remove one that fails from the list, with a note.
 
-    A run does not end because who follows it does. Its own record is no such follower: without
-    log.jsonl there is no report. At a finish that record comes last, to hold such notes too.
+    A run does not end because a tracker does. The run's own log is an exception: without
+    log.jsonl there is no report. At a finish the log comes last, so that it holds such notes
+    too.
     """
     for tracker in sorted(trackers, key=lambda each: _turn(each, event)):
         if tracker not in trackers:  # a note before this was too much for it
@@ -105,7 +108,7 @@ def record(trackers: list[Tracker], event: Event) -> None:
 
 
 def _turn(tracker: Tracker, event: Event) -> int:
-    """Return a number by which trackers receive an event: -1 first, 1 last."""
+    """Return the order in which trackers receive an event: -1 first, 1 last."""
     if isinstance(tracker, Clock):
         return 1 if isinstance(event, Start) else -1
     return int(isinstance(event, Finish) and isinstance(tracker, JsonLines))
@@ -125,7 +128,7 @@ def _note_at(event: Event, text: str) -> Note:
 
 
 def _lock(folder: Path, *descriptors: int) -> None:
-    """Lock what is open of a folder; log a warning where the file system has no locks at all.
+    """Lock an open file or folder; log a warning if the file system has no locks.
 
     NFS has none for a folder, only for a file that is open for writing.
     """
@@ -149,9 +152,9 @@ def _lock(folder: Path, *descriptors: int) -> None:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Cut off what a run that was killed while writing left behind its last whole line.
+    """Cut off the incomplete last line of a run that was killed while writing.
 
-    No other byte is touched, so a kill here loses nothing.
+    No other byte is changed, so a kill here loses nothing.
     """
     with path.open("rb") as file:
         size = end = file.seek(0, os.SEEK_END)

@@ -1,60 +1,48 @@
-"""MLflow: the numbers of a run by step, the recipe as parameters, the report as an artifact.
+"""MLflow: scalars by step, the recipe as parameters, the report as an artifact.
 
-Where, is MLflow's own matter: MLFLOW_TRACKING_URI, by default the file mlflow.db in the folder that
-the run is started in; and MLFLOW_EXPERIMENT_NAME, by default largebatch.
+MLflow reads the place from MLFLOW_TRACKING_URI, by default the file mlflow.db in the current
+folder, and from MLFLOW_EXPERIMENT_NAME, by default largebatch.
 """
 
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from largebatch.errors import LONGEST_NAME, TrackerError, clip
 from largebatch.optional import require_mlflow
-from largebatch.tracking.events import (
-    EVENTS,
-    LOG,
-    Event,
-    Finish,
-    Start,
-    Step,
-    Summary,
-    System,
-)
+from largebatch.tracking.events import LOG, Event, Start, Step, Summary, System
 from largebatch.tracking.identity import read_id, write_id
-from largebatch.tracking.scalars import Plotted, Scalars, artifacts
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, artifacts, logged
 
 WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-"""Unless the environment has these: how long the run waits for a server, which by MLflow's own
-numbers is many minutes, in every request."""
+"""How long each request waits for a server, unless the environment sets it; MLflow's own defaults
+are many minutes."""
 
 FLUSH_SECONDS = 2.0
-"""The updates of so long are sent together."""
+"""Seconds of updates that are sent in one request."""
 
 _SENT = "largebatch.sent"
-"""The tag that says what has arrived, so that a resumed run sends again what a killed one lost."""
+"""Tag that holds what has arrived, so that a resumed run sends what a killed one lost."""
 
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 500
-"""Of one request, and the characters of one: what every version of MLflow takes."""
+"""Parameters per request, and characters per parameter, that every version of MLflow accepts."""
 
 _MOST_METRICS = 1000
-"""Of one request."""
+"""Metrics per request."""
 
 _STATUS = {"finished": "FINISHED", "paused": "FINISHED", "failed": "FAILED"}
-"""MLflow's words for how a run ended; the others are KILLED."""
+"""MLflow's status of a run by ours; any other is KILLED."""
 
 
-class MLflow:
+class MLflow(ScalarTracker):
     """A Tracker for one MLflow run, which belongs to one run folder.
 
-    `identity` is the run's id in MLflow where the folder lost it; `checkpoint` lets it have the
-    last one. Where the tracking server or database cannot be used, TrackerError is raised: at once
-    of a run that begins, and by the first record of one that is `resumed`, which goes on without.
+    `identity` is the run's id in MLflow if the folder has lost it; `checkpoint` uploads the last
+    checkpoint. If the server or database cannot be used, TrackerError is raised: at once for a new
+    run, and by the first record of a `resumed` one, which continues without MLflow.
     """
 
     def __init__(
@@ -95,7 +83,7 @@ class MLflow:
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def _find_sent(self) -> dict[str, int]:
-        """Return what MLflow has of an earlier part; forget a run that it does not know."""
+        """Return what MLflow has of earlier parts; start a new run if it does not know this one."""
         from mlflow.exceptions import MlflowException
 
         if self._run is None:
@@ -111,42 +99,35 @@ class MLflow:
         return sent
 
     def record(self, event: Event) -> None:
-        """Send the numbers of an event, as tracking.scalars names them."""
+        """Write the numbers of an event; raise TrackerError if MLflow cannot be used."""
         if self._unusable is not None:
             raise self._unusable
-        match event:
-            case Start():
-                self._open()
-                self._catch_up(event)
-            case Finish():
-                self._finish(event.summary)
-            case _:
-                self._take(event)
-                late = time.monotonic() - self._sent > FLUSH_SECONDS
-                if self._waiting and (late or not isinstance(event, Step | System)):
-                    self._send()
+        super().record(event)
 
-    def _take(self, event: Event) -> None:
-        """Let the numbers of an event wait, unless they were given before."""
+    def _write(self, values: Mapping[str, float], event: Plotted) -> None:
+        """Queue the numbers of an event; send the queue now and then, and with an evaluation."""
+        self._queue(values, event)
+        late = time.monotonic() - self._sent > FLUSH_SECONDS
+        if late or not isinstance(event, Step | System):
+            self._send()
+
+    def _queue(self, values: Mapping[str, float], event: Plotted) -> None:
         now = int(time.time() * 1000)
-        values = self._scalars.take(event)
         self._waiting += [
-            self._entities.Metric(name, value, now, getattr(event, "step", 0))
-            for name, value in values.items()
+            self._entities.Metric(name, value, now, event.step) for name, value in values.items()
         ]
 
     def _catch_up(self, start: Start) -> None:
-        """Send what the log holds of parts of the run that went without MLflow."""
-        self._scalars.take(start)  # which has the names of what the records hold
+        """Send the logged numbers of parts of the run that MLflow missed."""
         for event in _history(self._folder / LOG, start):
-            self._take(event)
+            self._queue(self._scalars.take(event), event)
             if len(self._waiting) >= _MOST_METRICS:
                 self._send()
         if self._waiting:
             self._send()
 
-    def _open(self) -> None:
-        """Begin a run, or go on with the one of an earlier part."""
+    def _open(self, start: Start) -> None:
+        """Start a run, or continue that of an earlier part, with what it missed."""
         if self._run is None:
             run = self._client.create_run(self._experiment, run_name=self._folder.resolve().name)
             self._run = str(run.info.run_id)
@@ -159,6 +140,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=part)
         write_id(self._folder, "mlflow", self._run)
         self._client.update_run(self._run, status="RUNNING")
+        self._catch_up(start)
 
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -168,41 +150,35 @@ class MLflow:
         self._client.log_batch(self._run, tags=[sent])
         self._sent = time.monotonic()
 
-    def _finish(self, summary: Summary) -> None:
-        """Send what waits and the artifacts, and end the run."""
+    def _close(self, summary: Summary) -> None:
+        """Send the queue and the artifacts, and end the run."""
         self._send()
         for path in artifacts(self._folder, summary, checkpoint=self._checkpoint).values():
             self._client.log_artifact(self._run, str(path))
         self._client.set_terminated(self._run, status=_STATUS.get(summary.status, "KILLED"))
 
 
-def _history(log: Path, start: Start) -> Iterable[Event]:
-    """Return what a log holds of a run up to a start, and nothing that was made again."""
-    found: dict[tuple[str, str, int], Event] = {}
-    for event in (*_logged(log), start):
+def _history(log: Path, start: Start) -> Iterable[Plotted]:
+    """Return the valid records of a log up to a start: those that were not repeated later."""
+    valid: dict[tuple[str, str, int], Plotted] = {}
+    for event in (*logged(log), start):
         if isinstance(event, Start):
             first = event.resume_step
-            found = {key: one for key, one in found.items() if _stays(one, key[2], first)}
+            valid = {key: old for key, old in valid.items() if _stays(old, first)}
         elif isinstance(event, Plotted):
-            found[event.event, event.stage, event.step] = event
-    return found.values()
+            valid[event.event, event.stage, event.step] = event
+    return valid.values()
 
 
-def _stays(event: Event, step: int, resume_step: int) -> bool:
-    """Return whether a record still holds where a run goes on with the update `resume_step`."""
-    return step < resume_step or (step == resume_step and not isinstance(event, Step | System))
-
-
-def _logged(log: Path) -> Iterator[Event]:
-    """Yield the events of a log, but for the end of what a killed run was writing."""
-    with suppress(FileNotFoundError), log.open("rb") as file:
-        for line in file:
-            with suppress(ValidationError):
-                yield EVENTS.validate_json(line)
+def _stays(event: Plotted, resume_step: int) -> bool:
+    """Return True if a record is still valid when a run resumes at the update `resume_step`."""
+    if event.step == resume_step:
+        return not isinstance(event, Step | System)
+    return event.step < resume_step
 
 
 def _dotted(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the settings by their dotted keys, as a recipe's author writes them.
+    """Yield the settings by their dotted keys.
 
     >>> list(_dotted({"seed": 1, "optimizer": {"eta": 0.001}}))
     [('seed', 1), ('optimizer.eta', 0.001)]

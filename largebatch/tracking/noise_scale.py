@@ -18,10 +18,10 @@ CONFIDENCE = 0.95
 
 
 class Squares(NamedTuple):
-    """Squared lengths of one update's mean gradients, and how many samples each is a mean over."""
+    """Squared lengths of one update's mean gradients, and their numbers of samples."""
 
     small: float
-    """Averaged over the workers."""
+    """Squared length at the small batch, averaged over the workers."""
 
     big: float
     small_batch: int
@@ -30,15 +30,15 @@ class Squares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """An estimate over some updates, in samples."""
+    """Estimate over some updates, in samples."""
 
     value: float
-    """tr(Sigma) / |G|^2: NaN where the estimate of |G|^2 is not above 0, 0 where that of tr(Sigma)
-    is not."""
+    """tr(Sigma) / |G|^2: NaN if the estimate of |G|^2 is not above 0, 0 if that of tr(Sigma) is
+    not."""
 
     low: float
     high: float
-    """The interval of 95 %; infinite where |G|^2 may be 0."""
+    """Ends of the 95 % interval; infinite if |G|^2 may be 0."""
 
     noise: float
     """tr(Sigma): the summed variances of one sample's gradient."""
@@ -76,7 +76,7 @@ def estimate(squares: Sequence[Squares]) -> NoiseScale:
 
 
 def ratio(squares: Iterable[Squares]) -> float:
-    """Return the estimate of the noise scale alone, which is cheap enough for every update."""
+    """Estimate the noise scale without its interval, which is cheap enough for every update."""
     noise, signal = map(math.fsum, zip(*map(_split, squares), strict=True))
     return max(0.0, noise / signal) if signal > 0 else math.nan
 
@@ -90,7 +90,7 @@ def _split(squares: Squares) -> tuple[float, float]:
 
 
 def fieller(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of mean(tops) / mean(bottoms) for pairs; infinite where it is unbounded.
+    """Return the interval of mean(tops) / mean(bottoms) for pairs; infinite if it is unbounded.
 
     It holds the ratios r for which mean(tops - r bottoms) does not differ from 0 by Student's t.
     """

@@ -1,19 +1,22 @@
-"""What trackers plot: the numbers of a run's events by name, each given once over all its parts.
+"""Scalars: the numbers of a run's events by name, and the base of the trackers that plot them.
 
-A resumed run makes some updates again, and one that is rolled back too. A tracker that keeps one
-run for all parts would then have steps twice, or going back, which W&B drops with a warning; so
-what was given before is not given again. What that was, the log of the run knows, or the tracker.
+A resumed or rolled back run repeats some updates. A tracker that keeps one run for all parts would
+then have steps twice, or decreasing steps, which W&B drops with a warning. So a number is given
+only once; the log of the run, or the tracker, holds which were given.
 """
 
-import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
+from pydantic import ValidationError
+
 from largebatch.tracking.events import (
     CHECKPOINTS,
+    EVENTS,
     OVERVIEW,
     REPORT,
     SYSTEM,
@@ -21,6 +24,7 @@ from largebatch.tracking.events import (
     Drift,
     Evaluation,
     Event,
+    Finish,
     GeneralizationGap,
     Start,
     Step,
@@ -29,13 +33,10 @@ from largebatch.tracking.events import (
 )
 
 MOST_WORKERS = 16
-"""Of more workers trackers get the least, the mean and the most, instead of each."""
+"""Number of workers above which only the least, the mean and the most are plotted."""
 
 Plotted = Step | Evaluation | GeneralizationGap | Decision | Drift | System
-"""What has numbers for them."""
-
-_LOGGED = {"start", "step", "evaluation", "generalization_gap", "decision", "drift", "system"}
-"""Their kinds in a log, and the one that begins a part of the run."""
+"""Events with numbers to plot."""
 
 _OF_A_STEP = (
     "loss lr images_per_second epoch data_seconds reduction_seconds noise_scale gradient_norm"
@@ -47,24 +48,27 @@ _OF_AN_EVALUATION = (
 
 
 class Scalars:
-    """The numbers of events, in order.
+    """The numbers of events, each given once.
 
-    Of a run that the tracker followed before, `log` is its log, or `given` what `last` was then.
+    For a run that the tracker has followed before, pass its `log`, or its `last` as `given`.
     """
 
     def __init__(self, log: Path | None = None, *, given: Mapping[str, int] | None = None) -> None:
         self.last = dict(given or {})
-        """The last step that was given, of every kind and stage."""
+        """Last given step of every kind of event and stage."""
 
         self._layers: tuple[str, ...] = ()
         self.count = 0
-        """How often something was given, plus one for every part of the run; it only rises."""
+        """Number of given events, plus one for every part of the run; it only rises."""
 
-        for event, stage, step in _logged(log) if log is not None else ():
-            self._is_new(event, stage, step)
+        for event in logged(log) if log is not None else ():
+            if isinstance(event, Start):
+                self._is_new("start", "", 0)
+            elif isinstance(event, Plotted):
+                self._is_new(event.event, event.stage, event.step)
 
     def take(self, event: Event) -> dict[str, float]:
-        """Return the numbers of an event by name; none of one without, or of one given before."""
+        """Return the numbers of an event by name; empty if there are none or they were given."""
         if isinstance(event, Start):
             self._layers = event.layers or self._layers
             self._is_new("start", "", 0)
@@ -81,18 +85,46 @@ class Scalars:
         return True
 
 
-def _logged(log: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield kind, stage and step of what a log holds for trackers."""
+class ScalarTracker(ABC):
+    """Base of trackers that plot scalars: subclasses open a run, write numbers, and close it."""
+
+    _scalars: Scalars
+
+    def record(self, event: Event) -> None:
+        """Write the numbers of an event, under their names in this module."""
+        values = self._scalars.take(event)
+        match event:
+            case Start():
+                self._open(event)
+            case Finish():
+                self._close(event.summary)
+            case _ if values:
+                assert isinstance(event, Plotted)
+                self._write(values, event)
+
+    @abstractmethod
+    def _open(self, start: Start) -> None:
+        """Start the run, or continue it after a resume or a roll-back."""
+
+    @abstractmethod
+    def _write(self, values: Mapping[str, float], event: Plotted) -> None:
+        """Write the numbers of an event by its step."""
+
+    @abstractmethod
+    def _close(self, summary: Summary) -> None:
+        """Write summary and artifacts, and end the run."""
+
+
+def logged(log: Path) -> Iterator[Event]:
+    """Yield the events of a log; skip a line that a killed run left incomplete."""
     with suppress(FileNotFoundError), log.open("rb") as file:
         for line in file:
-            with suppress(ValueError):  # the end of what a killed run was writing
-                found = json.loads(line)
-                if found["event"] in _LOGGED:
-                    yield found["event"], found.get("stage", ""), found.get("step", 0)
+            with suppress(ValidationError):
+                yield EVENTS.validate_json(line)
 
 
 def _numbers(event: Plotted, layers: tuple[str, ...]) -> dict[str, float]:
-    """Return the numbers of an event; those that were not measured are left out, but for a loss."""
+    """Return the numbers of an event; NaN is left out, except for a loss."""
     match event:
         case Step():
             values = _values("train", event, _OF_A_STEP)
@@ -124,16 +156,16 @@ def _values(group: str, event: Step | Evaluation, keys: str) -> dict[str, float]
 
 
 def _by_worker(column: tuple[float, ...]) -> list[tuple[str, float]]:
-    """Return what a number is called for each worker, or over all of them."""
+    """Return the names and numbers of a column: one per worker, or three for all of them."""
     if len(column) <= MOST_WORKERS:
         return [(f"worker{rank}", value) for rank, value in enumerate(column)]
     return [("least", min(column)), ("mean", fmean(column)), ("most", max(column))]
 
 
 def artifacts(folder: Path, summary: Summary, *, checkpoint: bool) -> dict[str, Path]:
-    """Return the files of a run folder that trackers keep, by what they are.
+    """Return the files of a run folder that trackers store, by their kind.
 
-    That is the report and, of a run that has finished and with `checkpoint`, its last checkpoint.
+    These are the report and, for a finished run and with `checkpoint`, its last checkpoint.
     """
     found = {"report": folder / REPORT, "overview": folder / OVERVIEW}
     saved = sorted((folder / CHECKPOINTS).glob("*.safetensors"))

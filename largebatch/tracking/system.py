@@ -1,4 +1,4 @@
-"""What a worker uses of its machine: processor, memory, disk, network and GPU."""
+"""Resources that a worker uses: processor, memory, disk, network and GPU."""
 
 import time
 from contextlib import suppress
@@ -11,7 +11,7 @@ from largebatch.tracking.environment import peak_resident_bytes
 
 
 class Sampler:
-    """Reads the counters of the system, and what they rose by since the reading before."""
+    """Reads the system's counters, and their increase since the last reading."""
 
     def __init__(self, device: torch.device) -> None:
         self._psutil = require_psutil()
@@ -32,7 +32,7 @@ class Sampler:
         return [*used, seconds, peak]
 
     def _counters(self) -> list[float]:
-        """Return bytes read, written, received and sent so far; NaN for what is not counted."""
+        """Return bytes read, written, received and sent so far; NaN if not counted."""
         disk, network = [float("nan")] * 2, [float("nan")] * 2
         with suppress(Exception):  # macOS has none; in a container /proc may be hidden or empty
             counted = self._process.io_counters()

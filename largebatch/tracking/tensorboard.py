@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers of a run by step, its recipe and its report, in the run folder.
+"""TensorBoard: the scalars of a run, its recipe and its report, in the run folder.
 
 `tensorboard --logdir runs` shows all runs below a folder.
 """
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from largebatch.optional import require_tensorboard
-from largebatch.tracking.events import LOG, OVERVIEW, Event, Finish, Start
-from largebatch.tracking.scalars import Scalars
+from largebatch.tracking.events import LOG, OVERVIEW, Start, Summary
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker
 
 FOLDER = "tensorboard"
 
 
-class TensorBoard:
+class TensorBoard(ScalarTracker):
     """A Tracker that writes TensorBoard's event files; every part of a run adds one."""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
@@ -26,29 +26,20 @@ class TensorBoard:
         self._scalars = Scalars(folder / LOG if followed else None)
         self._writer: SummaryWriter | None = None
 
-    def record(self, event: Event) -> None:
-        """Write the numbers of an event, as tracking.scalars names them."""
-        values = self._scalars.take(event)
-        match event:
-            case Start():
-                self._open()
-            case Finish():
-                self._finish()
-            case _ if values:
-                assert self._writer is not None
-                for name, value in values.items():
-                    self._writer.add_scalar(name, value, event.step)
-                self._writer.flush()  # as log.jsonl, so that a killed run leaves all it did
-
-    def _open(self) -> None:
-        """Begin a file, unless the run only goes back to a checkpoint."""
-        if self._writer is None:
+    def _open(self, start: Start) -> None:  # noqa: ARG002 -- the base's signature
+        if self._writer is None:  # else the run is rolled back to a checkpoint
             place = str(self._folder / FOLDER)
             self._writer = self._begin(place)
             text = json.dumps(self._config, indent=2)
             self._writer.add_text("recipe", f"```\n{text}\n```")
 
-    def _finish(self) -> None:
+    def _write(self, values: Mapping[str, float], event: Plotted) -> None:
+        assert self._writer is not None
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, event.step)
+        self._writer.flush()  # as log.jsonl, so that a killed run leaves everything
+
+    def _close(self, summary: Summary) -> None:  # noqa: ARG002 -- the base's signature
         assert self._writer is not None
         image = self._folder / OVERVIEW
         if image.exists():

@@ -1,6 +1,6 @@
-"""Weights & Biases: metrics by step, the recipe as configuration, report and checkpoint.
+"""Weights & Biases: scalars by step, the recipe as configuration, report and checkpoint.
 
-Works without an account: where no API key is known, or W&B cannot be reached, the run is recorded
+It works without an account: without an API key, or if W&B cannot be reached, the run is recorded
 offline in the run folder and can be uploaded later with `wandb sync`.
 """
 
@@ -14,23 +14,23 @@ from typing import Any
 
 from largebatch.errors import LONGEST_NAME, TrackerError, clip
 from largebatch.optional import require_wandb
-from largebatch.tracking.events import LOG, Event, Finish, Start, Summary
+from largebatch.tracking.events import LOG, Start, Summary
 from largebatch.tracking.identity import is_id, read_id, write_id
-from largebatch.tracking.scalars import Scalars, artifacts
+from largebatch.tracking.scalars import Plotted, Scalars, ScalarTracker, artifacts
 
 WAITS = {"init_timeout": 30.0, "finish_timeout": 120.0}
-"""Seconds that a run waits for W&B when it begins and when it ends, unless the environment has
-WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. What was not sent by then is on the disk."""
+"""Seconds to wait for W&B at the start and at the end of a run, unless the environment sets
+WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT. Data that was not sent by then is on the disk."""
 
 _KINDS = {"report": "report", "checkpoint": "model"}
-"""W&B's types of artifacts; it lists those of the type model among its models."""
+"""W&B's types of artifacts; it lists the type model among its models."""
 
 
-class Wandb:
+class Wandb(ScalarTracker):
     """A Tracker for one W&B run, which belongs to one run folder.
 
-    `note` takes a remark on the run. `identity` is the run's id in W&B where the folder lost it;
-    `checkpoint` lets W&B have the last one. Raises TrackerError for a WANDB_RUN_ID that is no id.
+    `note` records a remark on the run. `identity` is the run's id in W&B if the folder has lost
+    it; `checkpoint` uploads the last checkpoint. Raises TrackerError for an invalid WANDB_RUN_ID.
     """
 
     def __init__(
@@ -53,22 +53,24 @@ class Wandb:
         self._identity = followed or _chosen_id() or uuid.uuid4().hex[:8]
 
     def _open(self, start: Start) -> None:
-        """Open the run, offline where W&B is not reached; a resumed one goes on under its id."""
+        """Open the run, offline if W&B cannot be reached; a resumed run keeps its id."""
+        if self._run is not None:  # the run is rolled back to a checkpoint
+            return
         write_id(self._folder, "wandb", self._identity)
         chosen = os.environ.get("WANDB_MODE")
         offline = chosen is None and not self._wandb.login(prompt=False, verify=False)
-        earlier = self._followed or start.resume_step  # which may have saved nothing
+        earlier = self._followed or start.resume_step  # a followed run may have saved nothing
         resume = "allow" if earlier else None
         try:
             self._run = self._init("offline" if offline else None, self._identity, resume)
-        except Exception as error:  # W&B's service holds on to that id
+        except Exception as error:  # W&B's service keeps that id reserved
             self._run = self._init("offline", f"{self._identity}-offline", None)
             reason = str(error).strip().split("\n")[0]
             self._note(
                 f"W&B cannot be reached ({reason}); the run is recorded offline, to be sent with: "
                 + self._sync
             )
-        # a run that W&B has, and whose log the folder lost, has rows that nothing here knows of
+        # a run in W&B whose log the folder has lost has rows that are unknown here
         self._first_row = max(0, self._run.step - self._scalars.count)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -91,29 +93,20 @@ class Wandb:
             settings=self._wandb.Settings(silent=True, **waits),
         )
 
-    def record(self, event: Event) -> None:
-        """Log the numbers of an event, as tracking.scalars names them, by optimizer step."""
-        values = self._scalars.take(event)
-        match event:
-            case Start():
-                if self._run is None:  # else the run goes back to a checkpoint
-                    self._open(event)
-            case Finish():
-                self._finish(event.summary)
-            case _ if values:
-                self._log({"step": event.step, **values}, row=self._scalars.count)
+    def _write(self, values: Mapping[str, float], event: Plotted) -> None:
+        self._log({"step": event.step, **values}, row=self._scalars.count)
 
     def _log(self, values: Mapping[str, object], *, row: int) -> None:
-        """Add a row; rows are counted over all parts of the run, for W&B drops one that it has."""
+        """Add a row; rows count over all parts of the run, because W&B drops a repeated one."""
         self._run.log(values, step=self._first_row + row, commit=True)
 
-    def _finish(self, summary: Summary) -> None:
-        """Log summary, report and checkpoint, end the run; note how to send one offline."""
+    def _close(self, summary: Summary) -> None:
+        """Log summary, report and checkpoint, end the run; note how to upload an offline run."""
         self._run.summary.update(asdict(summary))
         files = artifacts(self._folder, summary, checkpoint=self._checkpoint)
         image = files.pop("overview", None)
         if image is not None:
-            row = self._scalars.count + 1  # which the start of the next part leaves free
+            row = self._scalars.count + 1  # the start of the next part skips this row
             self._log({"report": self._wandb.Image(str(image))}, row=row)
         for kind, path in files.items():
             kept = self._wandb.Artifact(f"{self._identity}-{kind}", type=_KINDS[kind])
@@ -126,12 +119,12 @@ class Wandb:
 
     @property
     def _sync(self) -> str:
-        """The command that sends every part of the run, of which each has a folder of its own."""
+        """Command that uploads every part of the run; each part has its own folder."""
         return f"wandb sync {shlex.quote(str(self._folder))}/wandb/offline-run-*"
 
 
 def _chosen_id() -> str | None:
-    """Return the id that the environment chooses, as the agent of a sweep does."""
+    """Return the run id in the environment, which the agent of a sweep sets."""
     chosen = os.environ.get("WANDB_RUN_ID")
     if chosen and not is_id(chosen):
         raise TrackerError(

@@ -332,7 +332,7 @@ def test_plan_prints_the_arithmetic(
         assert part in shown
 
 
-def test_the_time_of_a_plan_says_what_it_includes(
+def test_the_time_of_a_plan_lists_what_it_includes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("largebatch.cli.recipe._this_machine", lambda *_: "not measured")
@@ -377,7 +377,7 @@ def test_data_index_counts_what_it_read(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 classes, 4 training and 2 validation images, all readable" in capsys.readouterr().out
 
 
-def test_doctor_says_what_works_and_how_to_get_the_rest(
+def test_doctor_prints_what_works_and_how_to_install_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -403,7 +403,7 @@ def test_doctor_names_a_torchvision_that_was_built_for_another_torch(
     assert ("built for another torch" in line) == lacks
 
 
-def test_report_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == USER
     assert "log.jsonl" in capsys.readouterr().err
 

@@ -74,7 +74,7 @@ def test_a_reader_that_goes_away_is_no_mistake(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (UNREAD, "")
 
 
-def test_another_pipe_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_pipe_other_than_the_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(_: object) -> int:
         raise BrokenPipeError("to a worker")
 

@@ -16,7 +16,7 @@ from largebatch.recipe.loading import load_recipe
 
 
 def write_classes(root: Path, *, side: int = 12, **numbers: int) -> Path:
-    """Write so many images into each class folder."""
+    """Write some images into each class folder."""
     for name, number in numbers.items():
         (root / name).mkdir(parents=True)
         for image in range(number):

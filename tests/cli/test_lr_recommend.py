@@ -121,7 +121,7 @@ def test_suggest_takes_the_shape_that_was_measured(
     assert taken.model_copy(update={"schedule": without.schedule}) == without
 
 
-def test_suggest_goes_on_without_a_database_that_it_only_found(
+def test_suggest_skips_an_unreadable_database_that_was_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -264,13 +264,13 @@ def test_batches_that_never_get_there_are_refused(
         list(measured(tmp_path, [16, 64, 256, 1024]))
 
 
-def test_a_study_that_is_asked_to_stop_begins_no_other_run(
+def test_a_stop_request_starts_no_further_run_of_a_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begun: list[Path] = []
+    started: list[Path] = []
 
     def stopped(_: object, *, out: Path, **__: object) -> SimpleNamespace:
-        begun.append(out)
+        started.append(out)
         return SimpleNamespace(status="interrupted")
 
     monkeypatch.setattr(critical_batch, "run", stopped)
@@ -278,12 +278,12 @@ def test_a_study_that_is_asked_to_stop_begins_no_other_run(
     out = tmp_path / "out"
     words += ["--measure", "16,32,64,128", "--out", str(out)]
     assert main(["noise", "digits_96", *words]) == 75
-    assert len(begun) == 1
+    assert len(started) == 1
     assert capsys.readouterr().out == f"to resume: the same command with --out {out}\n"
 
 
 @pytest.mark.long
-def test_the_critical_batch_of_real_runs_is_measured_and_goes_on_where_it_was_stopped(
+def test_the_critical_batch_of_real_runs_resumes_after_a_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = [*LENET, "data.image_size=16", "optimizer={kind: sgd}", "schedule.peak_lr=0.1"]
@@ -306,7 +306,7 @@ def test_samples_are_three_digits() -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_measures_in_the_units_of_the_scale_that_it_goes_on_with(
+def test_a_resumed_run_measures_in_the_units_of_its_restored_scale(
     tmp_path: Path,
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -96,7 +96,7 @@ def test_mistakes_are_one_clear_line(
     assert message in error
 
 
-def test_a_run_that_no_memory_holds_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_exceeds_the_memory_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     batch = ["--set", "batch.global_batch=4096", "--set", "batch.bn_span=512"]
     assert main(["plan", FUJITSU, "--cluster", "abci-v100", "--workers", "8", *batch]) == DONE
     shown = capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_the_schema_is_one_that_refuses() -> None:
     assert not validator.is_valid({"parameters": {"a": {"value": 1}}})
 
 
-def test_a_sweep_varies_rates_on_a_logarithmic_scale_whole_numbers_and_words(
+def test_a_sweep_varies_rates_logarithmically_and_integers_and_choices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     keys = (RATE, "optimizer.eta=1e-3,2e-3", "seed=1..9", "optimizer.convention=outside,fujitsu")

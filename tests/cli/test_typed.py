@@ -94,7 +94,7 @@ def typed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("compare a b", "no command 'compare'; to compare runs: largebatch report A B"),
         (
             "resume run",
-            "no command 'resume'; to go on with a run: largebatch train RECIPE --out RUN",
+            "no command 'resume'; to resume a run: largebatch train RECIPE --out RUN",
         ),
         ("train digits_96 --workers 0", "argument --workers: expected 1 or more, got 0"),
     ],
@@ -193,7 +193,7 @@ def test_a_shortened_run_names_all_that_has_to_be_shorter_and_the_words_work(
     assert main(shlex.split(f"check digits_96 --set duration.epochs=3 {words}")) == DONE
 
 
-def test_no_words_at_all_show_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_print_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == DONE
     shown = capsys.readouterr().out
     lines = shown.splitlines()

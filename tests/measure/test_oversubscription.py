@@ -37,7 +37,7 @@ TURNS = 2 * (24e-3 + 2e-3 + 3e-3 + 2 * 3e-4 + 1.5e-3)
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let there be two cores, whatever machine this is."""
+    """Pretend that this machine has two cores."""
     monkeypatch.setattr(module, "available_cores", lambda: 2)
 
 

@@ -206,23 +206,23 @@ def test_an_error_that_is_no_divergence_is_not_a_result(
         train_range(recipe, Options(out=tmp_path / "out"), rates)
 
 
-def test_a_test_that_is_asked_to_stop_begins_no_other_run(
+def test_a_stop_request_starts_no_further_run_of_a_range_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begun: list[Path] = []
+    started: list[Path] = []
 
     def stopped(_: object, *, out: Path, **__: object) -> SimpleNamespace:
-        begun.append(out)
+        started.append(out)
         return SimpleNamespace(status="interrupted")
 
     monkeypatch.setattr(lr_range, "run", stopped)
     assert main(["lr", "range", "digits_96", "--out", str(tmp_path / "out")]) == 75
-    assert begun == [tmp_path / "out" / "seed-1"]
+    assert started == [tmp_path / "out" / "seed-1"]
     assert capsys.readouterr().out == f"to resume: the same command with --out {tmp_path / 'out'}\n"
 
 
 @pytest.mark.long
-def test_a_test_that_was_stopped_goes_on_to_the_same_losses(
+def test_a_resumed_range_test_has_the_same_losses(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, rates, original = a_recipe("sgd", weights), RATES["sgd"], run

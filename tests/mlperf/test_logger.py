@@ -130,7 +130,7 @@ def test_fujitsus_recipe_passes_the_open_rules_and_fails_the_closed_ones(
 
 
 def test_the_hyper_parameters_are_those_of_the_references_own_log() -> None:
-    """Of the point for 49,152, which mlperf-logging lists with all of its parameters."""
+    """The reference is the point for 49,152, which mlperf-logging lists with all parameters."""
     tables = files("mlperf_logging.rcp_checker") / "training_4.0.0" / "rcps_resnet.json"
     theirs = json.loads(tables.read_text())["resnet_ref_49152"]["Hyperparams"]
     of = recipe("49152_mlperf")
@@ -215,7 +215,7 @@ def test_blocks_last_from_one_evaluation_to_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["paused", "interrupted", "stopped", "failed"])
-def test_a_run_that_can_go_on_has_no_run_stop(status: str, tmp_path: Path) -> None:
+def test_a_resumable_run_has_no_run_stop(status: str, tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     path = write(tmp_path, of, [start(of), update(0), finish(status)])  # type: ignore[arg-type]
     assert not lines(path, "run_stop")
@@ -225,7 +225,7 @@ def test_a_run_that_can_go_on_has_no_run_stop(status: str, tmp_path: Path) -> No
     assert checker(path)[0] == 1  # for it is of the closed division and below the target
 
 
-def test_a_run_that_was_killed_while_it_wrote_goes_on_in_whole_lines(tmp_path: Path) -> None:
+def test_a_run_killed_while_writing_resumes_with_whole_lines(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     path = write(tmp_path, of, [start(of), update(0), finish("stopped")])
     with path.open("a") as file:
@@ -242,11 +242,11 @@ def test_a_finished_log_stays_as_it_is(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_log_without_its_beginning_or_with_a_damaged_line_is_not_gone_on_with(
+def test_a_log_without_its_start_or_with_a_damaged_line_is_not_continued(
     tmp_path: Path,
 ) -> None:
     of = recipe("32768_mlperf")
-    with pytest.raises(CheckpointError, match="has no run_start, and the run goes on at step 7"):
+    with pytest.raises(CheckpointError, match="has no run_start, and the run resumes at step 7"):
         write(tmp_path, of, [start(of, step=7)])
     path = write(tmp_path, of, [start(of), finish("paused")])
     path.write_text(path.read_text().replace('"key": "seed"', '"key": seed', 1))
@@ -254,7 +254,7 @@ def test_a_log_without_its_beginning_or_with_a_damaged_line_is_not_gone_on_with(
         write(tmp_path, of, [start(of, step=7)])
 
 
-def test_a_run_that_was_rolled_back_goes_on_in_the_same_block(tmp_path: Path) -> None:
+def test_a_rolled_back_run_continues_in_the_same_block(tmp_path: Path) -> None:
     of = recipe("32768_mlperf")
     events: list[Event] = [
         start(of),

@@ -123,7 +123,7 @@ def test_what_the_points_do_not_cover_has_an_answer(
 
 
 @pytest.mark.parametrize(("epochs", "code"), [(55.0, 1), pytest.param(56.0, 0, marks=long)])
-def test_the_packages_own_command_says_the_same_of_the_same_logs(
+def test_the_packages_own_command_agrees_on_the_same_logs(
     epochs: float, code: int, tmp_path: Path
 ) -> None:
     """A folder of result_*.txt, as submissions have them."""

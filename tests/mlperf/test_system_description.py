@@ -90,7 +90,7 @@ def test_gpus_of_the_machine_are_described_and_their_nodes_counted(
     assert draft["number_of_nodes"] == nodes
 
 
-def test_what_nothing_knows_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_fields_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No names in the environment, no summary, no lscpu."""
     for key in SUBMISSION:
         monkeypatch.delenv(f"MLPERF_SUBMISSION_{key}", raising=False)

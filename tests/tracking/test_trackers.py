@@ -45,7 +45,7 @@ LAST = replace(MONITORED[1], step=2)
 
 @pytest.fixture(name="uri")
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let MLflow use its store of plain files, which needs no database."""
+    """Set up MLflow with its store of plain files, which needs no database."""
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow-skinny")
     uri = f"file://{tmp_path}/mlruns"
     for name, value in {
@@ -74,7 +74,7 @@ def with_results(tmp_path: Path) -> Path:
 
 
 def follow(folder: Path, parts: list[list[Event]], tracker: Any) -> None:  # noqa: ANN401 -- makes any tracker
-    """Let a tracker, a new one for each part, follow a run that is interrupted."""
+    """Record an interrupted run with a new tracker for each part."""
     for place, events in enumerate(parts):
         new = tracker()
         log = JsonLines(folder / "log.jsonl", resume=place > 0)
@@ -114,7 +114,7 @@ def test_confidence_and_the_generalization_gap_are_given_once() -> None:
 
 
 def in_two_parts() -> list[list[Event]]:
-    """A part that was killed after its second update, and one that goes on after the first."""
+    """Return a part killed after its second update, and one that resumes after the first."""
     first, second = MONITORED
     between = replace(EVALUATION, stage="train", step=1)
     return [
@@ -318,7 +318,7 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_resumed_run_goes_on_without_an_mlflow_that_does_not_answer(
+def test_a_resumed_run_continues_if_mlflow_does_not_answer(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = ("duration={steps: 2}", "schedule.warmup=null", "polish=null", "evaluation={}", *SMALL)

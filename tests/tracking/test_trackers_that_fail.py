@@ -1,4 +1,4 @@
-"""A run goes on whatever becomes of who follows it; and no log holds a secret."""
+"""A run continues if a tracker fails, and no log holds a secret."""
 
 import io
 import os
@@ -125,7 +125,7 @@ def test_a_run_keeps_its_id_in_wandb_and_no_id_is_a_path(
 @pytest.mark.parametrize(
     ("known", "step", "resume"), [(None, 0, None), ("ab12", 0, "allow"), (None, 3, "allow")]
 )
-def test_a_run_that_wandb_has_is_not_begun_again_over_it(
+def test_a_run_that_wandb_has_is_not_started_again(
     known: str | None,
     step: int,
     resume: str | None,

@@ -148,7 +148,7 @@ sys.stdin.read()
             JsonLines(path, resume=resume)
     owner.kill()
     owner.communicate()
-    with pytest.raises(CheckpointError, match="another run began here"):
+    with pytest.raises(CheckpointError, match="another run has started here"):
         JsonLines(path, resume=False)
     JsonLines(path, resume=True).close()
     assert len(read(path)) == 1
@@ -199,7 +199,7 @@ def test_a_run_whose_folder_is_moved_ends_and_a_new_folder_at_its_path_has_one_o
     assert read(tmp_path / path) == read(tmp_path / "moved/log.jsonl") == [START]
 
 
-def test_a_log_whose_path_cannot_be_reached_is_an_error_in_words(tmp_path: Path) -> None:
+def test_a_log_whose_path_cannot_be_reached_is_a_readable_error(tmp_path: Path) -> None:
     folder, loop = tmp_path / "run", tmp_path / "loop"
     folder.mkdir()
     log = JsonLines(folder / "log.jsonl", resume=False)
@@ -222,7 +222,7 @@ def test_a_log_of_another_folder_under_a_second_name_has_one_owner_too(tmp_path:
     first.close()
 
 
-def test_a_log_that_is_removed_or_cannot_grow_is_an_error_in_words(tmp_path: Path) -> None:
+def test_a_log_that_is_removed_or_cannot_grow_is_a_readable_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = JsonLines(path, resume=False)
     path.unlink()
@@ -296,7 +296,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
-def test_the_end_of_a_run_tells_the_time_since_the_command_was_started_too() -> None:
+def test_the_end_of_a_run_prints_the_time_since_the_command_started() -> None:
     stream = io.StringIO()
     Console(stream, started=time.time() - 3600.25).record(FINISH)
     found = re.fullmatch(
@@ -333,7 +333,7 @@ def test_what_only_polishes_names_no_division_of_the_global_batch(step: int, wor
     assert stream.getvalue() == f"digits-96: after {step} of 2 steps of 96 samples\n"
 
 
-def test_a_run_goes_on_where_nothing_reads_its_lines() -> None:
+def test_a_run_continues_if_nothing_reads_its_output() -> None:
     """As after `| head`."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,8 +1,8 @@
-"""How long a gradient takes where several workers share a core: that time is set, and slept.
+"""Simulated gradient times, for workers that share a core.
 
-Workers of a study may have fewer cores than there are hosts. So each computes the gradient of a few
-samples only, and before backward sleeps until the time of its nominal mini-batch is over. The
-gradient is real, and so is all that is sent; the time is that of a host with a core of its own.
+Workers of a study may have fewer cores than there are hosts. So each computes the gradient of a
+few samples only, and sleeps before backward until the time of its nominal mini-batch is over.
+The gradient and all messages are real; the time is that of a host with its own core.
 """
 
 import time
@@ -17,12 +17,12 @@ from largebatch.training.protocols.compute_times import ComputeTime, Constant, c
 
 
 class Compute(Section):
-    """Seconds of a gradient: (`overhead` + `sample` x its samples) x what `factor` draws."""
+    """Seconds of a gradient: (`overhead` + `sample` x its samples) x a draw of `factor`."""
 
     overhead: NonNegative = 0.0
     sample: Positive
     factor: ComputeTime = Constant(kind="constant", seconds=1.0)
-    """A distribution around 1; recorded: times of single gradients over their mean."""
+    """Distribution around 1; recorded: times of single gradients over their mean."""
 
     def times(self, samples: float, *, seed: int, worker: int) -> Iterator[float]:
         """Yield the seconds of each gradient of a worker, the same for each layout and seed."""
@@ -31,10 +31,10 @@ class Compute(Section):
 
 
 class PacedCriterion:
-    """The criterion of a run; it sleeps until a gradient has taken as long as it is set to.
+    """A criterion that sleeps until a gradient has taken its set time.
 
-    The time of a gradient begins with its forward pass. Backward comes on top, and so, where a
-    gradient is `late`, does what its few samples took longer than the time that was set.
+    The time starts with the forward pass. Backward comes on top; for a `late` gradient so does
+    the excess of its few samples over the set time.
     """
 
     def __init__(self, criterion: Criterion, model: nn.Module, seconds: Iterator[float]) -> None:
@@ -42,7 +42,7 @@ class PacedCriterion:
         self._begun = 0.0
         self.gradients = 0
         self.late = 0
-        """How many of them took longer than they were to."""
+        """Number of gradients that took longer than their set time."""
 
         model.register_forward_pre_hook(self._begin)
 
@@ -50,7 +50,7 @@ class PacedCriterion:
         self._begun = time.perf_counter()
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, a while later."""
+        """Return the loss, after the set time."""
         loss = self._criterion(outputs, labels)
         if torch.is_grad_enabled():
             left = self._begun + next(self._seconds) - time.perf_counter()

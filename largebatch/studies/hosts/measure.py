@@ -1,4 +1,4 @@
-"""A measurement on hosts: workers are placed and started, and what they found is put together."""
+"""A measurement on hosts: place and start the workers, and collect their results."""
 
 import json
 import sys
@@ -24,27 +24,27 @@ _SHOWN_LINES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which worker is on which host, and how they are connected."""
+    """Placement of workers on hosts, and their links."""
 
     workers_per_host: Sequence[int]
     megabits: float | None
-    """Of the link of each host, in each direction; None: no limit."""
+    """Rate of each host's link in each direction, in Mbit/s; None for no limit."""
 
     backend: Literal["torch", "horovod"] = "torch"
 
     @property
     def hosts(self) -> list[str]:
-        """The host of every worker, by rank."""
+        """Host of every worker, by rank."""
         names = addresses(len(self.workers_per_host))
         pairs = zip(names, self.workers_per_host, strict=True)
         return [name for name, number in pairs for _ in range(number)]
 
 
 def measure_on_hosts(job: Job, placement: Placement) -> list[dict[str, Any]]:
-    """Carry a job out on hosts made for it; return what each worker found, by rank.
+    """Run a job on hosts made for it; return the result of each worker, by rank.
 
-    Raises StudyError with a worker's message where the user can fix it, WorkerFailedError where a
-    worker was lost, BackendError where this machine cannot make hosts.
+    Raises StudyError with a worker's message if the user can fix it, WorkerFailedError if a
+    worker was lost, BackendError if this machine cannot make hosts.
     """
     hosts = placement.hosts
     with tempfile.TemporaryDirectory(prefix="largebatch-") as name:
@@ -66,17 +66,17 @@ def measure_on_hosts(job: Job, placement: Placement) -> list[dict[str, Any]]:
         )
         if any(codes):
             raise_cause(codes, folder)
-        found = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
-        return [_read(path) for path in found]
+        files = [folder / f"worker-{rank}.json" for rank in range(len(hosts))]
+        return [_read(path) for path in files]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_bytes())
-    return found
+    result: dict[str, Any] = json.loads(path.read_bytes())
+    return result
 
 
 def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
-    """Raise the first failure that another one did not cause."""
+    """Raise the first failure that is not the consequence of another."""
     order = {USER: 0, None: 3, LOST: 2, 0: 4}
     rank = min(range(len(codes)), key=lambda rank: order.get(codes[rank], 1))
     code = codes[rank]
@@ -89,7 +89,7 @@ def raise_cause(codes: Sequence[int | None], folder: Path) -> None:
 
 
 def _environment(rank: int, hosts: Sequence[str]) -> Mapping[str, str]:
-    """Return what torchrun and horovodrun would set, and which interface is taken."""
+    """Return the variables that torchrun and horovodrun would set, and the network interface."""
     here = hosts[rank]
     local, each = hosts[:rank].count(here), hosts.count(here)
     names = list(dict.fromkeys(hosts))

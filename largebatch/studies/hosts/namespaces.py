@@ -1,14 +1,14 @@
-"""Hosts on one machine: network namespaces, each behind a link of its own to one switch.
+"""Hosts on one machine: network namespaces, each with a link to one switch.
 
 The hosts of a job live in namespaces of networks, processes and mounts that belong to one process,
-which runs this module as a program and reads the job from its standard input. When it ends, however
-it ends, the kernel ends all that was started there and removes hosts, links and switch; and it
-ends with the process that started it. So nothing is left behind, two jobs cannot meet, and the
+which runs this module as a program and reads the job from its standard input. When this process
+ends, for any reason, the kernel ends all of its processes and removes hosts, links and switch; and
+it ends with the process that started it. So nothing is left behind, two jobs cannot meet, and the
 machine's own network is neither used nor changed.
 
 Links are Ethernet pairs, shaped in both directions by a token bucket (tc-tbf). Its rate counts
-Ethernet, IP and TCP headers, 66 bytes of each frame of up to 1,514, so that a link of 1 Gbit/s
-carries 957 Mbit/s of payload. Queues are long enough that no frame is dropped: where several hosts
+Ethernet, IP and TCP headers, 66 bytes of each frame of up to 1,514, so a link of 1 Gbit/s
+carries 957 Mbit/s of payload. Queues are long enough that no frame is dropped: if several hosts
 send to one, they wait, and nothing is sent twice.
 """
 
@@ -33,34 +33,34 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "mount": "mount",
 }
-"""What is needed, and the package that has it."""
+"""Required programs, and the packages that contain them."""
 
 OWN_NAMESPACES = (
     *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
 )
-"""Begins a command that has namespaces of its own, and ends with the process that started it."""
+"""Prefix of a command that gets its own namespaces and ends with its parent."""
 
 CARD = "eth0"
-"""What a host calls its link."""
+"""Name of the link on each host."""
 
 SWITCH = "10.9.255.254"
-"""The address of the process that started the hosts, as they see it."""
+"""Address of the process that started the hosts, as seen from them."""
 
 _MOST_HOSTS = 250
 _SHORTEST_BURST, _BURST_SECONDS = 16_384, 0.001
 _QUEUE = 2**26
-"""Bytes: more than the windows of all connections to a host."""
+"""Length of a queue in bytes: more than the windows of all connections to a host."""
 
 HEADERS = 66
-"""Bytes of Ethernet (14), IPv4 (20), and TCP with timestamps (32) in front of each payload."""
+"""Bytes of headers per payload: Ethernet (14), IPv4 (20), and TCP with timestamps (32)."""
 
 FRAME = 1514
-"""Bytes of a full frame, these included."""
+"""Bytes of a full frame, with headers."""
 
 
 def addresses(number: int) -> dict[str, str]:
-    """Return the names and addresses of so many hosts.
+    """Return the names and addresses of some hosts.
 
     >>> addresses(2)
     {'host1': '10.9.0.1', 'host2': '10.9.0.2'}
@@ -70,7 +70,7 @@ def addresses(number: int) -> dict[str, str]:
 
 
 def lacking() -> str:
-    """Return in words what this machine lacks for hosts, or nothing."""
+    """Describe what this machine lacks for hosts; empty if nothing."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         packages = sorted({PROGRAMS[name] for name in absent})
@@ -88,7 +88,7 @@ def lacking() -> str:
 
 
 def require_hosts() -> None:
-    """Raise BackendError where this machine cannot make hosts."""
+    """Raise BackendError if this machine cannot make hosts."""
     missing = lacking()
     if missing:
         raise BackendError(
@@ -98,10 +98,10 @@ def require_hosts() -> None:
 
 
 def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> None:
-    """Make hosts of these names and addresses, joined by a switch, that know each other by name.
+    """Make hosts with these names and addresses, joined by a switch, that know each other by name.
 
-    `megabits` is the rate of each link in a second and in each direction; None: no limit. To be
-    called in namespaces of its own.
+    `megabits` is the rate of each link in Mbit/s in each direction; None for no limit. Call it
+    in its own namespaces.
     """
     _call("mount -t tmpfs tmpfs /run")
     _call("ip link set lo up")
@@ -123,13 +123,13 @@ def make_hosts(hosts: Mapping[str, str], *, megabits: float | None = None) -> No
 
 
 def replace_file(path: str, other: Path, text: str) -> None:
-    """Let a file have another content in these namespaces, which is written to `other`."""
+    """Replace the content of a file in these namespaces; the new content is written to `other`."""
     other.write_text(text)
     _call(f"mount --bind {other} {path}")
 
 
 def _shape(megabits: float) -> str:
-    """Return the token bucket of a rate, for tc.
+    """Return tc's token bucket for a rate.
 
     >>> _shape(1000)
     'tbf rate 1000000kbit burst 125000 limit 67108864'
@@ -139,13 +139,13 @@ def _shape(megabits: float) -> str:
 
 
 def on_host(name: str, *command: str) -> list[str]:
-    """Return a command that runs another one on a host, which then has the host's name."""
+    """Return a command that runs another one on a host, under the host's name."""
     named = f'hostname {name} && exec "$@"'
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
 
 def payload_bandwidth(megabits: float) -> float:
-    """Return the bytes of payload a second that a link of this rate carries in full frames.
+    """Return the payload in bytes per second of a link with this rate and full frames.
 
     >>> round(payload_bandwidth(1000) / 1e6, 2)
     119.55
@@ -154,16 +154,16 @@ def payload_bandwidth(megabits: float) -> float:
 
 
 class Counters(NamedTuple):
-    """Bytes of payload that have passed the link of a host."""
+    """Payload in bytes that passed the link of a host."""
 
     received: int
     sent: int
 
 
 def read_counters(table: str) -> Counters:
-    """Return what /proc/net/dev says of a host's link, without headers and acknowledgements.
+    """Parse /proc/net/dev of a host, without headers and acknowledgements.
 
-    A segment that the link cuts into frames is one packet to the counters, with one header.
+    A segment that the link cuts into frames counts as one packet with one header.
 
     >>> read_counters("  eth0: 1066 2 0 0 0 0 0 0 132 2 0 0 0 0 0 0")
     Counters(received=934, sent=0)
@@ -181,7 +181,7 @@ class Command(NamedTuple):
     words: Sequence[str]
     environment: Mapping[str, str]
     output: Path
-    """Takes what it prints."""
+    """Callback for each line of output."""
 
 
 def run_on_hosts(
@@ -193,10 +193,9 @@ def run_on_hosts(
 ) -> list[int | None]:
     """Run commands side by side on hosts that are made for them; return their exit codes.
 
-    When one fails, the others have GRACE_SECONDS, and the code of one that is ended then is None.
-    `horovod`: a server on the switch lets workers of Horovod, one for each command, meet.
-
-    Raises BackendError where this machine cannot make hosts.
+    If one fails, the others have GRACE_SECONDS; the code of one that is killed then is None.
+    With `horovod`, a server on the switch lets the workers of Horovod connect, one for each
+    command. Raises BackendError if this machine cannot make hosts.
     """
     require_hosts()
     job = {
@@ -204,7 +203,8 @@ def run_on_hosts(
         "megabits": megabits,
         "horovod": horovod,
         "commands": [
-            [one.host, list(one.words), dict(one.environment), str(one.output)] for one in commands
+            [command.host, list(command.words), dict(command.environment), str(command.output)]
+            for command in commands
         ],
     }
     program = subprocess.Popen(  # noqa: S603 -- the words are ours
@@ -249,20 +249,20 @@ def _start(
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Return the codes when all have ended, or a while after one has failed."""
+    """Return the codes when all have ended, or some time after one has failed."""
     until = float("inf")
     while time.monotonic() < until:
-        codes = [one.poll() for one in running]
+        codes = [process.poll() for process in running]
         if None not in codes:
             break
         if any(codes):
             until = min(until, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.05)
-    return [one.poll() for one in running]
+    return [process.poll() for process in running]
 
 
 def _server(places: Sequence[str], *, horovod: bool) -> AbstractContextManager[dict[str, str]]:
-    """Serve what workers of Horovod find each other through, if it is they who are started."""
+    """Start the rendezvous server of Horovod, if its workers are started."""
     if not horovod:
         return nullcontext({})
     from largebatch.runs.launch import horovods_server

@@ -1,6 +1,6 @@
-"""Measurements that are carried out once: each start of workers is one file, whole or not there.
+"""Measurements that are made once: each start of workers has one file, complete or absent.
 
-A study that was stopped goes on with the same command, and loses what was under way.
+A stopped study is resumed by the same command, and loses only the running start.
 """
 
 import json
@@ -21,30 +21,30 @@ from largebatch.tracking.environment import source_commit, versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one start has measured."""
+    """Result of one start."""
 
     seconds: list[float]
-    """Of each update that was timed, on the first worker or server."""
+    """Seconds of each timed update, on the first worker or server."""
 
     sent: dict[str, float]
     received: dict[str, float]
-    """Bytes of payload in an update, by host."""
+    """Payload in bytes of an update, by host."""
 
     shards: list[int]
-    """Bytes of the weights on each parameter server, or of all of them."""
+    """Bytes of the weights on each parameter server, or of all weights."""
 
     late: float
-    """The share of gradients that took longer than was set."""
+    """Fraction of gradients that took longer than their set time."""
 
     rates: list[list[str]]
-    """The learning rate of every update on every worker, in hexadecimal."""
+    """Learning rate of every update on every worker, in hexadecimal."""
 
     device_batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of the workers of a cell, with a seed, and the file of its record."""
+    """One start of the workers of a cell with a seed, and the file of its record."""
 
     cell: str
     seed: int
@@ -54,9 +54,9 @@ class Start:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the record was measured with, as JSON."""
+        """Definition of the measurement, as JSON."""
         job = self.job
-        found: dict[str, Any] = json.loads(
+        definition: dict[str, Any] = json.loads(
             json.dumps(
                 {
                     "recipe": job.recipe.model_dump(mode="json"),
@@ -68,16 +68,16 @@ class Start:
                 }
             )
         )
-        return found
+        return definition
 
     def read(self) -> Found | None:
-        """Return the record, None where there is none.
+        """Return the record; None if there is none.
 
-        Raises StudyError where it is of another study.
+        Raises StudyError if it is of another study.
         """
         try:
             record = json.loads(self.path.read_bytes())
-            settings, found = record["settings"], Found(**record["found"])
+            settings, result = record["settings"], Found(**record["found"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError):
@@ -87,26 +87,26 @@ class Start:
                 f"{self.path}: was recorded with other settings than the study has now; give "
                 "another --out, or remove it"
             )
-        return found
+        return result
 
 
 class Cell(Protocol):
-    """What a study measures, whatever its kind."""
+    """A cell of any kind of study."""
 
     @property
     def configuration(self) -> str:
-        """The study's name of its recipe."""
+        """Name of its recipe in the study."""
 
     def start(self, seed: int, *, data: Path | None, out: Path) -> Start:
-        """Return one start of its workers."""
+        """Start its workers once and return the result."""
 
 
 def starts_of(
     cells: Sequence[Cell], *, repeats: int, data: Mapping[str, Path], out: Path
 ) -> list[Start]:
-    """Return the starts of a study, every cell once before any is started again.
+    """Return the starts of a study: every cell once, then every cell again.
 
-    `data` are the folders of recipes by their names in the study.
+    `data` holds the data folders of recipes by their names in the study.
     """
     return [
         cell.start(seed, data=data.get(cell.configuration), out=out)
@@ -116,28 +116,28 @@ def starts_of(
 
 
 def read_by_cell(starts: Sequence[Start]) -> dict[str, dict[int, Found]]:
-    """Return the records that there are, by cell and seed; raise StudyError as Start.read does."""
+    """Return the existing records by cell and seed; raise StudyError as Start.read does."""
     by_cell: dict[str, dict[int, Found]] = {}
     for start in starts:
-        found = start.read()
-        if found is not None:
-            by_cell.setdefault(start.cell, {})[start.seed] = found
+        record = start.read()
+        if record is not None:
+            by_cell.setdefault(start.cell, {})[start.seed] = record
     return by_cell
 
 
 def carry_out(starts: Sequence[Start], report: Callable[[Start, Found], None]) -> None:
-    """Measure what has no record yet, one start after the other; `report` is called after each.
+    """Run the starts without a record one by one; call `report` after each.
 
     Raises StudyError for records of another study before anything is started.
     """
     for start in [start for start in starts if start.read() is None]:
         load = os.getloadavg()[0]
         workers = measure_on_hosts(start.job, start.placement)
-        found = put_together(workers, start.placement, updates=start.job.updates)
+        result = put_together(workers, start.placement, updates=start.job.updates)
         record = {
             "cell": start.cell,
             "seed": start.seed,
-            "found": asdict(found),
+            "found": asdict(result),
             "load_before": load,
             "machine": f"{platform.machine()}, {available_cores()} cores",
             "commit": source_commit(),
@@ -145,13 +145,13 @@ def carry_out(starts: Sequence[Start], report: Callable[[Start, Found], None]) -
             "settings": start.settings,
         }
         write_whole(start.path, json.dumps(record, indent=1).encode())
-        report(start, found)
+        report(start, result)
 
 
 def put_together(workers: Sequence[dict[str, Any]], placement: Placement, *, updates: int) -> Found:
-    """Return what the workers of a start have found, by rank, as one.
+    """Combine the results of the workers of a start, given by rank.
 
-    The counters are of hosts, so that those of the first worker on each are taken.
+    Counters belong to hosts, so only those of the first worker on each host are used.
     """
     first = {host: rank for rank, host in reversed(list(enumerate(placement.hosts)))}
     received, sent = {}, {}
@@ -161,14 +161,14 @@ def put_together(workers: Sequence[dict[str, Any]], placement: Placement, *, upd
             (last - between) - (between - early)
             for early, between, last in zip(begin, middle, end, strict=True)
         ]
-        received[host], sent[host] = (each / updates for each in pairs)
-    gradients = sum(one["gradients"] for one in workers)
+        received[host], sent[host] = (total / updates for total in pairs)
+    gradients = sum(worker["gradients"] for worker in workers)
     return Found(
         seconds=workers[0]["seconds"],
         sent=sent,
         received=received,
         shards=workers[0]["shards"],
-        late=sum(one["late"] for one in workers) / gradients if gradients else 0.0,
-        rates=[one["rates"] for one in workers if one["rates"] or one["gradients"]],
+        late=sum(worker["late"] for worker in workers) / gradients if gradients else 0.0,
+        rates=[worker["rates"] for worker in workers if worker["rates"] or worker["gradients"]],
         device_batch=workers[0]["device_batch"],
     )

@@ -1,11 +1,11 @@
-"""One worker of a measurement on hosts: a program that trains, and counts what crossed its link.
+"""One worker of a measurement on hosts: trains, and counts the traffic of its link.
 
     python -m largebatch.studies.hosts.worker JOB FOLDER
 
-It makes the updates of `largebatch train`, by the same stage, in three stretches: those to warm up,
-a few, and as many and the timed ones. Each stretch begins and ends with all workers at rest. What
-a rest sends is in the last two alike, so that the difference of their counters is that of the
-timed updates and of nothing else.
+It makes the updates of `largebatch train`, by the same stage, in three stretches: the warm-up, a
+few updates, and as many plus the timed ones. All workers are idle at both ends of each stretch.
+The last two stretches send the same while idle, so the difference of their counters is the
+traffic of the timed updates alone.
 """
 
 import json
@@ -37,37 +37,34 @@ from largebatch.training.stages import STAGES
 from largebatch.training.trainer import Trainer
 
 USER = 2
-"""Exit code where the user can fix what is wrong."""
+"""Exit code of an error that the user can fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker of a measurement is told alike."""
+    """Job of a measurement, the same for all workers."""
 
     recipe: Recipe
     options: Options
     compute: Compute | None
-    """None: gradients take what they take."""
+    """Distribution of gradient times; None for the real times."""
 
     samples: float = 0.0
-    """Of a worker's nominal mini-batch, for which `compute` is."""
+    """Nominal mini-batch of a worker, for `compute`."""
 
     warm_up: int
     updates: int
-    """Those that are timed, after so many to warm up."""
+    """Number of timed updates, after the warm-up updates."""
 
     @property
     def stretches(self) -> tuple[int, int, int]:
-        """How many updates lie behind at the end of each stretch.
-
-        The second and the third one begin alike, with updates that are not timed.
-        """
+        """Numbers of updates at the ends of the stretches; the last two start with untimed ones."""
         first = self.warm_up
         return first, first + self.untimed, first + 2 * self.untimed + self.updates
 
     @property
     def untimed(self) -> int:
-        """Updates with which a stretch begins that are not timed."""
+        """Number of untimed updates at the start of a stretch."""
         return 1
 
 
@@ -76,22 +73,22 @@ JOB = TypeAdapter(Job)
 
 @dataclass(slots=True)
 class StepTimes:
-    """A tracker that keeps how long each update took."""
+    """A tracker that records the time of each update."""
 
     seconds: list[float] = field(default_factory=list)
 
     def record(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         if isinstance(event, Step):
             self.seconds.append(event.step_seconds)
 
 
 @contextmanager
 def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
-    """Yield the learning rate of every update that this worker makes, as it makes it.
+    """Yield the learning rate of every update of this worker, as it makes it.
 
-    Rates are hexadecimal (float.hex), which loses no bit. They are read from the parameter groups
-    when the optimizer steps: not what a schedule has, but what is applied.
+    Rates are hexadecimal (float.hex), which is exact. They are read from the parameter groups at
+    the optimizer's step: the applied rate, not the schedule's.
     """
     rates: list[str] = []
 
@@ -106,7 +103,7 @@ def applied_rates(optimizer: Optimizer) -> Iterator[list[str]]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Train, and return what this worker found, as JSON."""
+    """Train, and return the result of this worker as JSON."""
     with open_trainer(job.recipe, job.options, {"command": "study"}) as opened:
         trainer, paced = _pace(opened, job)
         steps = StepTimes()
@@ -130,7 +127,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def _pace(trainer: Trainer, job: Job) -> tuple[Trainer, PacedCriterion | None]:
-    """Let gradients take the time that is set, if one is."""
+    """Set the time of gradients, if the job has one."""
     if job.compute is None:
         return trainer, None
     seed, rank = trainer.recipe.seed, trainer.backend.rank
@@ -140,11 +137,11 @@ def _pace(trainer: Trainer, job: Job) -> tuple[Trainer, PacedCriterion | None]:
 
 
 def _read_counters(trainer: Trainer) -> Counters:
-    """Read them when no worker sends anything: before it all have ended, and none goes on."""
+    """Read the counters while no worker sends anything."""
     trainer.backend.barrier()
-    found = read_counters(Path("/proc/net/dev").read_text())
+    counters = read_counters(Path("/proc/net/dev").read_text())
     trainer.backend.barrier()
-    return found
+    return counters
 
 
 def _shards(trainer: Trainer) -> list[int]:
@@ -159,17 +156,17 @@ def _shards(trainer: Trainer) -> list[int]:
 
 
 def main(job: str, folder: str) -> int:
-    """Measure, and leave what was found in the folder; return the exit code."""
+    """Measure, and write the result to the folder; return the exit code."""
     try:
-        found = measure(JOB.validate_json(Path(job).read_bytes()))
+        result = measure(JOB.validate_json(Path(job).read_bytes()))
     except LargebatchError as error:
         sys.stdout.write(f"{error}\n")
         return USER
     except PeerLostError as error:
         sys.stdout.write(f"{error}\n")
         return LOST
-    path = Path(folder) / f"worker-{found['rank']}.json"
-    write_whole(path, json.dumps(found).encode())
+    path = Path(folder) / f"worker-{result['rank']}.json"
+    write_whole(path, json.dumps(result).encode())
     return 0
 
 

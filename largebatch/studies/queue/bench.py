@@ -1,8 +1,8 @@
-"""A study carried out: every policy's rate is searched, then every seed is run at the rate found.
+"""Run a study: search the rate of every policy, then run every seed at the best rate.
 
-Any number of processes, on one machine or many, do the same with the same storage: each takes the
-next run that is free until none is left. Nothing else is shared, so each may be killed at any
-moment and started again.
+Any number of processes, on one machine or many, do the same with one storage: each takes the
+next free run until none is left. They share nothing else, so each may be killed at any moment
+and restarted.
 """
 
 import logging
@@ -31,20 +31,20 @@ from largebatch.studies.queue.trial import Machine, Result, train
 _LOG = logging.getLogger(__name__)
 
 JOB = TypeAdapter(tuple[Bench, str])
-"""What local processes are given, as JSON: the study and the URL of its storage."""
+"""Argument of local processes, as JSON: the study and the URL of its storage."""
 
 Report = Callable[[Progress, Phase, Claim, Result], None]
-"""Called after every run."""
+"""Callback after every run."""
 
 _COMPARED = 3
-"""Trials that a later one is held against, at the least, before it can be stopped early."""
+"""Least number of earlier trials that a trial is compared with before it can be stopped."""
 
 _POLL_SECONDS = 1.0
-"""Between looks at the storage while all runs that are left are under way elsewhere."""
+"""Seconds between checks of the storage while all remaining runs are taken by others."""
 
 
 def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -> bool:
-    """Do what is free until nothing is left; return False where this process was asked to stop."""
+    """Run what is free until nothing is left; return False if this process was asked to stop."""
     from optuna.exceptions import UpdateFinishedTrialError
 
     owners = owners or Owners()
@@ -61,7 +61,7 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
                         result = _carry_out(bench, *taken, owners)
                     except UpdateFinishedTrialError:
                         _LOG.warning(
-                            "%s: another process took this one for gone, and goes on with the run",
+                            "%s: another process assumed this one was gone, and continues the run",
                             taken[1].slot,
                         )
                     else:
@@ -72,10 +72,10 @@ def work(bench: Bench, url: str, report: Report, owners: Owners | None = None) -
 
 
 def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
-    """Do the same in several processes of this machine, each with its share of cores and GPUs.
+    """Run `work` in several processes, each with its share of the machine's cores and GPUs.
 
-    Returns their exit codes: 0 where nothing is left, 75 where one was asked to stop, the negative
-    number of a signal where one ended by it.
+    Returns their exit codes: 0 if nothing is left, 75 if one was asked to stop, the negative
+    number of a signal that ended one.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as job:  # too long for an argument
         job.write(JOB.dump_json((bench, url)))
@@ -95,7 +95,7 @@ def work_together(bench: Bench, url: str, *, processes: int) -> list[int]:
 
 
 def _shares(processes: int) -> list[dict[str, str]]:
-    """Return what differs in the environments of processes that share this machine."""
+    """Return the environment variables that differ between processes of one machine."""
     from largebatch import accelerator  # torch takes a second to import
 
     threads = str(max(1, available_cores() // processes))
@@ -112,7 +112,7 @@ def _shares(processes: int) -> list[dict[str, str]]:
 
 
 def share_out(devices: Sequence[str], processes: int) -> list[str]:
-    """Return the devices of each process: several, or one that it has beside others.
+    """Return the devices of each process: several, or one shared with other processes.
 
     >>> share_out(["0", "1", "2"], 2), share_out(["0", "1"], 3)
     (['0,2', '1'], ['0', '1', '0'])
@@ -125,7 +125,7 @@ def share_out(devices: Sequence[str], processes: int) -> list[str]:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Raise KeyboardInterrupt at a request to stop, wherever no run answers it itself."""
+    """Raise KeyboardInterrupt on a request to stop, unless a run handles it."""
     requests = Requests()
 
     def stop(*_: object) -> None:
@@ -139,9 +139,9 @@ def _stopping() -> Iterator[None]:
 
 
 def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
-    """Return a run that is free: searches first, and of the cell with the fewest runs begun.
+    """Claim a free run: searches first, in the cell with the fewest started runs.
 
-    Two trials of a search at a time would know nothing of each other.
+    Two concurrent trials of one search would not know each other's results.
     """
     phases = progress.phases()
     for phase in sorted(phases, key=lambda one: (not one.is_search, one.queue.num_begun)):
@@ -152,7 +152,7 @@ def _take(progress: Progress, owners: Owners) -> tuple[Phase, Claim] | None:
 
 
 def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Result:
-    """Train what was claimed and record its result; a run without one is given back."""
+    """Train a claimed run and record its result; release the run if there is none."""
     folder = bench.out / phase.cell.configuration / phase.cell.variant / claim.slot
     make = _search if phase.is_search else _train_seed
     with beating(claim.trial, owners):
@@ -168,10 +168,10 @@ def _carry_out(bench: Bench, phase: Phase, claim: Claim, owners: Owners) -> Resu
 
 
 def machine_of(bench: Bench, cell: Cell) -> Machine:
-    """Return what the machine decides about the runs of a cell.
+    """Return the machine options for the runs of a cell.
 
-    A run whose cost is measured has a process of its own: else its threads would be those of the
-    first run in the process, and its memory what the runs before it have left.
+    A run whose cost is measured has its own process: else it would inherit the threads and the
+    memory of earlier runs.
     """
     backend = bench.machine.backend if cell.backend == "auto" else cell.backend
     return replace(
@@ -181,10 +181,10 @@ def machine_of(bench: Bench, cell: Cell) -> Machine:
 
 
 def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
-    """Make one trial of a search.
+    """Run one trial of a search.
 
-    One that is stopped early has the accuracy where it stopped, so that the search learns from it;
-    Optuna's state for such trials would hide it from the Gaussian process.
+    A trial that is stopped early is recorded with its accuracy at that point, so that the search
+    learns from it; Optuna's pruned state would hide it from the Gaussian process.
     """
     import optuna
 
@@ -208,7 +208,7 @@ def _search(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Val
 
 
 def _train_seed(bench: Bench, phase: Phase, claim: Claim, folder: Path) -> tuple[Values, Result]:
-    """Make the run of one seed at the values found, or at a multiple of the rate."""
+    """Run one seed at the best values, or at a multiple of the rate."""
     assert phase.values is not None
     about = phase.queue.slots[claim.slot].about
     recipe = phase.cell.seed_recipe(phase.values, seed=int(about["seed"]), scale=about["scale"])

@@ -1,7 +1,7 @@
 """A cell of a study: one recipe with one policy or setting, and the recipes of its runs.
 
-A policy is a shape. All rates of its schedule are multiples of one base rate, which is searched for
-each shape (arXiv:2603.10301); at one rate for all, a bench would rank base rates.
+A policy is a shape. All rates of its schedule are multiples of one base rate, which is searched
+for each shape (arXiv:2603.10301): at one common rate, a bench would rank base rates.
 """
 
 import json
@@ -38,14 +38,14 @@ from largebatch.studies.queue.study import (
 )
 
 Values = Mapping[str, float]
-"""Keys of a recipe and what a trial has there."""
+"""Keys of a recipe and their values in a trial."""
 
 RUNGS = 4
-"""A trial that may be stopped early is evaluated after so many equal parts."""
+"""Number of equal parts of a trial; it may be stopped early after each."""
 
 _RATES = {"peak_lr", "low_lr", "end_lr", "start_lr"}
 _BY_FACTOR = (Exponential, TriangleExp, SineExp, CosineCyclesExp, Restarts)
-"""Schedules whose gamma multiplies the rate at every step."""
+"""Schedules that multiply the rate by gamma at every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,13 @@ class Cell:
 
     configuration: str
     variant: str
-    """The name of the policy, or of the setting."""
+    """Name of the policy or setting."""
 
     recipe: Recipe
-    """As the study file has it; the searched keys are the centre of the search."""
+    """Recipe in the study file; its searched keys are the centre of the search."""
 
     search: Search | None
-    """None: nothing is searched."""
+    """Search of the cell; None if nothing is searched."""
 
     workers: int = 1
     backend: BackendName = "auto"
@@ -69,24 +69,24 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its name within the study."""
+        """Name within the study."""
         return f"{self.configuration}/{self.variant}"
 
     @property
     def plan(self) -> Plan:
-        """How a run with a seed is divided."""
+        """Division of a run with this seed over workers."""
         return make_plan(self.recipe, workers=self.workers)
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """The lowest and highest value of every key that is searched."""
+        """Lowest and highest value of every searched key."""
         keys = {} if self.search is None else self.search.keys
         return {
             key: (low * self.own(key), high * self.own(key)) for key, (low, high) in keys.items()
         }
 
     def own(self, key: str) -> float:
-        """Return the recipe's own value; raise RecipeError where there is no number above 0."""
+        """Return the recipe's own value; raise RecipeError unless it is a number above 0."""
         value: Any = self.recipe.model_dump(mode="json")
         for word in key.split("."):
             if isinstance(value, dict) and word not in value:
@@ -101,7 +101,7 @@ class Cell:
         return float(value)
 
     def trial_recipe(self, values: Values) -> Recipe:
-        """Return the recipe of a trial, which is judged on training images held out."""
+        """Return the recipe of a trial, which is evaluated on held-out training images."""
         search = self.search
         assert search is not None
         left = self.recipe.train_samples - search.held_out
@@ -130,7 +130,7 @@ class Cell:
         return self.at(scaled).model_copy(update={"seed": seed})
 
     def at(self, values: Values) -> Recipe:
-        """Return the recipe with these values; all rates of the schedule move with the peak."""
+        """Return the recipe with these values; all rates of the schedule scale with the peak."""
         recipe = self.recipe
         if RATE in values:
             recipe = scaled(recipe, values[RATE] / self.own(RATE))
@@ -146,7 +146,7 @@ class Cell:
         return validate_tree(Recipe, tree, source=self.name)
 
     def check(self) -> None:
-        """Raise LargebatchError where a run of the cell could not be made."""
+        """Raise LargebatchError if a run of the cell cannot be made."""
         if isinstance(self.recipe.data, Text):
             raise RecipeError(
                 "a study compares accuracies of images, and data.source is text; "
@@ -170,10 +170,10 @@ class Cell:
 
 
 def cells_of(study: AnyStudy, folder: Path) -> list[Cell]:
-    """Return the cells of a study whose file lies in `folder`, each checked.
+    """Return the cells of a study whose file lies in `folder`, all checked.
 
-    Those of settings monitor what the workers use. Raises LargebatchError naming the recipe and the
-    policy, or the setting, that do not fit each other.
+    Cells of settings monitor the system. Raises LargebatchError naming the recipe and the policy
+    or setting that do not fit each other.
     """
     cells = []
     monitor = ("system",) if isinstance(study, ConfigurationStudy) else ()
@@ -202,7 +202,7 @@ def _load(configuration: Configuration, setting: Setting, folder: Path) -> Recip
 
 
 def rungs(plan: Plan) -> list[int]:
-    """Return after how many updates a trial is compared: the evaluations next to equal parts.
+    """Return the updates after which a trial is compared: the evaluations next to equal parts.
 
     None lies within the warm-up, where a policy that rises for longer looks worse than it is.
     """
@@ -214,10 +214,11 @@ def rungs(plan: Plan) -> list[int]:
 
 
 def shortened(recipe: Recipe, epochs: float, *, steps: float | None = None) -> Recipe:
-    """Return the recipe with all its lengths times `epochs`, and its decays by the step steeper.
+    """Return the recipe with all lengths multiplied by `epochs`, and decays per step scaled to
+    match.
 
-    `steps`: the factor of lengths in updates and of decays by the step, for another number of
-    updates in an epoch; None: as `epochs`.
+    `steps` is the factor of lengths in updates and of decays per step, if an epoch has another
+    number of updates; None: the same as `epochs`.
     """
     steps = epochs if steps is None else steps
     if epochs == steps == 1:
@@ -251,14 +252,14 @@ def _shortened(value: Any, epochs: float, steps: float) -> Any:  # noqa: ANN401 
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """Return the recipe with all learning rates of its schedule times a factor above 0."""
+    """Return the recipe with all learning rates of its schedule multiplied by a positive factor."""
     tree = recipe.model_dump(mode="json")
     tree["schedule"] = _scaled(tree["schedule"], factor)
     return validate_tree(Recipe, tree, source=recipe.name)
 
 
 def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
-    """Multiply the rates of a schedule; 0.3, and not 0.1 x 3 to the last bit."""
+    """Multiply the rates of a schedule; gives 0.3, not 3 x 0.1 to the last bit."""
     if isinstance(tree, list):
         return [_scaled(each, factor) for each in tree]
     if not isinstance(tree, dict):
@@ -270,7 +271,7 @@ def _scaled(tree: Any, factor: float) -> Any:  # noqa: ANN401 -- any JSON
 
 
 def _bound_samples(section: dict[str, Any] | None, most: int) -> None:
-    """Measure no more images than are trained on."""
+    """Limit the statistics to the number of training images."""
     for key in ("samples", "statistics_samples"):
         if section and section.get(key):
             section[key] = min(section[key], most)

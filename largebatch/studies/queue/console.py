@@ -1,4 +1,4 @@
-"""What a study prints: a line after every run, and a table at the end."""
+"""Output of a study: a line after every run, and a table at the end."""
 
 import statistics
 import sys
@@ -19,7 +19,7 @@ from largebatch.studies.settings.settings import Findings, Measured, describe
 
 
 def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) -> None:
-    """Print what a run has reached, how many are done, and the time left."""
+    """Print the result of a run, how many are done, and the time left."""
     ended = f"top-1 {result['top1']:.2%}"
     if "diverged" in result:
         ended = "diverged"
@@ -37,7 +37,7 @@ def print_run(progress: Progress, phase: Phase, claim: Claim, result: Record) ->
 
 
 def describe_values(values: Values, ends: Mapping[str, str] | None = None) -> str:
-    """Return keys with their values, each key by its last word, and which are ends of those tried.
+    """Format values by the last word of their keys; mark those at an end of the tried range.
 
     >>> describe_values(
     ...     {"schedule.peak_lr": 0.5, "optimizer.weight_decay": 1e-4},
@@ -52,7 +52,7 @@ def describe_values(values: Values, ends: Mapping[str, str] | None = None) -> st
 
 
 def describe_study(study: Study, progress: Progress) -> str:
-    """Return the table of a study that is done: one line for each recipe with each policy."""
+    """Return the table of a finished study: one line for each recipe with each policy."""
     scales = [scale for scale in SCALES if scale != 1] if study.robustness_seeds else []
     rows = [
         [
@@ -64,7 +64,7 @@ def describe_study(study: Study, progress: Progress) -> str:
     phases = progress.phases()
     for search, seeds in zip(phases[::2], phases[1::2], strict=True):
         done = _results(seeds, scale=1.0)
-        diverged = sum(one.diverged is not None for one in done)
+        diverged = sum(result.diverged is not None for result in done)
         rows.append(
             [
                 *(search.cell.configuration, search.cell.variant),
@@ -102,49 +102,49 @@ _COLUMNS = {
     "memory MB": ("peak_memory_bytes", 1e-6, ",.0f"),
     "read MB": ("read_bytes", 1e-6, ",.1f"),
 }
-"""What is printed of every setting: a field of its runs or of their usage, its unit, its format."""
+"""Printed columns of a setting: a field of its runs or their usage, its unit, its format."""
 
 
 def describe_settings(findings: Findings) -> str:
-    """Return the table of a study of settings, and below it what it has found."""
+    """Return the table of a study of settings, with its findings below."""
     rows = [["recipe", "setting", "top-1", *_COLUMNS]]
-    for one in findings.cells:
-        diverged = f", {one.diverged} diverged" if one.diverged else ""
+    for cell in findings.cells:
+        diverged = f", {cell.diverged} diverged" if cell.diverged else ""
         rows.append(
             [
-                *(one.found.configuration, one.found.setting),
-                describe_mean(_top1(one.found.seeds)) + diverged,
-                *(_shown(one, *column) for column in _COLUMNS.values()),
+                *(cell.found.configuration, cell.found.setting),
+                describe_mean(_top1(cell.found.seeds)) + diverged,
+                *(_shown(cell, *column) for column in _COLUMNS.values()),
             ]
         )
     return "\n".join([_align(rows), *describe(findings)])
 
 
-def _shown(one: Measured, name: str, factor: float, form: str) -> str:
+def _shown(result: Measured, name: str, factor: float, form: str) -> str:
     """Return the mean of a field over the seeds that have it and did not diverge."""
 
     def value(run: Result) -> float | None:
         if run.diverged is not None or run.usage is None:
             return None
         of = run if name == "images_per_second" else run.usage
-        found: float | None = getattr(of, name)
-        return found
+        value: float | None = getattr(of, name)
+        return value
 
-    mean = one.mean(value)
+    mean = result.mean(value)
     return "-" if mean is None else format(factor * mean.mean, form)
 
 
 def _results(seeds: Phase, *, scale: float) -> list[Result]:
     """Return the results of the seeds at a multiple of the rate."""
-    return [one for one in seeds.results().values() if one.scale == scale]
+    return [result for result in seeds.results().values() if result.scale == scale]
 
 
 def _top1(results: Sequence[Result]) -> list[float]:
-    return [one.top1 for one in results]
+    return [result.top1 for result in results]
 
 
 def describe_mean(values: Sequence[float]) -> str:
-    """Return the mean of accuracies, with Student's interval where these are enough for one.
+    """Format the mean of accuracies, with Student's interval if there are enough.
 
     >>> describe_mean([0.90, 0.91, 0.92]), describe_mean([0.90, 0.92])
     ('91.00 % +- 2.48', '91.00 %')
@@ -156,24 +156,24 @@ def describe_mean(values: Sequence[float]) -> str:
 
 
 def _found(search: Phase, values: Values) -> str:
-    """Return the values that were found, with a mark where there is no trial below or above."""
-    tried = [one.values for one in search.results().values()]
+    """Format the best values; mark those at an end of the tried range."""
+    tried = [result.values for result in search.results().values()]
     return describe_values(values, edges(values, tried))
 
 
 def _updates_to(done: Sequence[Result], target: float) -> str:
-    """Return the mean updates to an accuracy, and how many seeds reached it."""
-    found = costs([one.cost(target) for one in done])
-    if found.updates is None:
-        return f"none of {found.runs}"
-    return f"{found.updates.mean:,.0f} ({found.reached} of {found.runs})"
+    """Format the mean updates to an accuracy, and the number of seeds that reached it."""
+    spent = costs([result.cost(target) for result in done])
+    if spent.updates is None:
+        return f"none of {spent.runs}"
+    return f"{spent.updates.mean:,.0f} ({spent.reached} of {spent.runs})"
 
 
 def describe_budget(bench: Bench, *, processes: int) -> str:
-    """Return how many runs a study has, their updates, and about how long they take here.
+    """Describe the number of runs of a study, their updates and an estimate of their time here.
 
-    The estimate is of forward, backward and update alone, from a few samples that are trained on
-    now; trials that are stopped early take less.
+    The estimate is of forward, backward and update alone, from a few samples trained on now;
+    trials that are stopped early take less.
     """
     lines, total = [], 0.0
     seeds = len(seed_slots(bench.study))

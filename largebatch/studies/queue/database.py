@@ -1,13 +1,13 @@
 """The policy database: an Optuna storage that many processes and machines fill at once.
 
-For every cell it holds two Optuna studies, the search (trials judged on images held out) and the
-seeds (runs at the rate found). Both are queues of a fixed number of slots, each of which is done
-once: a slot is a waiting trial of Optuna's; `ask` gives it to one process; and where that process
-ends without a result the trial is failed and the slot enqueued again, to go on in its run folder.
+For every cell it holds two Optuna studies, the search (trials on held-out images) and the seeds
+(runs at the best rate). Both are queues with a fixed number of slots, each of which is done once. A
+slot is a waiting Optuna trial; `ask` gives it to one process. If that process ends without a
+result, the trial is failed and the slot is enqueued again, to resume in its run folder.
 
-Nothing but Optuna's own records is used, so that the count stays exact however many processes see
-the same gap at once: of two trials of one slot the one of the lower number counts, and a trial that
-`ask` makes because another process took the last waiting one has no slot and is given back.
+Only Optuna's own records are used, so the count stays exact however many processes see the same
+gap at once: of two trials of one slot the one with the lower number counts, and a trial that
+`ask` makes because another process took the last waiting one has no slot and is released.
 """
 
 import json
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 FORMAT = 2
-"""Of the attributes of studies and trials. A reader of another one refuses them."""
+"""Version of the attributes of studies and trials; other versions are refused."""
 
 JOURNAL = ".journal"
-"""The ending of a storage that is Optuna's journal file, which a network file system may hold."""
+"""File name suffix of Optuna's journal storage, which works on a network file system."""
 
 DEFINITION, SLOT, RESULT, OWNER = "definition", "slot", "result", "owner"
-"""Attributes: the first one of studies, the others of trials."""
+"""Names of attributes: the first one of studies, the others of trials."""
 
 KINDS = ("policy", "setting")
-"""What studies compare: the key of a definition that has its name."""
+"""Key of a definition that names what a study compares."""
 
 _MADE_BY = (
     "`largebatch lr bench` and `largebatch bench` make one, by default study.db in their --out"
 )
 
 _BUSY_SECONDS = 120
-"""How long a process waits for others that write to the same SQLite file."""
+"""Seconds that a process waits for others that write to the same SQLite file."""
 
 Json = Mapping[str, Any]
 
@@ -55,9 +55,9 @@ Json = Mapping[str, Any]
 def open_storage(url: str, *, only_read: bool = False) -> "Iterator[BaseStorage]":
     """Yield the storage at an SQL URL, or in a file whose name ends with .journal.
 
-    Raises StudyError where there is none of this version, where a file is another program's, and
-    where it fails later; `only_read`: also where a database has no tables of Optuna's, which are
-    made otherwise.
+    Raises StudyError for a missing storage of this version, for another program's file, and for
+    later failures; with `only_read`, also for a database without Optuna's tables, which are
+    created otherwise.
     """
     require_optuna()
     import optuna
@@ -82,9 +82,9 @@ def _unusable(url: str, error: Exception) -> StudyError:
 
 @contextmanager
 def open_existing(url: str) -> "Iterator[BaseStorage]":
-    """Yield the storage as open_storage does, and make no file and no tables.
+    """Yield an existing storage as open_storage does, without creating files or tables.
 
-    Raises StudyError where there is none.
+    Raises StudyError if there is none.
     """
     require_optuna()
     from sqlalchemy.engine import make_url
@@ -92,8 +92,8 @@ def open_existing(url: str) -> "Iterator[BaseStorage]":
 
     file: str | None = url if url.endswith(JOURNAL) else None
     with suppress(ArgumentError):  # of no URL: open_storage's message
-        found = make_url(url)
-        file = found.database if found.get_backend_name() == "sqlite" else file
+        parsed = make_url(url)
+        file = parsed.database if parsed.get_backend_name() == "sqlite" else file
     if file is not None and not Path(file).is_file():
         raise StudyError(f"{shown(url)}: no such file; {_MADE_BY}")
     with open_storage(url, only_read=True) as storage:
@@ -124,33 +124,33 @@ def _connect(url: str, *, only_read: bool) -> "BaseStorage":
 
 
 def _replay(journal: str) -> "BaseStorage":
-    """Open a journal; Optuna replays its lines, and says of damaged ones what it stumbles over."""
+    """Open a journal; Optuna replays its lines and logs damaged ones."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     try:
         return JournalStorage(JournalFileBackend(journal))
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        found = ValueError(f"one of its lines is no record of Optuna ({type(error).__name__})")
-        raise _unusable(journal, found) from None
+        problem = ValueError(f"one of its lines is no record of Optuna ({type(error).__name__})")
+        raise _unusable(journal, problem) from None
 
 
 def _require_own_tables(url: str, arguments: dict[str, Any], *, only_read: bool) -> None:
-    """Raise StudyError where a database has tables, and none of Optuna's.
+    """Raise StudyError if a database has tables and none of Optuna's.
 
-    `only_read`: where it has not all of Optuna's. To be filled it may have some, which another
-    process is making: of these `studies` is the first, or `version_info`.
+    With `only_read`, also if any of Optuna's tables is missing. Otherwise some may be missing,
+    because another process is creating them: the first are `studies` and `version_info`.
     """
     from sqlalchemy import create_engine, inspect
     from sqlalchemy.pool import NullPool
 
     engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
     with engine.connect() as connection:
-        found = inspect(connection)
-        tables = found.get_table_names()
+        inspector = inspect(connection)
+        tables = inspector.get_table_names()
         if "version_info" in tables and ("trials" in tables or not only_read):
             return
-        columns = found.get_columns("studies") if "studies" in tables else []
+        columns = inspector.get_columns("studies") if "studies" in tables else []
     if only_read:
         raise StudyError(f"{shown(url)}: holds no studies, and is left as it is; {_MADE_BY}")
     if tables and "study_name" not in {column["name"] for column in columns}:
@@ -161,7 +161,7 @@ def _require_own_tables(url: str, arguments: dict[str, Any], *, only_read: bool)
 
 
 def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":
-    """Connect; where another process makes the same tables at this moment, do it again."""
+    """Connect; retry if another process creates the same tables at this moment."""
     from optuna.storages import RDBStorage
     from sqlalchemy.exc import DBAPIError, IntegrityError
 
@@ -177,10 +177,10 @@ def _open_tables(url: str, arguments: dict[str, Any]) -> "RDBStorage":
 
 
 def _write_one_at_a_time(storage: "RDBStorage") -> None:
-    """Let every transaction lock an SQLite file from its start.
+    """Lock an SQLite file from the start of every transaction.
 
-    SQLite knows no SELECT ... FOR UPDATE, by which Optuna gives a waiting trial to one process:
-    two that read before either writes would both be given it.
+    SQLite has no SELECT ... FOR UPDATE, by which Optuna gives a waiting trial to one process:
+    two that read before either writes would both get it.
     """
     from sqlalchemy import event
 
@@ -208,21 +208,21 @@ def shown(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One run that a queue is to have."""
+    """One run of a queue."""
 
     name: str
-    """Unique in the queue; names the run folder."""
+    """Unique name in the queue; also names the run folder."""
 
     fixed: Mapping[str, float] = field(default_factory=dict)
-    """What its trial has for keys that are searched; what is missing is drawn."""
+    """Fixed values of searched keys; the others are drawn."""
 
     about: Mapping[str, float] = field(default_factory=dict)
-    """What else is known of the run: its seed."""
+    """Other facts about the run: its seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A slot that this process alone works on."""
+    """A slot claimed by this process."""
 
     slot: str
     trial: "optuna.Trial"
@@ -240,11 +240,10 @@ class Queue:
         *,
         sampler: "Callable[[int], BaseSampler] | None" = None,
     ) -> None:
-        """Open the queue of this name, or make it.
+        """Open the queue of this name, or create it.
 
-        `sampler` makes what draws the values of a trial from the number of trials before it.
-        Raises StudyError where it was made for something else than `definition`, or by a program
-        with another format.
+        `sampler` makes the sampler of a trial from the number of earlier trials. Raises
+        StudyError if the queue was created for another definition or in another format.
         """
         import optuna
 
@@ -261,37 +260,39 @@ class Queue:
         _require_same(self.study, {"format": FORMAT, **definition})
 
     def trials(self) -> "dict[str, FrozenTrial]":
-        """Return the trial that counts of every slot that has one."""
-        found: dict[str, FrozenTrial] = {}
+        """Return the valid trial of every slot that has one."""
+        trials: dict[str, FrozenTrial] = {}
         for trial in self.study.get_trials(deepcopy=False):
             slot = trial.user_attrs.get(SLOT)
             if isinstance(slot, str) and slot in self.slots and trial.state.name != "FAIL":
-                found.setdefault(slot, trial)
-        return found
+                trials.setdefault(slot, trial)
+        return trials
 
     def done(self) -> "dict[str, FrozenTrial]":
         """Return the trials with a result."""
         if self._all_done is not None:
             return self._all_done
-        found = {name: one for name, one in self.trials().items() if one.state.is_finished()}
-        if len(found) == len(self.slots):
-            self._all_done = found
-        return found
+        finished = {
+            name: trial for name, trial in self.trials().items() if trial.state.is_finished()
+        }
+        if len(finished) == len(self.slots):
+            self._all_done = finished
+        return finished
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot has its result."""
+        """True if every slot has its result."""
         return len(self.done()) == len(self.slots)
 
     @property
     def num_begun(self) -> int:
-        """How many slots have a result or are under way."""
+        """Number of slots that have a result or are running."""
         if self.is_done:
             return len(self.slots)
-        return sum(one.state.name != "WAITING" for one in self.trials().values())
+        return sum(trial.state.name != "WAITING" for trial in self.trials().values())
 
     def claim(self, owners: Owners) -> Claim | None:
-        """Return a slot for this process to work on; None if none is free."""
+        """Claim a free slot; return None if there is none."""
         if self.is_done:
             return None
         self._release(owners)
@@ -310,12 +311,12 @@ class Queue:
         return None
 
     def give_back(self, claim: Claim) -> None:
-        """Let another process, or this one later, go on with a slot."""
+        """Release a slot, for this process or another to resume."""
         self.tell(claim.trial.number, state="FAIL")
         self._enqueue_missing()
 
     def finish(self, claim: Claim, result: Json, *, value: float) -> None:
-        """Record the result of a slot, and the value that is maximized."""
+        """Record the result of a slot, and the value to maximize."""
         claim.trial.set_user_attr(RESULT, result)
         self.tell(claim.trial.number, state="COMPLETE", value=value)
 
@@ -339,20 +340,20 @@ class Queue:
                 self.tell(trial.number, state="FAIL")
 
     def _enqueue_missing(self) -> None:
-        """Enqueue every slot that has no trial, one that failed with what it had."""
+        """Enqueue every slot without a trial; a failed one keeps its values."""
         present = self.trials()
         missing = [slot for name, slot in self.slots.items() if name not in present]
         if not missing:
             return
         before = self.study.get_trials(deepcopy=False)
-        had = {one.user_attrs.get(SLOT): one.params for one in before if one.params}
+        had = {trial.user_attrs.get(SLOT): trial.params for trial in before if trial.params}
         for slot in missing:
             fixed = {**slot.fixed, **had.get(slot.name, {})}
             self.study.enqueue_trial(fixed, user_attrs={SLOT: slot.name, **slot.about})
 
 
 def _require_same(study: "optuna.Study", definition: Json) -> None:
-    """Note what a queue is made for; raise StudyError where it was made for something else."""
+    """Record the definition of a queue; raise StudyError if it has another one."""
     is_empty = not study.get_trials(deepcopy=False)  # read first: trials come after the definition
     there = study.user_attrs.get(DEFINITION)
     here = json.loads(json.dumps(definition))
@@ -370,7 +371,7 @@ def _require_same(study: "optuna.Study", definition: Json) -> None:
 
 
 def require_kind(storage: "BaseStorage", name: str, kind: str) -> None:
-    """Raise StudyError where a storage holds a study of this name that compares something else."""
+    """Raise StudyError if the storage holds a study of this name that compares something else."""
     import optuna
 
     for each in optuna.get_all_study_names(storage):
@@ -387,11 +388,11 @@ def require_kind(storage: "BaseStorage", name: str, kind: str) -> None:
 
 
 def require_format(name: str, definition: object) -> None:
-    """Raise StudyError where a study of this name was written with another format."""
+    """Raise StudyError if the study of this name has another format."""
     number = definition.get("format") if isinstance(definition, dict) else None
     if number != FORMAT:
-        found = "no format" if number is None else f"format {number}"
+        written = "no format" if number is None else f"format {number}"
         raise StudyError(
-            f"{name}: the database holds a study of this name with {found}, expected {FORMAT}: "
+            f"{name}: the database holds a study of this name with {written}, expected {FORMAT}: "
             "another program or version wrote it; give another --storage"
         )

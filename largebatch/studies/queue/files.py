@@ -1,4 +1,4 @@
-"""Study files: how one is found, read, and turned into recipes."""
+"""Study files: find, read and validate them, and load their recipes."""
 
 import json
 from importlib.resources.abc import Traversable
@@ -15,14 +15,14 @@ S = TypeVar("S", bound=Section)
 
 
 class Timed(Configuration):
-    """A recipe, and which of its updates are measured."""
+    """A recipe of a study, and its measured updates."""
 
     warm_up: Updates = 2
     updates: Updates = 10
-    """Those that are timed in each start, after so many that are not."""
+    """Number of timed updates in each start, after the warm-up updates."""
 
     def require_length(self, steps: int) -> None:
-        """Raise RecipeError where a recipe of so many updates ends too early for that."""
+        """Raise RecipeError if a recipe of `steps` updates is too short."""
         needed = self.warm_up + self.updates + 2
         if steps <= needed:
             raise RecipeError(
@@ -32,7 +32,7 @@ class Timed(Configuration):
 
 
 def read_study(name: str, kind: type[S], *, suite: Traversable) -> S:
-    """Read and validate a study file, or a study of the suite by its bare name.
+    """Read and validate a study file, or an installed study by its name.
 
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
@@ -60,7 +60,7 @@ def read_study(name: str, kind: type[S], *, suite: Traversable) -> S:
 
 
 def base_recipe(configuration: Configuration, folder: Path) -> Recipe:
-    """Return the recipe of a study whose file lies in `folder`; it has no protocol of its own.
+    """Load a recipe of a study whose file lies in `folder`; it must have no protocol.
 
     Raises RecipeError.
     """

@@ -1,9 +1,9 @@
-"""One run of a study in a process of its own.
+"""One run of a study in its own process.
 
     python -m largebatch.studies.queue.one_run PART PARENT
 
-PART is what `trial.Part` holds, as JSON; the result is the run folder, and what went wrong stands
-on stderr. It ends with the process of the number PARENT, which may be gone before this one looks.
+PART is a `trial.Part` as JSON; the result is the run folder, and errors go to stderr. The process
+ends with the process PARENT, even if that has already ended.
 """
 
 import sys

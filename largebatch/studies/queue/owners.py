@@ -1,8 +1,8 @@
-"""Which process works on a trial, and whether it still does.
+"""Owners of trials: which process works on a trial, and whether it is alive.
 
-A process writes a beat into its trial now and then. Another one that sees the same beat for long
-takes the process for gone, by its own clock: the machines' need not agree. On the same machine a
-process that does not exist any more is gone at once.
+A process writes a heartbeat into its trial. Another process that sees the same heartbeat for too
+long, on its own clock, treats the owner as gone; the clocks of machines need not agree. On the
+same machine an owner whose process no longer exists is gone at once.
 """
 
 import logging
@@ -24,29 +24,29 @@ _LOG = logging.getLogger(__name__)
 
 BEAT_SECONDS = 15.0
 GRACE_SECONDS = 180.0
-"""Without a beat, a process on another machine is gone."""
+"""Seconds without a heartbeat after which a process on another machine is gone."""
 
 
 class Owners:
-    """What this process has seen of the others."""
+    """What this process has seen of other owners."""
 
     def __init__(
         self, *, parent: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`parent` is the process without which this one is to stop."""
+        """Remember `parent`, the process that this one stops with."""
         self.parent, self._clock = parent, clock
         self._seen: dict[Hashable, tuple[tuple[object, ...], float]] = {}
 
     def own(self, *, beat: int) -> dict[str, object]:
-        """Return what this process writes into its trial."""
+        """Return the heartbeat that this process writes into its trial."""
         return {
             "host": platform.node(), "numbers": _numbers(), "process": os.getpid(), "beat": beat,
         }  # fmt: skip
 
     def is_gone(self, trial: Hashable, attributes: Mapping[str, Any]) -> bool:
-        """Return whether a running trial has lost its process.
+        """Return True if a running trial has lost its process.
 
-        This process itself has none when it asks.
+        A trial of this process counts as lost, because the process runs none while it asks.
         """
         owner = attributes.get("owner", {})
         here = owner.get("host") == platform.node() and owner.get("numbers") == _numbers()
@@ -62,9 +62,9 @@ class Owners:
 
 @cache
 def _numbers() -> str:
-    """Return whose process numbers are those of this process, as far as the system tells.
+    """Return an id of this process's PID namespace, as far as the system has one.
 
-    Containers may share the name of their host, and machines one name.
+    Containers may share the name of their host, and machines may have the same name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -87,7 +87,7 @@ def _lives_elsewhere(process: int) -> bool:
 
 @contextmanager
 def beating(trial: "optuna.Trial", owners: Owners) -> Iterator[None]:
-    """Beat meanwhile; where the parent is gone, ask this process to stop."""
+    """Write heartbeats in the background; if the parent is gone, ask this process to stop."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -99,7 +99,7 @@ def beating(trial: "optuna.Trial", owners: Owners) -> Iterator[None]:
                 return
             try:
                 trial.set_user_attr("owner", owners.own(beat=number))
-            except Exception as error:  # the run goes on; its result is what counts
+            except Exception as error:  # the run continues; its result matters more
                 _LOG.warning("the storage was not told that a trial is under way: %s", error)
 
     thread = threading.Thread(target=beat, daemon=True)

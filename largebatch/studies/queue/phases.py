@@ -1,6 +1,6 @@
-"""The phases of a study: what runs each cell has, which are done, and what they have found.
+"""Phases of a study: the runs of each cell, which are done, and their results.
 
-All of it is read from the storage, so that every process sees the same.
+Everything is read from the storage, so that every process sees the same.
 """
 
 import math
@@ -22,46 +22,46 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 FIRST_FACTORS = (1.0, 0.4, 2.5, 0.16, 6.25)
-"""The first trials of every search have the recipe's own rate times these, within the range."""
+"""Multiples of the recipe's own rate that the first trials of every search have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What a study is carried out with; the same in all of its processes."""
+    """A study with its cells and machine; the same in all processes."""
 
     study: AnyStudy
     cells: tuple[Cell, ...]
     out: Path
-    """The folder that holds the run folders."""
+    """Folder of the run folders."""
 
     machine: Machine
 
     @property
     def num_runs(self) -> int:
-        """Trials and seeds of all cells."""
+        """Number of trials and seeds in all cells."""
         trials = self.study.search.trials if self.study.search else 0
         return len(self.cells) * (trials + len(seed_slots(self.study)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The search of a cell, or its seeds: a queue of runs."""
+    """The search or the seeds of a cell: a queue of runs."""
 
     cell: Cell
     queue: Queue
     updates: int
-    """Of one run."""
+    """Number of updates of one run."""
 
     values: Values | None = None
-    """What was found, for the seeds; None: this is the search."""
+    """Best values, for the seeds; None for a search."""
 
     @property
     def is_search(self) -> bool:
-        """Whether its trials are judged on images held out."""
+        """True if its trials are evaluated on held-out images."""
         return self.values is None
 
     def results(self) -> dict[str, Result]:
-        """Return the results of the slots that have one; raise StudyError where one is damaged."""
+        """Return the results of finished slots; raise StudyError if one is damaged."""
         name, done = self.queue.name, self.queue.done()
         return {
             slot: read_result(name, trial, is_search=self.is_search) for slot, trial in done.items()
@@ -69,9 +69,9 @@ class Phase:
 
 
 class Progress:
-    """The phases of a study as far as they can begin: seeds follow the search of their cell.
+    """Phases of a study that can start: seeds follow the search of their cell.
 
-    Raises StudyError where the storage holds a study of the same name and of the other kind.
+    Raises StudyError if the storage holds a study of the same name and of the other kind.
     """
 
     def __init__(self, bench: Bench, storage: "BaseStorage") -> None:
@@ -81,8 +81,8 @@ class Progress:
         self._seeds: dict[str, Phase] = {}
 
     def phases(self) -> list[Phase]:
-        """Return them cell by cell; opened in the storage where they are new."""
-        found = []
+        """Return the phases cell by cell; open new ones in the storage."""
+        phases = []
         for cell in self.bench.cells:
             if cell.search is not None and cell.name not in self._searches:
                 self._searches[cell.name] = self._open_search(cell)
@@ -90,26 +90,27 @@ class Progress:
             if cell.name not in self._seeds and (search is None or search.queue.is_done):
                 values = chosen_values(search) if search else {}
                 self._seeds[cell.name] = self._open_seeds(cell, values)
-            found += [one for one in (search, self._seeds.get(cell.name)) if one is not None]
-        return found
+            phases += [phase for phase in (search, self._seeds.get(cell.name)) if phase is not None]
+        return phases
 
     @property
     def is_done(self) -> bool:
-        """Whether every run of the study has its result."""
-        phases = self.phases()  # which opens the seeds where they can begin
-        begun = len(self._seeds) == len(self.bench.cells)
-        return begun and all(one.queue.is_done for one in phases)
+        """True if every run of the study has its result."""
+        phases = self.phases()  # opens the seeds that can start
+        all_open = len(self._seeds) == len(self.bench.cells)
+        return all_open and all(phase.queue.is_done for phase in phases)
 
     @property
     def num_done(self) -> int:
-        """How many runs have their result."""
+        """Number of runs with a result."""
         return sum(len(phase.queue.done()) for phase in self.phases())
 
     def remaining_seconds(self) -> float | None:
-        """Return how long the runs that are left take, by what those that are done took.
+        """Estimate the seconds of the remaining runs from the finished ones.
 
-        At the seconds an update of their configuration, or of the cell where settings are compared,
-        over as many processes as are at work, this one among them; None before each has a run.
+        By the seconds per update of the same configuration, or of the same cell in a study of
+        settings, divided by the number of active processes, this one included; None before each
+        has a run.
         """
         left = {self._pace(cell): 0 for cell in self.bench.cells}
         seconds, updates, at_work = dict.fromkeys(left, 0.0), dict.fromkeys(left, 0), 1
@@ -130,14 +131,14 @@ class Progress:
         return sum(left[name] * seconds[name] / updates[name] for name in unfinished) / at_work
 
     def _seconds(self, result: Result) -> float:
-        """Return how long a run has taken; one with a process of its own needs time to begin."""
+        """Return the seconds of a run, with the start-up of its own process."""
         taken = [result.seconds]
         if not isinstance(self.bench.study, Study):
             taken.append(result.ended - result.begun)
         return max(filter(math.isfinite, taken), default=0.0)
 
     def _pace(self, cell: Cell) -> str:
-        """Return the name of the cells that take as long for an update as this one."""
+        """Return the name shared by cells with the same time per update."""
         return cell.configuration if isinstance(self.bench.study, Study) else cell.name
 
     def _open_search(self, cell: Cell) -> Phase:
@@ -161,11 +162,11 @@ class Progress:
 
 
 def _sampler(search: Search) -> "Callable[[int], BaseSampler]":
-    """Return what makes the sampler of a trial: a Gaussian process over the trials so far.
+    """Return a function that makes the sampler of a trial: a Gaussian process.
 
-    With so few trials it comes closer to the summit of a noisy bell over the logarithm of the rate
-    than TPE does, and begun after three trials it spends the next ones at the ends of the range.
-    The seed differs from trial to trial, so that no two processes draw the same.
+    With so few trials it comes closer than TPE to the maximum of a noisy bell over the logarithm
+    of the rate; started after three trials, it spends the next ones at the ends of the range.
+    The seed differs between trials, so that no two processes draw the same.
     """
     from optuna.samplers import GPSampler
 
@@ -174,9 +175,9 @@ def _sampler(search: Search) -> "Callable[[int], BaseSampler]":
 
 
 def _define(study: AnyStudy, cell: Cell) -> dict[str, object]:
-    """Return what identifies the runs of a cell, and what a reader of the database looks for.
+    """Return the definition of a cell, which identifies it in the database.
 
-    The machine is part of a setting, and not of what policies are compared by.
+    The machine is part of a setting, but not of the definition of a policy.
     """
     names = {"study": study.name, "configuration": cell.configuration, study.kind: cell.variant}
     if isinstance(study, Study):
@@ -186,14 +187,14 @@ def _define(study: AnyStudy, cell: Cell) -> dict[str, object]:
 
 
 def trial_updates(cell: Cell) -> int:
-    """Return how many updates a trial of its search has, if it is not stopped early."""
+    """Return the updates of a trial in the search of a cell, unless it is stopped early."""
     return make_plan(cell.trial_recipe({}), workers=cell.workers).updates
 
 
 def first_values(cell: Cell) -> list[dict[str, float]]:
-    """Return what every trial of a search begins with: the first ones are fixed, others drawn.
+    """Return the fixed values of the first trials of a search.
 
-    The rate varies first, or the first key where it is not searched, and the rest stays in place.
+    The rate varies first, or the first key if the rate is not searched; the others stay.
     """
     ranges = cell.ranges
     centre = {key: min(max(cell.own(key), low), high) for key, (low, high) in ranges.items()}
@@ -207,7 +208,7 @@ def first_values(cell: Cell) -> list[dict[str, float]]:
 
 
 def seed_slots(study: AnyStudy) -> list[Slot]:
-    """Return the runs at the rate found, then those at multiples of it."""
+    """Return the runs at the best rate, then those at multiples of it."""
     robustness_seeds = study.robustness_seeds if isinstance(study, Study) else 0
     slots = [
         Slot(name=f"seed-{seed}", about={"seed": seed, "scale": 1.0})
@@ -223,7 +224,7 @@ def seed_slots(study: AnyStudy) -> list[Slot]:
 
 
 def rounded(value: float) -> float:
-    """Return a value with four digits, as recipes have them.
+    """Round a value to four digits, as recipes have them.
 
     >>> rounded(0.123456)
     0.1235
@@ -234,18 +235,19 @@ def rounded(value: float) -> float:
 def chosen_values(search: Phase) -> Values:
     """Return the values of the lowest rate whose trial is as good as the best one.
 
-    That is within the standard error of its accuracy on the images held out (Breiman et al. 1984,
-    the one-standard-error rule): the best of a few trials of one seed is often one at the edge of
-    what diverges. Of trials at one rate the most accurate, and of these that of the lowest loss.
+    That is within the standard error of its accuracy on the held-out images (Breiman et al.
+    1984, the one-standard-error rule): the best of a few trials of one seed is often close to
+    divergence. Of trials at one rate the most accurate counts, then the one with the lowest
+    loss.
     """
     settings = search.cell.search
     assert settings is not None
-    whole = [one for one in search.results().values() if one.pruned_after is None]
-    best = max(settings.value_of(one) for one in whole)
+    whole = [result for result in search.results().values() if result.pruned_after is None]
+    best = max(settings.value_of(result) for result in whole)
     least = best - math.sqrt(best * (1 - best) / settings.held_out)
 
-    def merit(one: Result) -> tuple[float, float, float]:
-        loss = one.loss if math.isfinite(one.loss) else math.inf
-        return -one.values.get(RATE, 0.0), settings.value_of(one), -loss
+    def merit(result: Result) -> tuple[float, float, float]:
+        loss = result.loss if math.isfinite(result.loss) else math.inf
+        return -result.values.get(RATE, 0.0), settings.value_of(result), -loss
 
-    return max((one for one in whole if settings.value_of(one) >= least), key=merit).values
+    return max((result for result in whole if settings.value_of(result) >= least), key=merit).values

@@ -1,6 +1,6 @@
-"""The results in a policy database, cell by cell, for whoever compares policies.
+"""Results in a policy database, cell by cell, for comparisons.
 
-Everything is read from the storage alone: the run folders may be on other machines, or gone.
+Everything is read from the storage: the run folders may be on other machines, or deleted.
 """
 
 import math
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classes:
-    """The validation images by class, at the last evaluation; columns in the order of labels."""
+    """Metrics by class at the last evaluation, in the order of labels."""
 
     names: tuple[str, ...]
     samples: tuple[int, ...]
     correct: tuple[int, ...]
     average_confidence: tuple[Measured, ...] = ()
-    """Of the correct images; NaN of a class without one."""
+    """Mean confidence of correct images; NaN for a class without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One run as its database records it; accuracies are parts of 1."""
+    """Record of one run in a database; accuracies are fractions."""
 
     slot: str
     is_search: bool
-    """Whether it is a trial, judged on training images held out."""
+    """True for a trial, which is evaluated on held-out training images."""
 
     seed: int
     scale: float = 1.0
-    """What the rate found is multiplied by."""
+    """Multiple of the best rate."""
 
     values: Mapping[str, float]
-    """Those searched, by the keys of the recipe: of a trial its own, else those found."""
+    """Values of the searched keys: a trial's own, else the best."""
 
     updates: int
-    """Of the whole run, also where it was stopped."""
+    """Number of updates of the whole run, even if it was stopped early."""
 
     top1: float
     top5: float
-    """At the end, or where a trial was stopped early; of chance where the run diverged."""
+    """Top-1 accuracy at the end, or where a trial was stopped; chance if the run diverged."""
 
     loss: Measured
     average_confidence: Measured = math.nan
@@ -75,15 +75,15 @@ class Result:
     """Validation loss minus training loss; NaN without monitor: generalization_gap."""
 
     diverged: str | None = None
-    """Why, where it did."""
+    """Reason of the divergence; None if the run did not diverge."""
 
     pruned_after: int | None = None
-    """Updates after which a trial was stopped early; None: it was not."""
+    """Updates after which a trial was stopped early; None if it was not."""
 
     evaluations: tuple[Measurement, ...] = ()
     classes: Classes | None = None
     seconds: Measured = math.nan
-    """Of the whole run."""
+    """Seconds of the whole run."""
 
     images_per_second: float | None = None
     peak_memory_bytes: int | None = None
@@ -91,10 +91,10 @@ class Result:
     usage: Usage | None = None
     begun: Measured = math.nan
     ended: Measured = math.nan
-    """When the run, or its last part, was begun and ended: seconds since 1970."""
+    """Start and end of the run or its last part, in seconds since 1970."""
 
     other_cores: Measured = math.nan
-    """That other programs of the machine used meanwhile, on average."""
+    """Mean number of cores that other programs used during the run."""
 
     hardware: str = ""
     host: str = ""
@@ -102,12 +102,12 @@ class Result:
     versions: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str | None = None
     folder: str = ""
-    """The run folder, on its host."""
+    """Run folder on its host."""
 
     def cost(self, target: float) -> Cost | None:
-        """Return what the run took to a top-1 accuracy, a part of 1.
+        """Return the cost of the run up to a top-1 accuracy (a fraction).
 
-        None where it never reached it, or diverged: then it had not kept what it had reached.
+        None if the run did not reach it, or diverged and so did not keep it.
         """
         return None if self.diverged else cost(self.evaluations, target)
 
@@ -118,33 +118,33 @@ _VALUES = TypeAdapter(dict[str, float])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResults:
-    """One recipe with one policy: its search, and the runs at the rate found."""
+    """One recipe with one policy: its search, and the runs at the best rate."""
 
     study: str
     configuration: str
     policy: str
     recipe: Recipe
-    """As the study has it, before anything was found."""
+    """Recipe in the study, before the search."""
 
     settings: Search
-    """How it was searched."""
+    """Settings of the search."""
 
     values: Mapping[str, float]
-    """Those found; none before the search is done."""
+    """Best values; empty before the search is done."""
 
     search: tuple[Result, ...]
     seeds: tuple[Result, ...]
-    """At the rate found, by seed."""
+    """Results at the best rate, by seed."""
 
     scaled: tuple[Result, ...]
-    """At multiples of the rate found, by seed and scale."""
+    """Results at multiples of the best rate, by seed and scale."""
 
     finished: bool
-    """Whether every run has its result."""
+    """True if every run has its result."""
 
     @property
     def cell(self) -> Cell:
-        """The cell, which has the recipes of its runs."""
+        """The cell, with the recipes of its runs."""
         return Cell(
             configuration=self.configuration,
             variant=self.policy,
@@ -154,35 +154,35 @@ class CellResults:
 
     @property
     def edges(self) -> dict[str, str]:
-        """The keys whose value found is the `lowest` tried, or the `highest`."""
-        return edges(self.values, [one.values for one in self.search])
+        """Keys whose best value is the `lowest` or the `highest` tried."""
+        return edges(self.values, [trial.values for trial in self.search])
 
     @property
     def reads_validation(self) -> bool:
-        """Whether its runs change their rate by the validation images that they are measured on."""
+        """True if its runs change their rate by the images that evaluate them."""
         return self.recipe.schedule.plateau is not None
 
     @property
     def by_scale(self) -> dict[int, dict[float, list[float]]]:
-        """Top-1 by seed and multiple of the rate, as metrics.at_every_scale has it."""
+        """Top-1 by seed and multiple of the rate, as in metrics.at_every_scale."""
         runs = (*self.seeds, *self.scaled)
-        return at_every_scale((one.seed, one.scale, one.top1) for one in runs)
+        return at_every_scale((result.seed, result.scale, result.top1) for result in runs)
 
     @property
     def robustness(self) -> Robustness | None:
-        """Over the seeds that were run at every multiple of the rate; None without one."""
+        """Robustness over the seeds that ran at every multiple of the rate; None without one."""
         every = self.by_scale.values()
         if not every:
             return None
-        return robustness({scale: [one[scale][0] for one in every] for scale in SCALES})
+        return robustness({scale: [by_scale[scale][0] for by_scale in every] for scale in SCALES})
 
 
-def edges(found: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the keys found at an end of what was tried: the best value may lie beyond it."""
+def edges(best: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """Return the keys whose best value is at an end of the tried range."""
     every = list(tried)
     ends = {}
-    for key, value in found.items():
-        here = [one[key] for one in every]
+    for key, value in best.items():
+        here = [values[key] for values in every]
         if len(set(here)) > 1 and value in {min(here), max(here)}:
             ends[key] = "lowest" if value == min(here) else "highest"
     return ends
@@ -190,13 +190,13 @@ def edges(found: Mapping[str, float], tried: Iterable[Mapping[str, float]]) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingResults:
-    """One recipe with one setting, whose name stands for it."""
+    """One recipe with one setting."""
 
     study: str
     configuration: str
     setting: str
     recipe: Recipe
-    """With the changes of the setting."""
+    """Recipe with the changes of the setting."""
 
     workers: int
     backend: str
@@ -204,21 +204,21 @@ class SettingResults:
     """As in study.Setting."""
 
     values: Mapping[str, float]
-    """Those found; none where nothing was searched."""
+    """Best values; empty if nothing was searched."""
 
     search: tuple[Result, ...]
     seeds: tuple[Result, ...]
-    """By seed."""
+    """Results by seed."""
 
     finished: bool
-    """Whether every run has its result."""
+    """True if every run has its result."""
 
 
 def read_results(storage: "BaseStorage") -> list[CellResults]:
-    """Return the cells of all studies of policies in a storage, in the order of their begin.
+    """Return the cells of all studies of policies in a storage, in order of their start.
 
-    An Optuna study of another origin is left out. Raises StudyError for a format of another
-    version, and for a record that cannot be read.
+    Studies of other programs are skipped. Raises StudyError for another version of the format,
+    and for a record that cannot be read.
     """
     searches, seeds = _queues(storage, "policy")
     return [_cell(search, seeds.get(names)) for names, search in searches.items()]
@@ -228,14 +228,14 @@ def read_settings(storage: "BaseStorage") -> list[SettingResults]:
     """Return the cells of all studies of settings in a storage, as read_results does."""
     searches, seeds = _queues(storage, "setting")
     names = dict.fromkeys((*searches, *seeds))
-    return [_setting(searches.get(one), seeds.get(one)) for one in names]
+    return [_setting(searches.get(name), seeds.get(name)) for name in names]
 
 
 _Queues = dict[tuple[str, ...], "_Queue"]
 
 
 def _queues(storage: "BaseStorage", kind: str) -> tuple[_Queues, _Queues]:
-    """Return the searches and the seeds of studies that compare this kind, by their names."""
+    """Return the searches and the seeds of all studies of one kind, by name."""
     searches: _Queues = {}
     seeds: _Queues = {}
     names = ("study", "configuration", kind)
@@ -250,13 +250,13 @@ def _queues(storage: "BaseStorage", kind: str) -> tuple[_Queues, _Queues]:
 
 
 class _Queue(NamedTuple):
-    """An Optuna study as far as it was carried out."""
+    """An Optuna study and its finished trials."""
 
     name: str
     definition: Json
     results: tuple[Result, ...]
     is_done: bool
-    """Whether no slot that was begun is without a result."""
+    """True if every started slot has a result."""
 
 
 def _studies(storage: "BaseStorage") -> "list[Study]":
@@ -285,7 +285,7 @@ def _read(study: "Study", definition: Json) -> _Queue:
 
 
 def read_result(name: str, trial: "FrozenTrial", *, is_search: bool) -> Result:
-    """Return what a trial of the study of this name holds; raise StudyError where it is damaged."""
+    """Return the record of a trial; raise StudyError if it is damaged."""
     about = trial.user_attrs
     found = about.get(RESULT)
     record: dict[str, Any] = {
@@ -314,7 +314,7 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
         settings = validate_tree(Search, search.definition["search"], source=search.name)
     except (KeyError, TypeError, LargebatchError) as error:
         raise StudyError(f"{search.name}: its definition cannot be read: {error}") from None
-    done = sorted(seeds.results, key=lambda one: (one.seed, one.scale)) if seeds else []
+    done = sorted(seeds.results, key=lambda result: (result.seed, result.scale)) if seeds else []
     searched = search.is_done and len(search.results) >= settings.trials
     return CellResults(
         study=study,
@@ -324,14 +324,14 @@ def _cell(search: _Queue, seeds: _Queue | None) -> CellResults:
         settings=settings,
         values=_values(seeds),
         search=search.results,
-        seeds=tuple(one for one in done if one.scale == 1),
-        scaled=tuple(one for one in done if one.scale != 1),
+        seeds=tuple(result for result in done if result.scale == 1),
+        scaled=tuple(result for result in done if result.scale != 1),
         finished=searched and seeds is not None and seeds.is_done,
     )
 
 
 def _values(seeds: _Queue | None) -> dict[str, float]:
-    """Return the values found; none before there are seeds."""
+    """Return the best values; empty before there are seeds."""
     try:
         return _VALUES.validate_python(seeds.definition.get("values")) if seeds else {}
     except ValidationError as error:
@@ -361,6 +361,6 @@ def _setting(search: _Queue | None, seeds: _Queue | None) -> SettingResults:
         threads=machine.threads,
         values=_values(seeds),
         search=search.results if search else (),
-        seeds=tuple(sorted(seeds.results, key=lambda one: one.seed)) if seeds else (),
+        seeds=tuple(sorted(seeds.results, key=lambda result: result.seed)) if seeds else (),
         finished=seeds is not None and seeds.is_done,
     )

@@ -1,7 +1,7 @@
 """Study files: recipes x policies x seeds, and recipes x settings x seeds.
 
-The first kind searches the rate that suits every policy. The second one measures what each recipe
-reaches and costs with every setting of the training and of the machine.
+The first kind searches a rate for every policy. The second kind measures the accuracy and cost
+of each recipe with every setting of the training and of the machine.
 """
 
 import json
@@ -18,17 +18,16 @@ from largebatch.recipe.loading import parse_yaml, read_text, validate_tree
 from largebatch.recipe.sections import Fraction, Samples, Section
 
 RATE = "schedule.peak_lr"
-"""The key that stands for all rates of a schedule: they grow and shrink with it."""
+"""Key of the base rate: all rates of a schedule scale with it."""
 
 SCALES = (0.1, 0.5, 1.0, 5.0, 10.0)
-"""What the found rate is multiplied by to see how much it matters (arXiv:1908.06477); 1 is what
-every seed has."""
+"""Multiples of the best rate for robustness (arXiv:1908.06477); every seed runs at 1."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
-"""Names folders."""
+"""Pattern of names, which also name folders."""
 
 _FILES = ("study.db", "study.html")
-"""What the names of files begin with that stand beside the folders of recipes."""
+"""Prefix of files that stand beside the folders of recipes."""
 
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -37,53 +36,53 @@ class Configuration(Section):
     """A recipe, with changes of its own."""
 
     recipe: str
-    """A file, relative to the study's, or the name of an installed recipe."""
+    """File relative to the study's, or the name of an installed recipe."""
 
     set: dict[str, Any] = Field(default_factory=dict)
     """Changes by dotted key, as --set makes them: {duration.epochs: 5}."""
 
 
 class Search(Section):
-    """How the base rate of every policy is found, each with the same budget.
+    """Search for the base rate of every policy, each with the same budget.
 
-    Every trial is judged on training images that it is not trained on; the validation images decide
-    nothing here. Afterwards they do where a policy has a `plateau`: its rate changes by them.
+    Every trial is evaluated on training images that it is not trained on; the validation images
+    decide nothing. They do later if a policy has a `plateau`, which changes its rate by them.
     """
 
     trials: Annotated[int, Field(ge=1, le=1000)]
-    """Runs for each recipe with each policy. The first ones have the recipe's own rate and a few
-    factors of it, the others what Optuna draws by a Gaussian process from the results so far."""
+    """Number of trials for each recipe with each policy. The first have the recipe's own rate
+    and a few multiples of it, the others are drawn by Optuna's Gaussian process."""
 
     held_out: Samples
-    """How many training images judge; the same ones in every trial."""
+    """Number of held-out training images; the same ones in every trial."""
 
     keys: Annotated[dict[str, tuple[Factor, Factor]], Field(min_length=1)] = Field(
         default_factory=lambda: {RATE: (1 / 16, 16.0)}
     )
-    """What is searched, each between two factors of the recipe's own value, on a logarithmic scale.
-    All rates of a schedule (low_lr, end_lr, start_lr, those of pieces) move with schedule.peak_lr,
-    so that a policy keeps its shape. Any other key with a number above 0, such as
-    optimizer.weight_decay, may stand beside it."""
+    """Searched keys, each between two multiples of the recipe's own value, on a logarithmic
+    scale. All rates of a schedule (low_lr, end_lr, start_lr, those of pieces) scale with
+    schedule.peak_lr, so that a policy keeps its shape. Other keys with a number above 0, such as
+    optimizer.weight_decay, may be added."""
 
     part: Fraction = 1.0
-    """Length of a trial over that of the run. Every length of the schedule shrinks alike, and
-    decays by the step are as much steeper, also as epochs without the images held out have fewer
-    updates; a rate found in a short run need not be that of a long one."""
+    """Length of a trial as a fraction of the run. Every length of the schedule shrinks alike,
+    and decays per step are steeper to match, also because epochs without the held-out images
+    have fewer updates; the best rate of a short run need not be that of a long one."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 100
-    """Of every trial, and of what Optuna draws; none of the seeds that are measured."""
+    """Seed of every trial and of Optuna; the measured seeds do not have it."""
 
     prune: bool = True
-    """Stop a trial that lies below the median of the trials before it, after as many updates of the
-    same recipe with the same policy. Looked at after a quarter, a half and three quarters of the
-    run, never within the warm-up, and never compared with another policy."""
+    """Stop a trial that is below the median of earlier trials of the same recipe and policy
+    after as many updates. Compared after a quarter, a half and three quarters of the run, never
+    within the warm-up, and never with another policy."""
 
     metric: Literal["top1", "top5"] = "top1"
-    """What is maximized, on the images held out."""
+    """Metric to maximize on the held-out images."""
 
-    def value_of(self, found: object) -> float:
+    def value_of(self, outcome: object) -> float:
         """Return the metric of a run or an evaluation."""
-        return float(getattr(found, self.metric))
+        return float(getattr(outcome, self.metric))
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
@@ -94,21 +93,20 @@ class Search(Section):
 
 
 class Setting(Section):
-    """How a recipe is carried out: changes to it, and what is decided outside of recipes."""
+    """A setting of a recipe: changes to it, and options outside of recipes."""
 
     set: dict[str, Any] = Field(default_factory=dict)
     """Changes by dotted key, as --set makes them: {batch.global_batch: 384, precision: bf16,
     execution.decoder: dali}."""
 
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Local processes, as --workers starts them."""
+    """Number of local processes, as for --workers."""
 
     backend: BackendName = "auto"
-    """The library that sums gradients, as --backend has it; auto: as the command has it."""
+    """Library that sums gradients, as for --backend; auto: the command's choice."""
 
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Of the processor in each worker (OMP_NUM_THREADS). null: those of the command's
-    environment, else all cores."""
+    """Threads per worker (OMP_NUM_THREADS). null: the command's environment, else all cores."""
 
 
 Metric = Literal[
@@ -120,21 +118,21 @@ Metric = Literal[
     "peak_memory_bytes",
     "read_bytes",
 ]
-"""What settings can be compared by."""
+"""Metrics that settings can be compared by."""
 
 
 class _Study(Section):
-    """What studies of both kinds have."""
+    """Keys of both kinds of studies."""
 
     kind: ClassVar[str]
     """What is compared, as definitions in databases name it."""
 
     section: ClassVar[str]
-    """The key of what is compared."""
+    """Key of what is compared."""
 
     name: Name
     recipes: Annotated[dict[Name, Configuration], Field(min_length=1)]
-    """Short names, and what is trained."""
+    """Short names, and the recipes to train."""
 
     @model_validator(mode="after")
     def _nothing_stands_twice(self) -> Self:
@@ -160,20 +158,20 @@ class _Study(Section):
 
 
 class Study(_Study):
-    """Recipes x policies x seeds: every policy at the rate that suits it."""
+    """Recipes x policies x seeds: every policy at its own best rate."""
 
     kind, section = "policy", "policies"
     policies: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
-    """Names, and the parts of the recipe's `schedule` that each one changes:
-    {warmup: null, decay: {kind: cosine}}."""
+    """Names of policies, and the parts of the recipe's `schedule` that each changes: {warmup:
+    null, decay: {kind: cosine}}."""
 
     search: Search
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
-    """Runs with seeds 1, 2, 3 ... of every recipe with every policy at the rate found, on all
-    training images, measured on the validation images."""
+    """Number of runs, with seeds 1, 2, 3 ..., of every recipe with every policy at the best
+    rate, on all training images, evaluated on the validation images."""
 
     robustness_seeds: Annotated[int, Field(ge=0, le=1000)] = 0
-    """So many of the seeds are run besides at 0.1, 0.5, 5 and 10 times the rate found."""
+    """Number of these seeds that also run at 0.1, 0.5, 5 and 10 times the best rate."""
 
     targets: tuple[Fraction, ...] = ()
     """Accuracies whose cost in updates is shown."""
@@ -193,22 +191,22 @@ class Study(_Study):
 
 
 class ConfigurationStudy(_Study):
-    """Recipes x settings x seeds: what each recipe reaches and costs with every setting."""
+    """Recipes x settings x seeds: accuracy and cost of each recipe with every setting."""
 
     kind, section = "setting", "settings"
     settings: Annotated[dict[Name, Setting], Field(min_length=1)]
-    """Names, and how the recipes are carried out."""
+    """Names of settings, and their changes to the recipes."""
 
     search: Search | None = None
-    """As in a study of policies: the rate that suits each recipe with each setting is searched
-    first. null: the rates are those of the recipe with the setting."""
+    """Search of a rate for each recipe with each setting, as in a study of policies. null: the
+    rates are those of the recipe with the setting."""
 
     seeds: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Runs with seeds 1, 2, 3 ... of every recipe with every setting, on all training images,
-    measured on the validation images."""
+    """Number of runs, with seeds 1, 2, 3 ..., of every recipe with every setting, on all
+    training images, evaluated on the validation images."""
 
     metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("top1", "train_seconds")
-    """By what the best setting of a recipe is chosen; each has a transfer matrix of its own."""
+    """Metrics that choose the best setting of a recipe; each has its own transfer matrix."""
 
     @model_validator(mode="after")
     def _the_search_has_a_seed_of_its_own(self) -> Self:
@@ -218,7 +216,7 @@ class ConfigurationStudy(_Study):
 
     @model_validator(mode="after")
     def _no_metric_stands_twice(self) -> Self:
-        twice = [one for one in self.metrics if self.metrics.count(one) > 1]
+        twice = [metric for metric in self.metrics if self.metrics.count(metric) > 1]
         if twice:
             raise ValueError(f"metrics: {twice[0]} stands there twice")
         return self
@@ -247,7 +245,7 @@ def settings_of(study: AnyStudy) -> Mapping[str, Setting]:
 
 
 def load_study(path: Path) -> Study:
-    """Read and validate the file of a study of policies.
+    """Load the file of a study of policies.
 
     Raises RecipeError naming every mistake at once, each by its dotted path.
     """
@@ -255,12 +253,12 @@ def load_study(path: Path) -> Study:
 
 
 def load_configuration_study(path: Path) -> ConfigurationStudy:
-    """Read and validate the file of a study of settings, as load_study does."""
+    """Load the file of a study of settings, as load_study does."""
     return _load(path, ConfigurationStudy, ("settings", "bench"), ("policies", "lr bench"))
 
 
 def _load(path: Path, kind: type[_Kind], own: tuple[str, str], other: tuple[str, str]) -> _Kind:
-    """Read a study; `own` and `other` are the section that only one kind has, and its command."""
+    """Load a study; `own` and `other` are the section that only one kind has, and its command."""
     tree = parse_yaml(read_text(path, what="study"), source=str(path))
     if not isinstance(tree, dict):
         raise RecipeError(

@@ -1,7 +1,7 @@
-"""One run of a study: trained in a run folder of its own, and what is recorded of it.
+"""One run of a study: train it in its own run folder, and record the result.
 
-The record holds all that a reader of the database needs, for the run folder may be on another
-machine, or gone: `results.Result` has its fields.
+The record holds everything that a reader of the database needs, because the run folder may be on
+another machine, or deleted: `results.Result` has its fields.
 """
 
 import json
@@ -36,12 +36,12 @@ from largebatch.tracking.environment import source_commit, versions
 from largebatch.tracking.events import SUMMARY, Evaluation, Mistakes, Summary
 
 Result = dict[str, Any]
-"""What is recorded of a run, as JSON."""
+"""Record of a run, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the machine decides about the runs of a study, as `run` takes it."""
+    """Machine options for the runs of a study, as `run` takes them."""
 
     data: Path | None = None
     dataset: str | None = None
@@ -50,13 +50,13 @@ class Machine:
     timeout: float = TIMEOUT_SECONDS
     workers: int = 1
     apart: bool = False
-    """Whether each run has a process of its own."""
+    """True if each run has its own process."""
 
     threads: int | None = None
-    """Of each worker of such a run; None: those of the environment."""
+    """Threads of each worker in such a run; None: those of the environment."""
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the options of a run; recipes whose images are no folder's are given none."""
+        """Return the options of a run; only recipes of image folders get a data folder."""
         reads = recipe.data.source == "folder"
         return {
             "data": self.data if reads else None,
@@ -69,17 +69,17 @@ class Machine:
 
 
 Hopeless = Callable[[int, Evaluation], bool]
-"""Decides after so many updates, by the evaluation there, whether to stop a run early."""
+"""Decides after some updates, by the evaluation there, whether to stop a run early."""
 
 
 def train(
     recipe: Recipe, folder: Path, machine: Machine, *, stops: Sequence[int], hopeless: Hopeless
 ) -> Result:
-    """Train in a folder, or go on there, and return what is recorded.
+    """Train in a folder, or resume there, and return the record.
 
-    What it prints is beside the folder, in <its name>.log. After each of `stops` updates `hopeless`
-    decides whether to go on. A run that diverges is a result, as good as chance. Raises
-    InterruptedStudyError where it was asked to stop.
+    Output goes to <folder's name>.log beside the folder. After each of `stops` updates
+    `hopeless` decides whether to stop. A run that diverges is a result with the accuracy of
+    chance. Raises InterruptedStudyError if it is asked to stop.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     output = folder.with_name(f"{folder.name}.log")
@@ -118,7 +118,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run as far as so many updates; None: to its end."""
+    """A run up to `steps` updates; None: to its end."""
 
     recipe: Recipe
     folder: Path
@@ -127,11 +127,11 @@ class Part:
 
 
 PART = TypeAdapter(Part)
-"""What the process of a run is given, as JSON."""
+"""Argument of the process of a run, as JSON."""
 
 
 def carry_out(part: Part) -> Summary:
-    """Begin a run, or go on with it, in this process or in its workers."""
+    """Start or resume a run, in this process or in its workers."""
     return run(
         part.recipe, out=part.folder, resume="auto", max_steps=part.until, report=False,
         **part.machine.options(part.recipe),
@@ -139,7 +139,7 @@ def carry_out(part: Part) -> Summary:
 
 
 def _carry_out_apart(part: Part, log: IO[str]) -> Summary:
-    """Do the same in a process of its own, which ends with this one; raise what it raised."""
+    """Run `carry_out` in a process that ends with this one; raise its errors here."""
     threads = {} if part.machine.threads is None else {"OMP_NUM_THREADS": str(part.machine.threads)}
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     words = ["largebatch.studies.queue.one_run", PART.dump_json(part).decode(), str(os.getpid())]
@@ -167,29 +167,29 @@ def _in_parts(
     stops: Sequence[int],
     hopeless: Hopeless,
 ) -> Result:
-    """Train from stop to stop, and to the end unless a run is hopeless.
+    """Train from stop to stop, and to the end unless the run is hopeless.
 
-    Returns what one reached that was stopped early; of one that went to its end its log tells.
+    Returns the record of a run that is stopped early; a complete run is recorded from its log.
     """
     for stop in stops:
         if stop not in _evaluations(folder):
             go_on(stop)
-        found = _evaluations(folder).get(stop)
-        if found is not None and hopeless(stop, found):
-            return {**_end(found), "pruned_after": stop}
+        evaluation = _evaluations(folder).get(stop)
+        if evaluation is not None and hopeless(stop, evaluation):
+            return {**_end(evaluation), "pruned_after": stop}
     go_on(None)
     return {}
 
 
 def _evaluations(folder: Path) -> dict[int, Evaluation]:
-    """Return the evaluations of a run folder, on the way and after its stages, by updates."""
+    """Return the evaluations of a run folder by updates, in training and after its stages."""
     with suppress(CheckpointError):  # nothing was logged yet
-        return {each.step: each for each in read_run(folder).evaluations}
+        return {evaluation.step: evaluation for evaluation in read_run(folder).evaluations}
     return {}
 
 
 def _circumstances(recipe: Recipe, folder: Path) -> Result:
-    """Return what is known of a run however it ends."""
+    """Return the part of the record that every run has."""
     return {
         "seed": recipe.seed,
         "folder": str(folder.resolve()),
@@ -202,7 +202,7 @@ def _circumstances(recipe: Recipe, folder: Path) -> Result:
 
 
 def _hardware() -> str:
-    """Return the GPU that trains, or the processor and how many threads use it."""
+    """Return the GPU of the run, or the processor and its threads."""
     if gpus := accelerator.names():
         return gpus[0]
     threads = torch.get_num_threads()
@@ -210,9 +210,9 @@ def _hardware() -> str:
 
 
 def _measured(run: Run) -> Result:
-    """Return what was measured on the way and, by class, at the last evaluation of the model."""
+    """Return the evaluations in training, and the metrics by class of the last one."""
     last = run.last_stage
-    gaps = {found.stage: found.gap for found in run.gaps}
+    gaps = {gap.stage: gap.gap for gap in run.gaps}
     return {
         "evaluations": measurements(run),
         "classes": _classes(last.mistakes) if last and last.mistakes else None,
@@ -223,19 +223,19 @@ def _measured(run: Run) -> Result:
     }
 
 
-def _classes(found: Mistakes) -> Result:
-    """Return columns by class: in databases that hold at most 64 KB, 1,000 classes fit."""
-    wrong = Counter(found.labels)
+def _classes(mistakes: Mistakes) -> Result:
+    """Return columns by class: a record of at most 64 KB holds 1,000 classes."""
+    wrong = Counter(mistakes.labels)
     return {
-        "names": found.classes,
-        "samples": found.sizes,
-        "correct": [size - wrong[label] for label, size in enumerate(found.sizes)],
-        "average_confidence": [float(f"{one:.5g}") for one in found.confidences],
+        "names": mistakes.classes,
+        "samples": mistakes.sizes,
+        "correct": [size - wrong[label] for label, size in enumerate(mistakes.sizes)],
+        "average_confidence": [float(f"{value:.5g}") for value in mistakes.confidences],
     }
 
 
 def _summed_up(summary: Summary | None) -> Result:
-    """Return what the summary of a run that went to its end has besides."""
+    """Return the part of the record from the summary of a complete run."""
     if summary is None or summary.status != "finished":
         return {}
     return {
@@ -246,16 +246,16 @@ def _summed_up(summary: Summary | None) -> Result:
     }
 
 
-def _end(found: Evaluation) -> Result:
-    """Return the metrics that a run ends with."""
+def _end(evaluation: Evaluation) -> Result:
+    """Return the final metrics of a run."""
     return {
-        "top1": found.top1,
-        "top5": found.top5,
-        "loss": found.loss,
-        "average_confidence": found.average_confidence,
-        "confidence_deviation": found.confidence_deviation,
-        "class_confidence_deviation": found.class_confidence_deviation,
-        "classes_never_correct": found.classes_never_correct,
+        "top1": evaluation.top1,
+        "top5": evaluation.top5,
+        "loss": evaluation.loss,
+        "average_confidence": evaluation.average_confidence,
+        "confidence_deviation": evaluation.confidence_deviation,
+        "class_confidence_deviation": evaluation.class_confidence_deviation,
+        "classes_never_correct": evaluation.classes_never_correct,
     }
 
 

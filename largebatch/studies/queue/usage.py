@@ -1,4 +1,4 @@
-"""What a run has taken of its machine, over all workers: time, processor, memory, disk, GPU."""
+"""Resources that a run used, over all workers: time, processor, memory, disk, GPU."""
 
 import math
 import os
@@ -15,42 +15,42 @@ from largebatch.tracking.events import Measured, System
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """All but the first two needs monitor: system; NaN where it was not measured.
+    """Usage of a run.
 
-    It is measured from the moment at which a worker is set up to the last update, evaluations on
-    the way included.
+    All but the first two fields need monitor: system; NaN if not measured. Measured from the
+    set-up of a worker to the last update, with evaluations in training.
     """
 
     train_seconds: Measured
-    """Of the updates."""
+    """Seconds of the updates."""
 
     evaluation_seconds: Measured
-    """Of all evaluations of validation images."""
+    """Seconds of all evaluations on validation images."""
 
     cpu_seconds: Measured = math.nan
-    """Of all cores, summed over the workers."""
+    """Core-seconds, summed over the workers."""
 
     cores: Measured = math.nan
-    """These over the seconds in which they were used."""
+    """Mean number of busy cores."""
 
     peak_memory_bytes: Measured = math.nan
-    """The most resident memory of each worker, summed; what several share is counted in each."""
+    """Peak resident bytes, summed over the workers; shared memory counts in each."""
 
     read_bytes: Measured = math.nan
     written_bytes: Measured = math.nan
-    """From and to disks; what the system had in its own cache is not read from a disk."""
+    """Bytes read from and written to disks, without the system's file cache."""
 
     gpu_percent: Measured = math.nan
-    """Of the time in which the GPU worked, mean over the workers."""
+    """Fraction of the time in which the GPU worked, mean over the workers."""
 
     gpu_memory_bytes: Measured = math.nan
-    """The most that any worker's GPU had in use."""
+    """Peak GPU memory in bytes of any worker."""
 
 
 def watch_others() -> Callable[[], float]:
-    """Return what returns how many cores other programs of the machine have used since, on average.
+    """Return a function that gives the mean number of cores used by other programs since now.
 
-    Those are all but this process and the processes that it has waited for.
+    Other programs are all but this process and its finished children.
     """
     cpu_times = require_psutil().cpu_times
 
@@ -69,7 +69,7 @@ def watch_others() -> Callable[[], float]:
 
 
 def usage_of(run: Run) -> Usage:
-    """Return what a run has used, by its log."""
+    """Return the resources that a run used, from its log."""
     seconds = [one.step_seconds for one in run.steps]
     evaluations = [one.seconds for one in run.evaluations]
     used = _used(run.system) if run.system and all(one.seconds for one in run.system) else {}
@@ -81,7 +81,7 @@ def _total(seconds: Sequence[float]) -> float:
 
 
 def _used(records: Sequence[System]) -> dict[str, float]:
-    """Return the sums over records and workers; a row for each record, a column for each worker."""
+    """Return the sums over records and workers; one row per record, one column per worker."""
 
     def table(name: str) -> FloatArray:
         return np.array([getattr(record, name) for record in records], dtype=np.float64)

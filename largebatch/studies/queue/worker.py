@@ -1,6 +1,6 @@
 """One local process of a study: `python -m largebatch.studies.queue.worker JOB`.
 
-JOB is a file with the study and its storage as JSON; the results are in the storage and the run
+JOB is a file with the study and its storage as JSON; results go to the storage and the run
 folders.
 """
 

@@ -143,9 +143,7 @@ def test_a_rate_at_an_end_of_those_tried_is_marked(tmp_path: Path, world: World)
         assert f"peak_lr {rate:g} (the {({0.2: 'lowest', 0.5: 'highest'})[rate]} tried)" in row
 
 
-def test_a_study_that_is_stopped_goes_on_and_makes_no_run_twice(
-    tmp_path: Path, world: World
-) -> None:
+def test_a_resumed_study_repeats_no_run(tmp_path: Path, world: World) -> None:
     bench, url = a_bench(tmp_path, policies=ONE)
     for stop in (0, 2, 4):
         world.interrupted_at = stop
@@ -162,7 +160,7 @@ def test_a_study_that_is_stopped_goes_on_and_makes_no_run_twice(
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_a_process_that_another_took_for_gone_drops_its_result_and_goes_on(
+def test_a_process_that_another_treats_as_gone_drops_its_result_and_continues(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, prune: bool
 ) -> None:
     search = {"trials": 4, "held_out": 300, "prune": prune}
@@ -225,7 +223,7 @@ def stopped_after(top1: float, before: Sequence[Recorded]) -> int | None:
 def test_a_hopeless_trial_is_stopped_by_others_of_its_policy_alone(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """flat is far below fall everywhere, and its best trials go on all the same."""
+    """flat is far below fall everywhere, and yet its best trials continue."""
     monkeypatch.setitem(BEST, "flat", 1e-5)
     bench, url = a_bench(tmp_path, search={"trials": 6, "held_out": 300})
     assert work(bench, url, ignore)
@@ -259,7 +257,7 @@ def test_time_left_is_that_of_the_runs_that_are_left(tmp_path: Path, world: Worl
 def test_the_runs_that_are_left_are_shared_with_the_processes_that_are_at_work(
     tmp_path: Path, world: World
 ) -> None:
-    """Of 8 runs one is done and two are under way elsewhere: 7 are left to three processes."""
+    """One of 8 runs is done and two run elsewhere, so three processes share the other 7."""
     del world
     bench, url = a_bench(tmp_path, search={"trials": 2, "held_out": 300, "prune": False})
     with open_storage(url) as storage:
@@ -274,7 +272,7 @@ def test_the_runs_that_are_left_are_shared_with_the_processes_that_are_at_work(
         assert progress.remaining_seconds() == pytest.approx(24.0 * 7 / 3)
 
 
-def test_the_metric_of_the_search_is_what_is_told_reported_and_found_by(
+def test_the_search_uses_its_metric_everywhere(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By top-5 the lowest rate is the best, by top-1 the highest one."""
@@ -308,7 +306,7 @@ def test_the_metric_of_the_search_is_what_is_told_reported_and_found_by(
 def test_the_lowest_rate_within_a_standard_error_of_the_best_is_found(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, held_out: int, found: float
 ) -> None:
-    """Of 72 % that is 4.5 points on 100 images, 2.6 on 300, 1.4 on 1,000."""
+    """The standard error of 72 % is 4.5 points on 100 images, 2.6 on 300, 1.4 on 1,000."""
     top1 = {0.5: 0.7, 0.2: 0.69, 1.25: 0.72}
 
     def given(recipe: Recipe, folder: Path, machine: Machine, **rest: Any) -> Result:  # noqa: ANN401

@@ -41,7 +41,7 @@ def benching(folder: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def read_runs(process: "subprocess.Popen[str]", number: int) -> None:
-    """Wait until so many runs have been printed."""
+    """Wait until `number` runs have been printed."""
     assert process.stdout is not None
     for _ in range(number):
         assert "top-1" in process.stdout.readline()
@@ -66,7 +66,7 @@ def test_processes_get_a_study_that_is_too_long_for_an_argument(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("ends")
-def test_a_study_whose_processes_are_killed_at_any_moment_goes_on_to_the_same_end(
+def test_a_study_whose_processes_are_killed_resumes_to_the_same_end(
     tmp_path: Path,
 ) -> None:
     write_study(tmp_path)

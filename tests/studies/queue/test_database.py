@@ -80,7 +80,7 @@ def test_the_run_of_a_process_that_was_killed_is_made_by_another_one(tmp_path: P
         assert (states["COMPLETE"], states["RUNNING"]) == (NUMBER, 0)
 
 
-def test_a_run_that_was_begun_keeps_what_was_drawn_for_it(tmp_path: Path) -> None:
+def test_a_started_run_keeps_its_drawn_values(tmp_path: Path) -> None:
     with a_queue(f"sqlite:///{tmp_path}/study.db") as queue:
         drawing = Queue(queue.study._storage, "drawn", {}, [Slot(name="search-1")])
         first = drawing.claim(Owners())
@@ -107,7 +107,7 @@ def test_of_two_trials_of_one_slot_the_first_counts(tmp_path: Path) -> None:
         assert queue.claim(Owners()) is None
 
 
-def test_a_process_elsewhere_is_gone_when_its_beat_has_been_the_same_for_long() -> None:
+def test_a_process_elsewhere_is_gone_after_a_constant_heartbeat() -> None:
     now = 0.0
     owners = Owners(clock=lambda: now)
     trial = {"owner": {"host": "another machine", "process": 1, "beat": 3}}
