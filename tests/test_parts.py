@@ -164,7 +164,7 @@ def test_a_process_that_is_alone_polishes_and_evaluates_alone() -> None:
 def test_workers_that_nothing_has_connected_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(BackendError, match="worker 1 of 4, and neither torch.distributed nor"):
+    with pytest.raises(BackendError, match="worker 1 of 4, but neither torch.distributed nor"):
         polish(network(), data())
     with pytest.raises(BackendError, match="or pass backend=Serial()"):
         evaluate(network(), data())

@@ -1,6 +1,6 @@
-"""Workers that were lost and that the others go on without, as notes in the store that joins them.
+"""Lost workers that the others continue without, recorded in the workers' store.
 
-What started the workers reads the notes too: for such a worker it does not end the others.
+The launcher reads the records too: it does not stop the others when such a worker ends.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,28 +12,28 @@ from torch.distributed.distributed_c10d import Store
 
 
 class Losses:
-    """The workers of a store that were lost; `attempt` is how often all were started before."""
+    """The lost workers in a store; `attempt` is the number of previous starts of all workers."""
 
     def __init__(self, store: Store, *, attempt: str = "0") -> None:
         self._store = PrefixStore("lost", PrefixStore(attempt, store))
         self._rounds = count()
 
     def note(self, worker: int) -> None:
-        """Let all know that the others go on without a worker."""
+        """Record that the others continue without a worker."""
         self._store.append("all", f"{worker} ")  # type: ignore[attr-defined]  # torch's stubs
         self._store.set(str(worker), "")
 
     def include(self, worker: int) -> bool:
-        """Return whether the others go on without a worker, or are about to."""
+        """Return True if a worker was recorded as lost."""
         return bool(self._store.check([str(worker)]))
 
     def agree(
         self, of: Collection[int], *, own: int, witnesses: Sequence[int], limit: timedelta
     ) -> set[int]:
-        """Return which workers of these were lost, the same set on every worker that calls this.
+        """Return the lost workers among these, the same set on every calling worker.
 
-        The witnesses, who note losses, call it when they will note no more; all others wait for
-        them. Every worker calls it equally often. Raises DistError after the limit.
+        The witnesses, which record losses, call it after their last record; all others wait for
+        them. Every worker must call it the same number of times. Raises DistError after the limit.
         """
         number = next(self._rounds)
         ready = [f"{number} {witness}" for witness in witnesses]

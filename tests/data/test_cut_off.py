@@ -73,7 +73,7 @@ def test_an_index_cut_off_anywhere_is_made_anew(tmp_path: Path) -> None:
     content = place.read_bytes()
     for length in (*range(0, len(content), 41), len(content) - 1):
         place.write_bytes(content[:length])
-        with pytest.raises(ValueError, match="no index"):
+        with pytest.raises(ValueError, match="not an index"):
             open_mapped(place)
     assert len(load_or_read(tmp_path, "train")) == 4
 

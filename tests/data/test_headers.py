@@ -95,7 +95,7 @@ def test_an_image_without_its_end_is_cut_off(content: bytes) -> None:
 
 def test_a_cut_within_the_thumbnail_is_noticed() -> None:
     content = after_start(JPEG, segment(0xE1, b"Exif\0\0" + JPEG))
-    with pytest.raises(BadImageError, match="it is cut off in the header$"):
+    with pytest.raises(BadImageError, match="it is truncated in the header$"):
         measure_bytes(content[: len(JPEG) + 60])
 
 
@@ -116,18 +116,18 @@ def png_header(width: int, height: int, bits: int, colour: int) -> bytes:
 
 BAD = {
     "empty": (b"", "the file is empty"),
-    "a web page": (b"<html>not found</html>", "no readable image"),
-    "a GIF": (encoded("gif", mode="P"), "no readable image"),
-    "only the start of a JPEG": (JPEG[:4], "cut off in the header"),
+    "a web page": (b"<html>not found</html>", "not a readable image"),
+    "a GIF": (encoded("gif", mode="P"), "not a readable image"),
+    "only the start of a JPEG": (JPEG[:4], "truncated in the header"),
     "12 bits": (frame(bits=12), "cannot handle 12-bit layers"),
     "2 channels": (frame(channels=2), "cannot handle 2-layer images"),
     "lossless JPEG": (frame(marker=0xC3), "process SOF3"),
     "arithmetic JPEG": (frame(marker=0xC9), "process SOF9"),
     "no height": (frame(height=0), "its header cannot be read"),
-    "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} a side"),
+    "a JPEG bomb": (frame(height=65_000, width=65_000), f"expected 1 to {MAX_SIDE} per side"),
     "no frame": (JPEG.replace(b"\xff\xc0", b"\xff\xe5"), "its header cannot be read"),
-    "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels, more than the 89,478"),
-    "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} a side"),
+    "a PNG bomb": (png_header(30_000, 30_000, 8, 2), "30000 x 30000 pixels; above 89,478"),
+    "a huge PNG": (png_header(2**31 - 1, 1, 8, 2), f"expected 1 to {MAX_SIDE} per side"),
     "no width": (png_header(0, 5, 8, 2), "its header cannot be read"),
     "16 bits": (png_header(48, 31, 16, 2), "it has 16 bits a channel, expected at most 8"),
     "unknown colours": (png_header(48, 31, 8, 5), "its header cannot be read"),
@@ -186,7 +186,7 @@ def test_a_segment_that_points_behind_the_file_is_a_cut(tmp_path: Path, marker: 
     (tmp_path / "file").write_bytes(b"before" + content + JPEG * 200)
     file = os.open(tmp_path / "file", os.O_RDONLY)
     try:
-        with pytest.raises(BadImageError, match="cut off in the header"):
+        with pytest.raises(BadImageError, match="truncated in the header"):
             measure_part(file, 6, len(content))
     finally:
         os.close(file)

@@ -116,7 +116,7 @@ def test_broken_images_can_be_left_out_as_the_message_says(
     shown = capsys.readouterr().out
     assert "2 of 9 images left out:" in shown
     assert "root: train/dog/b.png: the file is empty" in shown
-    assert "root: val/cat/c.jpg: no readable image" in shown
+    assert "root: val/cat/c.jpg: not a readable image" in shown
     assert "3 training and 4 validation images" in shown
 
 

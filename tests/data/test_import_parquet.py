@@ -142,11 +142,11 @@ def test_one_of_several_labels_is_chosen(
 
 
 BAD: dict[str, tuple[object, int, str]] = {
-    "a GIF": ({"bytes": b"GIF89a" + bytes(40), "path": "x"}, 0, "no readable image"),
+    "a GIF": ({"bytes": b"GIF89a" + bytes(40), "path": "x"}, 0, "not a readable image"),
     "a path alone": ({"bytes": None, "path": "x.png"}, 0, "it has no image bytes"),
     "no image": (None, 0, "it has no image bytes"),
     "no label": (image(1), -1, "its label is -1, expected a number from 0 to 1"),
-    "cut off": ({"bytes": png(1)[:-20], "path": "x"}, 0, "it is cut off"),
+    "cut off": ({"bytes": png(1)[:-20], "path": "x"}, 0, "it is truncated"),
 }
 
 
@@ -177,7 +177,7 @@ def test_rows_of_no_use_can_be_left_out_of_a_divided_set(
     assert command(tmp_path / "in", tmp_path / "out", *options) == DONE
     shown = capsys.readouterr().out
     assert "2 of 8 images left out:" in shown
-    assert "row 1: no readable image" in shown
+    assert "row 1: not a readable image" in shown
     assert "row 3: its label is -1" in shown
     used = [contents(tmp_path / "out", split) for split in ("train", "val")]
     found = {name: sorted([*used[0][name], *used[1][name]]) for name in CLASSES}

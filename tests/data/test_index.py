@@ -75,9 +75,9 @@ def spoil(root: Path) -> dict[str, str]:
         "train/cat/deep.png": "it has 16 bits a channel",
         "train/cat/empty.png": "the file is empty",
         "train/cat/gone.jpg": "No such file or directory",
-        "train/cat/pipe.png": "it is no file but a folder, a pipe or a device",
-        "train/cat/text.jpg": "no readable image",
-        "train/dog/cut.jpg": "it is cut off",
+        "train/cat/pipe.png": "it is not a file but a folder, a pipe or a device",
+        "train/cat/text.jpg": "not a readable image",
+        "train/dog/cut.jpg": "it is truncated",
     }
 
 
@@ -165,8 +165,8 @@ def test_a_class_whose_images_are_all_bad_cannot_be_left_out(root: Path) -> None
         pytest.param(
             ["cat", "dog"],
             "train",
-            "found cat, dog. Class folders alone are divided, and splits of other names are taken, "
-            "by: largebatch data import imagefolder (--val-fraction, --val-name)",
+            "found cat, dog. To divide class folders, or for splits of other names: largebatch "
+            "data import imagefolder (--val-fraction, --val-name)",
             id="class folders alone",
         ),
         pytest.param(["val"], "val", "there are no class folders and no shards", id="no classes"),
@@ -210,14 +210,14 @@ def test_the_command_makes_shows_and_refuses(
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert "train: 4 images" in out
-    assert "val/cat/text.jpg: no readable image" in out
+    assert "val/cat/text.jpg: not a readable image" in out
     assert (
         "1 image, listed above, cannot be used; replace or remove it, or leave it out with:" in err
     )
     for again in ([*words, "--drop-bad"], words):
         assert main(again) == 0
         out, _ = capsys.readouterr()
-        assert "val: 1 left out:\n  val/cat/text.jpg: no readable image" in out
+        assert "val: 1 left out:\n  val/cat/text.jpg: not a readable image" in out
         assert "4 training and 4 validation images, 1 bad ones left out" in out
     write_image(tmp_path / "train/cat/y.jpg")
     assert main(words) == 0

@@ -46,11 +46,11 @@ def with_key(key: str, value: object) -> Change:
 
 BOTH: dict[str, tuple[Change, str]] = {
     "a label of no class": (with_first("labels", 3), "to 3, expected 0 to 2"),
-    "a label below zero": (with_first("labels", -1), "labels go from -1 to 2"),
-    "an image without height": (with_first("heights", 0), "heights go from 0 to"),
-    "an endless image": (with_first("widths", 2**62), "widths go from"),
-    "a length below zero": (with_first("num_bytes", -7), "num_bytes go from -7"),
-    "a length of exabytes": (with_first("num_bytes", 2**62), "num_bytes go from"),
+    "a label below zero": (with_first("labels", -1), "labels range from -1 to 2"),
+    "an image without height": (with_first("heights", 0), "heights range from 0 to"),
+    "an endless image": (with_first("widths", 2**62), "widths range from"),
+    "a length below zero": (with_first("num_bytes", -7), "num_bytes range from -7"),
+    "a length of exabytes": (with_first("num_bytes", 2**62), "num_bytes range from"),
     "labels of half": (as_type("labels", np.float16), "labels are float16, expected int64"),
     "a table of labels": (
         lambda _, arrays: arrays.update(labels=arrays["labels"][None]),
@@ -69,16 +69,16 @@ BOTH: dict[str, tuple[Change, str]] = {
         lambda _, arrays: arrays.update(more=arrays["labels"]),
         "its arrays are heights, labels, more",
     ),
-    "no classes": (with_key("classes", []), "its classes are none"),
+    "no classes": (with_key("classes", []), "its classes are empty"),
     "numbers for classes": (with_key("classes", [1, 2, 3]), "classes in its header is of another"),
-    "two classes alike": (with_key("classes", ["cat"] * 3), "some are alike"),
+    "two classes alike": (with_key("classes", ["cat"] * 3), "not unique"),
     "a class with a NUL": (with_key("classes", ["a\0", "b", "c"]), "classes in its header is"),
     "half a character": (with_key("classes", ["\ud800", "b", "c"]), "surrogates not allowed"),
-    "bad images in words": (with_key("bad", "none"), "bad in its header is of another kind"),
+    "bad images in words": (with_key("bad", "none"), "bad in its header is of another type"),
     "a bad image without a time": (with_key("bad", [["a", "b"]]), "bad in its header is of ano"),
     "ignored files in words": (with_key("ignored", "none"), "ignored in its header is of another"),
     "another key": (with_key("more", 1), "its header has the keys"),
-    "no digest": (with_key("digest", None), "digest in its header is of another kind"),
+    "no digest": (with_key("digest", None), "digest in its header is of another type"),
     "the other split": (with_key("split", "val"), "it is of val, expected train"),
     "a time in years to come": (with_key("shards", [["a", 1, 10**30]]), "shards in its header"),
 }
@@ -104,9 +104,9 @@ FILES: dict[str, tuple[Change, str]] = {
 }
 
 SHARDS: dict[str, tuple[Change, str]] = {
-    "an image behind the end": (with_first("offsets", 2**40), "image [0] lies outside its shard"),
-    "an image before the start": (with_first("offsets", -512), "image [0] lies outside its shard"),
-    "a shard of none": (with_first("shards", 1), "shards go from 0 to 1, expected 0 to 0"),
+    "an image behind the end": (with_first("offsets", 2**40), "image [0] is outside its shard"),
+    "an image before the start": (with_first("offsets", -512), "image [0] is outside its shard"),
+    "a shard of none": (with_first("shards", 1), "shards range from 0 to 1, expected 0 to 0"),
     "a shard elsewhere": (
         lambda header, _: header["shards"][0].__setitem__(0, "../../etc/passwd"),
         "a name in it has a /",
@@ -149,7 +149,7 @@ def refused(folder: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["data", "index", str(folder)]) == USER
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == 1
-    assert shown.startswith(f"largebatch: {folder / PLACE}: its checksum is right and its contents")
+    assert shown.startswith(f"largebatch: {folder / PLACE}: its checksum is right but its content")
 
 
 @pytest.mark.parametrize(

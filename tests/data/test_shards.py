@@ -154,7 +154,7 @@ def test_shards_of_others_are_read(tmp_path: Path) -> None:
         ({"b.jpg": jpeg(), "b.cls": b"-1"}, "b.jpg: its label is '-1'"),
         ({"b.cls": b"0"}, "train/a.tar/b: it has 0 images, expected 1"),
         ({"b.jpg": jpeg(), "b.png": b"", "b.cls": b"0"}, "b: it has 2 images, expected 1"),
-        ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is cut off"),
+        ({"b.jpg": jpeg()[:-2], "b.cls": b"0"}, "train/a.tar/b.jpg: it is truncated"),
         ({"b.jpg": b"", "b.cls": b"0"}, "train/a.tar/b.jpg: the file is empty"),
     ],
 )
@@ -227,12 +227,12 @@ def repeat_classes(root: Path) -> None:
     [
         (lose_the_end, "000000.tar: not a whole, uncompressed tar file (the zeros at its end are"),
         (spoil_a_header, "not a whole, uncompressed tar file (there is no header at byte"),
-        (add_another, "there is no header at byte 9216, or data behind its end"),
+        (add_another, "there is no header at byte 9216, or data after its end"),
         (cut_an_image, "not a whole, uncompressed tar file ("),
         (compress, "000000.tar: not a whole, uncompressed tar file"),
         (mix, "both class folders (cat) and shards (000000.tar)"),
-        (lose_classes, "classes.txt: No such file or directory; beside shards it gives"),
-        (repeat_classes, "classes.txt: expected one different name a line"),
+        (lose_classes, "classes.txt: No such file or directory; shards need this file"),
+        (repeat_classes, "classes.txt: expected one unique name per line"),
     ],
 )
 def test_broken_shards_are_refused(
@@ -272,7 +272,7 @@ def test_packing_leaves_nothing_half_done(folder: Path, tmp_path: Path) -> None:
     def spoil(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(DataError, match="not what its index was made from"):
+    with pytest.raises(DataError, match="has changed since its index was built"):
         pack(folder, tmp_path / "packed")
     write_image(folder / "val/dog/b.png", height=5, width=7)
     make(folder, "val")

@@ -11,10 +11,10 @@ NOT_WHOLE = {
     "a symbolic link": (tars.symbolic("b.png", "a.png"), "b.png: it is a link to a.png"),
     "a hard link": (tars.hard("b.png", "a.png"), "b.png: it is a link to a.png"),
     "a sparse file": (tars.sparse("b.png", png(0)), "b.png: it is a sparse file"),
-    "a device": (tars.member("b.png", kind=tarfile.CHRTYPE), "b.png: it is a device"),
+    "a device": (tars.member("b.png", kind=tarfile.CHRTYPE), "b.png: it is a special"),
     "a linked label": (
         tars.member("b.png", png(0)) + tars.hard("b.cls", "a.cls"),
-        "b.cls: it is a link to a.cls, expected a whole file; write the tar anew with: tar",
+        "b.cls: it is a link to a.cls, expected a whole file; create the tar with: tar",
     ),
     "nothing but links": (
         tars.hard("b.cls", "a.cls") + tars.hard("b.png", "a.png"),

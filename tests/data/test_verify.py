@@ -48,8 +48,8 @@ def test_changed_bytes_of_a_file_are_named(root: Path, capsys: pytest.CaptureFix
     assert main(["data", "verify", str(root)]) == USER
     shown = capsys.readouterr()
     assert shown.out == (
-        "train/dog/b.png: its bytes are not the ones that were noted\ntrain: 1 of 4 differ\n"
-        "val/cat/x.jpg: its bytes are not the ones that were noted\nval: 1 of 4 differ\n"
+        "train/dog/b.png: its bytes do not match the stored checksum\ntrain: 1 of 4 differ\n"
+        "val/cat/x.jpg: its bytes do not match the stored checksum\nval: 1 of 4 differ\n"
     )
     assert shown.err.startswith(f"largebatch: {root}: 2 of 8 images, listed above, are not what")
 
@@ -64,7 +64,7 @@ def test_changed_bytes_of_a_shard_are_named_by_their_place(
     capsys.readouterr()
     assert main(["data", "verify", str(shards)]) == USER
     place = f"train/000000.tar (byte {int(index.offsets[2])})"
-    assert f"{place}: its bytes are not the ones" in capsys.readouterr().out
+    assert f"{place}: its bytes do not match" in capsys.readouterr().out
 
 
 def test_an_image_that_cannot_be_read_is_named(

@@ -261,5 +261,7 @@ def unknown() -> str:
 
 def test_a_device_that_torch_cannot_sum_over_is_one_line() -> None:
     found = on_forked_workers(unknown, workers=1)
-    assert found.startswith(f"torch {torch.__version__} has no library that sums over sim devices")
+    assert found.startswith(
+        f"torch {torch.__version__} has no communication library for sim devices"
+    )
     assert "\n" not in found

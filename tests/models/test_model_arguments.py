@@ -134,7 +134,7 @@ def test_a_model_built_from_python_has_fresh_weights_whatever_it_is_given(
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", refuse)
-    with pytest.raises(RecipeError, match="cannot build .*resnet18 with them: .*argument"):
+    with pytest.raises(RecipeError, match="cannot build .*resnet18 with these arguments: .*argument"):
         build(name, num_classes=10, arguments=arguments)
     assert list(tmp_path.iterdir()) == []
 

@@ -108,7 +108,7 @@ def test_the_classifier_is_drawn_as_asked() -> None:
         ("resnet5", {}, "timm has no model 'resnet5'; did you mean 'resnet50"),
         ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
         ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with them"),
-        ("resnet18", {"base_width": 32}, "cannot build resnet18 with them: BasicBlock does not"),
+        ("resnet18", {"base_width": 32}, "cannot build resnet18 with these arguments: BasicBlock does not"),
         ("lenet5", {"width": 2}, "model.arguments: lenet5: .*unexpected keyword.*'width'"),
     ],
 )

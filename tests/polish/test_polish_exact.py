@@ -231,7 +231,7 @@ def test_a_batch_of_one_value_per_channel_is_normalised_to_zero() -> None:
     right = one_pass(model, batches)
     polish(model, batches, CPU)
     assert_right(model, right, rel=1e-10)
-    with pytest.raises(DataError, match=r"layer 6 was given a single value per channel"):
+    with pytest.raises(DataError, match=r"layer 6 got a single value per channel"):
         polish(model, pairs(1), CPU)
     assert_right(model, right, rel=1e-10)
 
@@ -264,7 +264,7 @@ def test_an_empty_batch_counts_nothing() -> None:
 def test_infinite_activations_are_refused() -> None:
     model, (batch,) = network().double(), pairs(4)
     batch[0][0, 0, 0, 0] = torch.inf
-    with pytest.raises(DataError, match="layer 0 was given infinite values"):
+    with pytest.raises(DataError, match="inputs of layer 0 are infinite"):
         polish(model, [batch], CPU)
     assert model[0].get_buffer("running_var").equal(torch.ones(3).double())
 

@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "a group is sent before its last gradient is there",
         "distributed/reducer.py",
-        "len(self._groups) and not self._groups[sent].owed:",
-        "len(self._groups) and len(self._groups[sent].owed) < 2:",
+        "len(self._groups) and not self._groups[sent].pending:",
+        "len(self._groups) and len(self._groups[sent].pending) < 2:",
         "test_crown.py::test_two_workers_that_are_threads_match_plain_pytorch",
     ),
     Mutant(
