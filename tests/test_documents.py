@@ -79,13 +79,11 @@ def parser() -> ArgumentParser:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_command_is_one_that_the_program_understands(
-    words: list[str], parser: ArgumentParser
-) -> None:
+def test_every_command_is_parsed(words: list[str], parser: ArgumentParser) -> None:
     parser.parse_args(words)
 
 
-def test_commands_were_found_on_most_pages_and_every_prompt_stands_in_a_console_block() -> None:
+def test_most_pages_have_commands_and_every_prompt_is_in_a_console_block() -> None:
     with_commands = [page for page in PAGES if any(b.commands for b in blocks(page, "console"))]
     assert len(with_commands) >= 14
     assert len(COMMANDS) >= 50
@@ -94,7 +92,7 @@ def test_commands_were_found_on_most_pages_and_every_prompt_stands_in_a_console_
         assert len(prompts) == sum(len(block.commands) for block in blocks(page, "console")), page
 
 
-def test_what_a_block_may_need_is_one_of_a_few_things() -> None:
+def test_the_needs_of_a_block_are_known() -> None:
     marks = [
         mark
         for page in PAGES
@@ -106,7 +104,7 @@ def test_what_a_block_may_need_is_one_of_a_few_things() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_is_linked_is_there(page: Path) -> None:
+def test_linked_files_exist(page: Path) -> None:
     text = re.sub(
         r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )
@@ -186,5 +184,5 @@ def test_a_figure_older_than_the_code_it_measures_is_marked(
 
 
 @pytest.mark.parametrize("name", measuring.MEASURED)
-def test_what_a_benchmark_measures_is_there(name: str) -> None:
+def test_measured_files_exist(name: str) -> None:
     assert measuring.measured_files(name)

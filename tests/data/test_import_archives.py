@@ -25,7 +25,7 @@ def test_the_tests_sparse_member_is_one() -> None:
         assert file.read() == bytes(512) + b"x" * 700
 
 
-def test_links_of_a_tar_are_the_images_they_lead_to(tmp_path: Path) -> None:
+def test_links_in_a_tar_are_the_images_they_point_to(tmp_path: Path) -> None:
     """As Python's tarfile extracts them; the first one leads on through another."""
     source = tars.write(
         tmp_path / "all.tar",
@@ -47,7 +47,7 @@ def test_links_of_a_tar_are_the_images_they_lead_to(tmp_path: Path) -> None:
         assert [path.read_bytes() for path in sorted(folder.iterdir())] == found[name]
 
 
-def test_links_of_a_zip_are_the_images_they_lead_to(tmp_path: Path) -> None:
+def test_links_in_a_zip_are_the_images_they_point_to(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as file:
         for name in ("train/cat/a.png", "val/cat/a.png"):
             file.writestr(name, png(5))
@@ -66,7 +66,7 @@ def test_links_of_a_zip_are_the_images_they_lead_to(tmp_path: Path) -> None:
         ("Größe".encode("latin-1"), False, "Gr÷▀e"),  # wrong, but no name is refused
     ],
 )
-def test_names_in_a_zip_are_read_as_programs_write_them(
+def test_names_in_a_zip_are_decoded_like_programs_encode_them(
     written: bytes, flagged: bool, read: str, tmp_path: Path
 ) -> None:
     placeholder = b"_" * len(written)
@@ -140,7 +140,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("more", "message"), [pytest.param(*each, id=name) for name, each in REFUSED.items()]
 )
-def test_what_is_no_file_of_its_own_is_refused_by_name(
+def test_a_special_file_in_an_archive_is_refused_by_name(
     tmp_path: Path, more: bytes, message: str
 ) -> None:
     train = tars.member("train/cat/a.png", png(2)) + tars.member("train/dog/a.png", png(3))
@@ -151,7 +151,7 @@ def test_what_is_no_file_of_its_own_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_links_to_itself_is_refused(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
     (tmp_path / "train/cat/again").symlink_to(tmp_path / "train")

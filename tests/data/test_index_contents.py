@@ -156,7 +156,7 @@ def refused(folder: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> Non
     ("change", "fault"),
     [pytest.param(*each, id=name) for name, each in (BOTH | FILES).items()],
 )
-def test_an_index_of_folders_that_cannot_be_is_refused(
+def test_an_inconsistent_index_of_folders_is_refused(
     root: Path, change: Change, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite(root, change)
@@ -167,7 +167,7 @@ def test_an_index_of_folders_that_cannot_be_is_refused(
     ("change", "fault"),
     [pytest.param(*each, id=name) for name, each in (BOTH | SHARDS).items()],
 )
-def test_an_index_of_shards_that_cannot_be_is_refused(
+def test_an_inconsistent_index_of_shards_is_refused(
     shards: Path, change: Change, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite(shards, change)
@@ -185,7 +185,7 @@ def write(folder: Path, arrays: Arrays) -> None:
     [b"", b"[]", b"1", b"{", b"[" * 10**6, b'{"format": 5', b"\xff", b"9" * 10**4, b"{}"],
     ids=["empty", "list", "number", "cut", "brackets", "half", "no text", "digits", "no keys"],
 )
-def test_a_header_that_is_none_is_no_index(root: Path, header: bytes) -> None:
+def test_a_file_without_a_valid_header_is_not_an_index(root: Path, header: bytes) -> None:
     """As a damaged one, it is made anew."""
     write(root, {HEADER: np.frombuffer(header, np.uint8)})
     assert not list(find_stored(root, "train"))
@@ -202,7 +202,7 @@ def test_a_huge_header_is_not_parsed(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F8_E4M3", "F8_E5M2", "I8", "BOOL"])
-def test_an_array_of_a_type_that_numpy_lacks_is_no_traceback(root: Path, kind: str) -> None:
+def test_an_array_type_that_numpy_lacks_is_a_value_error(root: Path, kind: str) -> None:
     """Numbers of 16 and 8 bits, under a checksum that is right."""
     size = 2 if kind == "BF16" else 1
     head = {
@@ -227,7 +227,7 @@ def test_an_array_of_a_type_that_numpy_lacks_is_no_traceback(root: Path, kind: s
 @example([], 4)
 @example([(7, 255)], None)
 @example([(0, 255), (1, 255), (2, 255)], None)
-def test_whatever_is_changed_under_a_right_checksum_there_is_an_index_or_one_message(
+def test_any_change_under_a_valid_checksum_is_an_index_or_one_message(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], end: int | None
 ) -> None:
     folder = write_folder(tmp_path_factory.mktemp("any"))

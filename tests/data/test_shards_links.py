@@ -26,7 +26,7 @@ NOT_WHOLE = {
 @pytest.mark.parametrize(
     ("members", "reason"), [pytest.param(*each, id=name) for name, each in NOT_WHOLE.items()]
 )
-def test_a_sample_without_bytes_of_its_own_is_named(
+def test_a_sample_without_bytes_in_the_tar_is_named(
     tmp_path: Path, members: bytes, reason: str
 ) -> None:
     before = tars.member("a.png", png(0)) + tars.member("a.cls", b"0")
