@@ -30,7 +30,7 @@ def test_no_other_module_names_a_vendor() -> None:
 
 
 def asked() -> dict[str, object]:
-    """Ask a simulated accelerator for everything."""
+    """Return every property of a simulated accelerator."""
     device = simulated.simulate()
     kind = accelerator.kind()
     assert kind is not None

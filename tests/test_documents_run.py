@@ -97,7 +97,7 @@ def test_other_pages_have_separate_tests() -> None:
 def test_the_python_of_the_reference_trains_on_two_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: None
 ) -> None:
-    """Of its other blocks, those of parts.md and own-code.md, test_parts and test_own_code."""
+    """Other blocks, of parts.md and own-code.md, are run by test_parts and test_own_code."""
     (block,) = blocks(DOCS / "reference" / "python.md", "python")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)

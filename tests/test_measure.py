@@ -58,7 +58,7 @@ def test_every_arm_is_searched_with_as_many_trials_before_its_seeds(tmp_path: Pa
         assert rates == pytest.approx([start * factor for factor in FACTORS], rel=1e-3)
     best = {arm.key: work.searches[arm.key].best for arm in (SMALL, LARGE, NESTEROV)}
     trained = [reach(work, 0.9) for _ in range(4)]
-    again = Measurement(path, tmp_path, ["cifar10"])  # stopped, and begun anew
+    again = Measurement(path, tmp_path, ["cifar10"])  # stopped and restarted
     trained += [reach(again, 0.9) for _ in range(SEEDS * 4 - 4)]
     assert again.next() is None
     assert [job.seed for job in trained] == [1] * 4 + [2] * 4 + [3] * 4

@@ -60,7 +60,7 @@ def test_a_planted_fault_is_caught_by_its_test(mutant: Mutant, report: str) -> N
 
 @pytest.mark.long
 def test_a_broken_copy_does_not_count_as_caught() -> None:
-    """Of this code it is said that it was missed; of a fault that changes nothing too."""
+    """Broken code is reported as missed, and so is a fault without an effect."""
     first = MUTANTS[0]
     for put in ("absent", f"({first.find})"):
         fault = Mutant("another name", first.module, first.find, put, first.test)

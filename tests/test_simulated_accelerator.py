@@ -171,7 +171,7 @@ def test_a_lost_member_is_noticed_when_the_host_reads_a_sum() -> None:
 
 
 def hung() -> None:
-    """Ask a device for more after it hung, and read it through another stream."""
+    """Queue operations on a hanging device, and read it through another stream."""
     device = accelerator.simulate()
     x = torch.ones(3, device=device)
     before = torch.Event(device)

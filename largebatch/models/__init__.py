@@ -118,5 +118,7 @@ def classifier(model: nn.Module) -> nn.Module:
             return head
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has neither get_classifier nor an nn.Linear")
+        raise ValueError(
+            f"{type(model).__name__} has no classifier: neither get_classifier nor an nn.Linear"
+        )
     return layers[-1]

@@ -53,7 +53,7 @@ def worker(recipe: Recipe, *, workers: int, rank: int, device_batch: int | None)
 def seen(
     recipe: Recipe, steps: range, *, workers: int = 1, device_batch: int | None = None
 ) -> Seen:
-    """Put together what all workers ask for in these steps, micro-batch by micro-batch."""
+    """Collect the requests of all workers in these steps, micro-batch by micro-batch."""
 
     def note(asked: list[Request], _: Index, wanted: Iterable[Request]) -> Batches:
         asked.extend(wanted)

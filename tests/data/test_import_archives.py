@@ -173,7 +173,7 @@ def cut_an_image(content: bytearray) -> None:
 
 
 def count_backwards(content: bytearray) -> None:
-    """State a length below zero, which Python's tarfile of old follows for ever."""
+    """Write a negative length, which makes older versions of Python's tarfile loop."""
     start = content.index(b"val/dog/a.png")
     header = content[start : start + 512]
     header[124:136] = (2**96 - 2048).to_bytes(12, "big")

@@ -20,7 +20,7 @@ def imported(source: Path, out: Path, **options: object) -> Path:
 
 
 def write_classes(root: Path, **numbers: int) -> Path:
-    """Write so many images into each class folder, one of them deeper."""
+    """Write this number of images into each class folder, one of them in a subfolder."""
     for place, (name, number) in enumerate(numbers.items()):
         for image in range(number):
             path = root / name / ("more/" if image == 1 else "") / f"{image:03d}.png"

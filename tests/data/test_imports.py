@@ -81,7 +81,7 @@ def change(path: Path) -> None:
 
 
 def hit(path: Path) -> None:
-    """Put a pickle into the archive's place that runs a program when it is read."""
+    """Replace the archive with a pickle that runs a program when it is loaded."""
 
     class Attack:
         def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:

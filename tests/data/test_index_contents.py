@@ -186,7 +186,7 @@ def write(folder: Path, arrays: Arrays) -> None:
     ids=["empty", "list", "number", "cut", "brackets", "half", "no text", "digits", "no keys"],
 )
 def test_a_file_without_a_valid_header_is_not_an_index(root: Path, header: bytes) -> None:
-    """As a damaged one, it is made anew."""
+    """Like a damaged one, it is rebuilt."""
     write(root, {HEADER: np.frombuffer(header, np.uint8)})
     assert not list(find_stored(root, "train"))
     assert len(load_or_read(root, "train")) == 4

@@ -68,7 +68,7 @@ def lengthen(root: Path) -> None:
 
 
 def overwrite(root: Path) -> None:
-    """Put an image of other sizes into the same file, as long as before."""
+    """Overwrite a file with an image of another size and the same length."""
     path = root / "train/dog/b.png"
     length = path.stat().st_size
     write_image(path, height=8, width=2)

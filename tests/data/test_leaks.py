@@ -155,7 +155,7 @@ def test_a_pipeline_releases_everything_fifty_times(
 
 
 def read_some() -> int:
-    """Be one of several workers: open the images in every way and read three batches."""
+    """Run one of several workers: open the images in every way and read three batches."""
     backend = connect("torch")
     for way in WAYS:
         assert open_and_close(way, 4, backend) == 3

@@ -1,4 +1,4 @@
-"""The file of decoded pixels: whole or made anew, shared, and removed in the end."""
+"""The file of decoded pixels: written atomically, rebuilt if damaged, shared and removed."""
 
 import errno
 import os
@@ -119,7 +119,7 @@ def test_a_damaged_file_is_written_again(
 def test_a_file_renamed_to_another_is_written_again(
     folder: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of as many pixels, whole, and with a checksum that is right under its own name."""
+    """The file has the same number of pixels and a checksum valid under its own name."""
     expected = open_cache(folder).pixels.copy()
     (file,) = cache_files(tmp_path)
     monkeypatch.setattr(pixel_cache, "_decode_all", lambda *_: iter([255 - expected]))

@@ -54,7 +54,7 @@ def whole(index: Index, size: int = 6) -> list[Request]:
 
 
 class Failing:
-    """An os.preadv that fails for one image, some number of times, or for ever."""
+    """An os.preadv that fails for one image, a number of times or always."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, times: float) -> None:
         self.identity, self.times, self.failed = path.stat().st_ino, times, 0
@@ -309,7 +309,7 @@ def overwrite(path: Path, content: bytes) -> None:
 
 
 def hang(index: Index, sample: int) -> tuple[Path, bytes]:
-    """Put a pipe that nobody writes to in an image's place: opening it waits for ever."""
+    """Replace an image with a pipe without a writer: opening it never returns."""
     path = index.locate(sample).path
     content = path.read_bytes()
     path.unlink()
@@ -322,7 +322,7 @@ def alive(reader: reading.Reader) -> int:
 
 
 def let_go(pipe: Path) -> None:
-    """Let the threads that wait for a pipe's other end go on."""
+    """Open the other end of a pipe, which unblocks the waiting threads."""
     os.close(os.open(pipe, os.O_RDWR))
 
 

@@ -184,7 +184,7 @@ def lose_the_end(root: Path) -> None:
 
 
 def spoil_a_header(root: Path) -> None:
-    """Of a member in the middle, which Python's tarfile takes for the end."""
+    """Damage the header of a member in the middle, which Python's tarfile takes for the end."""
     path = root / "train/000000.tar"
     content = bytearray(path.read_bytes())
     content[content.index(b"000000002.")] ^= 1

@@ -173,12 +173,12 @@ def whole_run(backend: TorchDistributed) -> list[object]:
 
 
 def test_all_workers_start_operations_in_the_same_order() -> None:
-    """Two communicators of NCCL that are used in two orders wait for each other for ever."""
+    """Two NCCL communicators used in different orders deadlock."""
     assert on_late_workers(whole_run, workers=4) == [1, True, True]
 
 
 def see(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let there be so many GPUs."""
+    """Simulate `num` GPUs."""
     monkeypatch.setattr("largebatch.accelerator.count", lambda: num)
     monkeypatch.setattr("largebatch.accelerator.choose", lambda n: torch.device("cuda", n))
 

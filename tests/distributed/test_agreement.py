@@ -36,7 +36,7 @@ OTHER_INDEX = {"index": {**INDEX["index"], "val": {"samples": 2, "digest": "ef"}
 
 
 def compare(*facts: Facts) -> list[str]:
-    """Let a worker for each state its facts; return what each is told, nothing if they agree."""
+    """Compare facts, one worker each; return each worker's error, or an empty string."""
 
     def work(worker: Thread) -> str:
         try:
@@ -266,7 +266,7 @@ def test_files_with_other_weights_have_another_checksum() -> None:
 
 
 def test_different_weights_name_the_worker_by_its_number() -> None:
-    """Of 4 workers, number 1 has been lost, and the others have the ranks 0 to 2."""
+    """Worker 1 of 4 was lost, and the others have the ranks 0 to 2."""
 
     def work(worker: Thread) -> str:
         weights = [torch.full((2,), float(worker.rank == 1))]

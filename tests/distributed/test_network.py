@@ -61,7 +61,7 @@ def test_a_host_is_slow_if_all_its_pairs_are(
 
 
 def measured() -> Network:
-    """Be one of four workers on three hosts; worker 2, alone on its own, is late for its pairs."""
+    """Run one of four workers on three hosts; worker 2, alone on its host, is late."""
     rank = int(os.environ["RANK"])
     sum_up = TorchGroup.all_reduce
 

@@ -107,7 +107,7 @@ def test_the_classifier_is_initialised_as_requested() -> None:
     [
         ("resnet5", {}, "timm has no model 'resnet5'; did you mean 'resnet50"),
         ("xyzzy", {}, "timm has no model 'xyzzy'; see timm.list_models"),
-        ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with them"),
+        ("resnet18", {"depth": 3}, "model.arguments: timm cannot build resnet18 with these"),
         (
             "resnet18",
             {"base_width": 32},

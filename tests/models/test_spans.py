@@ -47,7 +47,7 @@ def moments(layer: nn.Module) -> Tensor:
 def shared(
     model: nn.Sequential, x: Tensor, weights: Tensor, *, workers: int
 ) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Go forward and backward with a span of len(x) shared by so many workers.
+    """Run forward and backward with a span of len(x) shared by a number of workers.
 
     Returns the model with the parameters' gradients summed and the moments added up, as the reducer
     and `Spans` do, the output, and the input's gradient.

@@ -1,4 +1,4 @@
-"""The faults that mutants.py plants, and the test that must catch each."""
+"""The faults that mutants.py plants, with the test that must catch each."""
 
 from dataclasses import dataclass
 
